@@ -1,0 +1,63 @@
+# `make demo` and `make test` need python3 (3.11 or newer, with venv and headers), make and g++ (C++20), and set up the
+# rest themselves in .venv. `make help` lists what else there is.
+
+VENV   ?= .venv
+PYTHON ?=
+ARGS   ?=
+
+# A GPU that JAX can use brings the CUDA packages, the compiler for the CUDA part among them, and the fast grouped
+# matrix product.
+GPU    := $(shell sh tools/environment.sh gpu && echo yes)
+EXTRAS ?= demo,test$(if $(GPU),$(comma)cuda13$(comma)tokamax)
+comma  := ,
+
+# Test processes: each one compiles with several threads, so more than a few do not help.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
+
+RUN         = $(VENV)/bin/python
+ENVIRONMENT = VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(1)" sh tools/environment.sh
+
+.PHONY: help demo test notebooks lint format environment clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo        train a small Mixture-of-Experts language model   (ARGS="--help" lists its options)'
+	@echo 'make test        run all tests and the examples in the docstrings  (ARGS="-k routing" picks some)'
+	@echo 'make notebooks   execute the notebooks'
+	@echo 'make lint        ruff and pyright'
+	@echo 'make format      let ruff lay out the Python files'
+	@echo 'make clean       remove the environment and all caches'
+	@echo
+	@echo 'Variables: PYTHON=<interpreter>  VENV=<folder, .venv>  ARGS=<options>  WORKERS=<test processes>'
+	@echo '           JAXMOE_CUDA=auto|on|off  JAXMOE_NVCC=<path>  (ffi/README.md)'
+
+environment:
+	@$(call ENVIRONMENT,$(EXTRAS))
+
+demo: environment
+	@$(RUN) -m jaxmoe.demo $(ARGS)
+
+# All tests run on virtual CPU devices; where there is a GPU, those of tests/gpu run on it after that, in one process,
+# since each would reserve most of the GPU's memory. ARGS are for the former and leave the latter out.
+test: environment
+	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
+
+notebooks: environment
+	@$(RUN) -m pytest tests/notebooks $(ARGS)
+
+lint:
+	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)
+	@$(RUN) -m ruff check
+	@$(RUN) -m ruff format --check
+	@$(RUN) -m pyright --pythonpath $(RUN)
+
+format:
+	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)
+	@$(RUN) -m ruff check --fix
+	@$(RUN) -m ruff format
+
+clean:
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,18 @@
+// jaxmoe._native: handlers for XLA:CPU, and the account of why there is no CUDA part where there is none.
+#include "common/extension.h"
+
+#include "common/build_config.h"
+#include "common/device_info.h"
+#include "xla/ffi/api/api.h"
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoHost);
+
+namespace jaxmoe {
+
+std::vector<Registration> registrations() {
+  return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoHost}};
+}
+
+std::map<std::string, std::string> part_build_info() { return {{"cuda_missing", build_config::kCudaMissing}}; }
+
+}  // namespace jaxmoe

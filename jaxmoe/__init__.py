@@ -1,0 +1,39 @@
+"""jaxmoe: an expert-parallel Mixture-of-Experts layer for JAX.
+
+`moe_layer` computes the layer for tokens that `route` has assigned to `Experts`. Flax layers are in `jaxmoe.nnx` and
+`jaxmoe.linen`, which are imported on demand.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from jaxmoe.activation import SwiGLU
+from jaxmoe.api import moe_layer
+from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
+from jaxmoe.experts import Experts
+from jaxmoe.explain import Explanation, explain
+from jaxmoe.plan import Plan, default_plan
+from jaxmoe.routing import RouterConfig, Routing, route
+from jaxmoe.stats import MoEStats, load_stats
+
+try:
+    __version__ = version("jaxmoe")
+except PackageNotFoundError:  # a source tree on the path, not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Experts",
+    "Explanation",
+    "MoEStats",
+    "Plan",
+    "RouterConfig",
+    "Routing",
+    "SwiGLU",
+    "default_plan",
+    "explain",
+    "load_balancing_loss",
+    "load_stats",
+    "moe_layer",
+    "route",
+    "router_z_loss",
+    "update_selection_bias",
+]

@@ -1,0 +1,164 @@
+"""`moe_layer`: the signature, and from there to one of the implementations. Reads top to bottom like the maths.
+
+The user calls it with a routing made by `routing.route` and weights in an `Experts`. Everything is checked before anything
+runs (`call.py`), `shard_map` is entered where the caller has not (`sharding.py`), and each rank hands its tokens to
+`reference.py` (the truth) or `xla_impl.py` (portable).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe import call as calls
+from jaxmoe import sharding
+from jaxmoe.activation import Activation
+from jaxmoe.call import Call, Implementation
+from jaxmoe.experts import Experts
+from jaxmoe.guard import not_mapped
+from jaxmoe.plan import Plan
+from jaxmoe.reference import reference
+from jaxmoe.stats import MoEStats, load_stats
+from jaxmoe.xla_impl import xla
+
+
+def moe_layer(
+    x: Float[Array, "*batch hidden"],
+    topk_ids: Int[Array, "*batch top_k"],
+    topk_weights: Float[Array, "*batch top_k"],
+    experts: Experts,
+    *,
+    activation: str | Activation = "silu",
+    axis_name: str | Sequence[str] | None = "expert",
+    data_axes: str | Sequence[str] = (),
+    token_valid: Bool[Array, "*batch"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    implementation: Implementation | None = None,
+    plan: Plan | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """Sends every token through its chosen experts and returns the weighted sum of what they answer.
+
+    `y[t] = sum_k topk_weights[t, k] * (activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e])`, `e = topk_ids[t, k]`.
+    No token is ever dropped. Differentiable in `x`, `topk_weights` and every array of `experts`.
+
+    Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with a mesh
+    set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first dimension over
+    `(*data_axes, *axis_name)`, experts over `axis_name`.
+
+    Args:
+      x: tokens, bfloat16, float16, float32, or float64 on CPU; at least two dimensions.
+      topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)` count
+        as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
+      topk_weights: float32 (or float64 with float64 tokens).
+      experts: weights in the dtype of `x`.
+      activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
+      data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`. With Explicit axes
+        they are read from the type of `x`. Inside `shard_map` it is not used.
+      token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is zero.
+      mesh: where none is set by `jax.set_mesh`.
+      implementation: `"xla"` (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose, see
+        `jaxmoe.explain`. A named one runs or raises.
+      plan: how to compute it, a `jaxmoe.Plan`; `None` is `jaxmoe.default_plan`.
+      return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: over all).
+
+    Returns:
+      `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.
+
+    Raises:
+      ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
+      TypeError: wrong types or dtypes.
+      NotImplementedError: under `jax.vmap`.
+
+    >>> import jax, jax.numpy as jnp, jaxmoe
+    >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)
+    >>> x, logits = jnp.ones((3, 8)), jnp.arange(12.0).reshape(3, 4)
+    >>> routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2, renormalize=True))
+    >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None).shape
+    (3, 8)
+    """
+    call = calls.check(
+        x,
+        topk_ids,
+        topk_weights,
+        experts,
+        activation=activation,
+        axis_name=axis_name,
+        data_axes=data_axes,
+        token_valid=token_valid,
+        mesh=mesh,
+        implementation=implementation,
+        plan=plan,
+    )
+    arguments = jax.tree.map(not_mapped, Arguments(x, topk_ids, topk_weights, experts, token_valid))
+    y, stats = _compiled(call, return_stats)(arguments)
+    return (y, stats) if return_stats else y
+
+
+class Arguments(NamedTuple):
+    """The arrays of a call (or, leaf by leaf, their partition specs)."""
+
+    x: Any
+    topk_ids: Any
+    topk_weights: Any
+    experts: Experts
+    token_valid: Any = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax.Array, MoEStats | None]]:
+    """One function per kind of call, so that calling it again outside of any `jit` finds it compiled."""
+    on_rank = functools.partial(_on_rank, call, return_stats)
+    placement = call.placement
+    if placement.mesh is None:
+        return jax.jit(on_rank)
+
+    tokens, experts = (PartitionSpec(axes or None) for axes in (placement.token_axes, placement.group.axis_names))
+    specs = Arguments(tokens, tokens, tokens, experts, tokens)  # pyright: ignore[reportArgumentType]
+    sharded = jax.shard_map(
+        on_rank,
+        mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
+        in_specs=(specs,),
+        out_specs=(tokens, PartitionSpec()),
+        axis_names=set(placement.manual_axes),
+    )
+
+    def enter(arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
+        as_split = sharding.reshard_explicit(arguments, specs, placement.mesh)
+        y, stats = sharded(as_split)
+        return sharding.like(y, arguments.x, placement.mesh), stats
+
+    return jax.jit(enter)
+
+
+def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
+    """The layer for the tokens of one rank, whose experts are `arguments.experts`."""
+    num_experts, group = call.shape.num_experts, call.placement.group
+    batch, top_k = arguments.x.shape[:-1], call.shape.top_k
+    x = arguments.x.reshape(-1, call.shape.hidden)
+    ids = arguments.topk_ids.reshape(-1, top_k)
+    weights = arguments.topk_weights.reshape(-1, top_k)
+    valid = None if arguments.token_valid is None else arguments.token_valid.reshape(-1)
+
+    stats = None
+    if return_stats:
+        axes = call.placement.token_axes or group.axis_names
+        stats = load_stats(ids, num_experts, token_valid=valid, axis_name=axes or None)
+
+    used = (ids >= 0) & (ids < num_experts)
+    if valid is not None:
+        used &= valid[:, None]
+        x = jnp.where(valid[:, None], x, 0)
+    ids = jnp.where(used, ids, -1).astype(jnp.int32)
+    weights = jnp.where(used, weights, 0)
+
+    if call.implementation == "reference":
+        y = reference(x, ids, weights, arguments.experts, activation=call.activation, group=group)
+    else:
+        y = xla(x, ids, weights, arguments.experts, activation=call.activation, group=group, plan=call.plan)
+    return y.reshape(*batch, call.shape.hidden), stats

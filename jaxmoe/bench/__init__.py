@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m jaxmoe.bench layer --help`."""

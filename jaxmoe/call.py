@@ -1,0 +1,182 @@
+"""One call of `moe_layer` with its arguments checked: all that is known before anything runs.
+
+`api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in `experts.check`
+or in `sharding.place`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxmoe import activation as activations
+from jaxmoe import experts as expert_weights
+from jaxmoe import sharding
+from jaxmoe.plan import Plan, Shape, default_plan
+
+Implementation = Literal["xla", "reference"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static side of a call; equal calls compile to the same program.
+
+    Args:
+      implementation: the one that runs.
+      implementation_reason: why.
+      activation: resolved.
+      placement: ranks, mesh and axes.
+      platform: what it is compiled for.
+      shape: sizes as one rank sees them.
+      dtype: of tokens and weights.
+      plan: how it is computed.
+    """
+
+    implementation: Implementation
+    implementation_reason: str = dataclasses.field(compare=False)
+    activation: activations.Activation
+    placement: sharding.Placement
+    platform: str
+    shape: Shape
+    dtype: Any
+    plan: Plan
+
+
+def check(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    experts: Any,
+    *,
+    activation: Any,
+    axis_name: str | Sequence[str] | None,
+    data_axes: str | Sequence[str],
+    token_valid: Any,
+    mesh: Mesh | AbstractMesh | None,
+    implementation: str | None,
+    plan: Any,
+) -> Call:
+    """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`."""
+    chosen, reason = _choose(implementation)
+    _check_tokens(x, topk_ids, topk_weights, token_valid)
+    weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
+    resolved = activations.resolve(activation)
+    if resolved.needs_up and weights.w_up is None:
+        raise ValueError(f"moe_layer: activation={activation!r} multiplies two projections, but experts.w_up is None.")
+
+    placement = sharding.place(x, axis_name=axis_name, data_axes=data_axes, mesh=mesh)
+    platform = sharding.platform(placement)
+    if x.dtype == jnp.float64 and platform != "cpu":
+        raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
+    shape = _shape(x, topk_ids, weights, placement)
+    if plan is None:
+        plan = default_plan(shape, platform, x.dtype)
+    elif not isinstance(plan, Plan):
+        raise TypeError(f"moe_layer: plan is a {type(plan).__name__}; it must be a jaxmoe.Plan or None.")
+    return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan)
+
+
+def _choose(implementation: str | None) -> tuple[Implementation, str]:
+    if implementation is None:
+        return "xla", "implementation=None: 'xla' is the fastest that this version has for any backend and size"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"moe_layer: implementation={implementation!r} is not known. Use one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
+        )
+    return implementation, f"implementation={implementation!r} was asked for"  # pyright: ignore[reportReturnType]
+
+
+def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:
+    for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(f"moe_layer: {name} is a {type(array).__name__}; it must be an array.")
+    if len(x.shape) < 2 or 0 in x.shape[-1:]:
+        raise ValueError(f"moe_layer: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
+    if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
+        raise TypeError(f"moe_layer: x is {x.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+    for name, array in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if len(array.shape) != len(x.shape) or array.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"moe_layer: {name} has shape {array.shape}; it must be [..., top_k] with the leading dimensions "
+                f"{x.shape[:-1]} of x."
+            )
+    if topk_ids.shape != topk_weights.shape:
+        raise ValueError(f"moe_layer: topk_ids {topk_ids.shape} and topk_weights {topk_weights.shape} differ in shape.")
+    if topk_ids.shape[-1] == 0:
+        raise ValueError(f"moe_layer: topk_ids has shape {topk_ids.shape}; top_k must be at least 1.")
+    if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
+        raise TypeError(f"moe_layer: topk_ids is {topk_ids.dtype}; it must be an integer type, such as int32.")
+    allowed = ("float32", "float64") if x.dtype == jnp.float64 else ("float32",)
+    if jnp.dtype(topk_weights.dtype).name not in allowed:
+        raise TypeError(
+            f"moe_layer: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
+            "(a lower precision loses accuracy and no other array is this small): topk_weights.astype(jnp.float32)."
+        )
+    if token_valid is not None:
+        if not (hasattr(token_valid, "shape") and hasattr(token_valid, "dtype")) or token_valid.dtype != jnp.bool_:
+            raise TypeError(
+                f"moe_layer: token_valid is {getattr(token_valid, 'dtype', type(token_valid).__name__)}; "
+                "it must be a bool array, True for tokens that take part."
+            )
+        if token_valid.shape != x.shape[:-1]:
+            raise ValueError(f"moe_layer: token_valid has shape {token_valid.shape}; it must be {x.shape[:-1]}, as x.")
+
+
+def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sharding.Placement) -> Shape:
+    ranks, names = placement.group.size, placement.group.axis_names
+    entering = placement.mesh is not None
+    if entering and experts.num_experts % ranks:
+        raise ValueError(_uneven_experts(experts.num_experts, ranks, names))
+    num_experts = experts.num_experts if entering else experts.num_experts * ranks
+    top_k = topk_ids.shape[-1]
+    if top_k > num_experts:
+        raise ValueError(
+            f"moe_layer: topk_ids has top_k={top_k} slots per token, but there are only {num_experts} experts "
+            f"({experts.num_experts} in experts.w_gate, {ranks} ranks). Pass at most {num_experts} slots."
+        )
+    num_tokens = 1
+    for size in x.shape[:-1]:
+        num_tokens *= size
+    if entering:
+        num_tokens //= _token_shards(x, placement)
+    return Shape(
+        tokens=num_tokens,
+        hidden=x.shape[-1],
+        intermediate=experts.intermediate,
+        num_experts=num_experts,
+        top_k=top_k,
+        ranks=ranks,
+        itemsize=jnp.dtype(x.dtype).itemsize,
+        gated=experts.w_up is not None,
+    )
+
+
+def _uneven_experts(num_experts: int, ranks: int, names: tuple[str, ...]) -> str:
+    axis = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
+    fitting = [size for size in range(1, max(ranks, 2)) if num_experts % size == 0]
+    return (
+        f"moe_layer: num_experts={num_experts} cannot be spread over the {ranks} ranks of mesh {axis} "
+        f"({num_experts} % {ranks} = {num_experts % ranks}). Use {-(-num_experts // ranks) * ranks} experts, "
+        f"or ranks in number {', '.join(map(str, fitting))}."
+    )
+
+
+def _token_shards(x: Any, placement: sharding.Placement) -> int:
+    assert placement.mesh is not None
+    sizes = {name: placement.mesh.shape[name] for name in placement.token_axes}
+    shards = 1
+    for size in sizes.values():
+        shards *= size
+    if x.shape[0] % shards:
+        padded = -(-x.shape[0] // shards) * shards
+        raise ValueError(
+            f"moe_layer: the first dimension of x, {x.shape[0]}, cannot be split over the {shards} ranks of mesh axes "
+            f"{sizes}. Pad it to {padded} (token_valid=False for the padding), or reshape x so that the first dimension "
+            "divides."
+        )
+    return shards

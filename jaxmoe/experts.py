@@ -1,0 +1,162 @@
+"""The weights of all experts of a layer as one pytree, in the layouts that JAX models train in."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+
+
+# JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders), so the fields are not type checked;
+# `check` does it where a layer is called.
+@jax.tree_util.register_dataclass
+@typing.no_type_check
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Stacked weights of the experts: `y = activation(x @ w_gate, x @ w_up) @ w_down`.
+
+    The arrays are read as they are: no implementation keeps a transposed or interleaved copy. Inside `shard_map` the leading
+    dimension holds this rank's experts; outside it holds all of them.
+
+    Args:
+      w_gate: `[experts, hidden, intermediate]`, the projection that the activation is applied to.
+      w_up: `[experts, hidden, intermediate]`, the projection it is multiplied with; `None` for a plain two-matrix FFN.
+      w_down: `[experts, intermediate, hidden]`.
+      b_gate: `[experts, intermediate]` or `None`.
+      b_up: `[experts, intermediate]` or `None`.
+      b_down: `[experts, hidden]` or `None`; it is part of the expert, so the routing weight multiplies it too.
+
+    >>> import jax
+    >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=16, intermediate=32)
+    >>> experts.w_down.shape, experts.num_experts
+    ((4, 32, 16), 4)
+    """
+
+    w_gate: Float[Array, "experts hidden intermediate"]
+    w_up: Float[Array, "experts hidden intermediate"] | None
+    w_down: Float[Array, "experts intermediate hidden"]
+    b_gate: Float[Array, "experts intermediate"] | None = None
+    b_up: Float[Array, "experts intermediate"] | None = None
+    b_down: Float[Array, "experts hidden"] | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Length of the leading dimension: all experts outside `shard_map`, this rank's inside."""
+        return self.w_gate.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token."""
+        return self.w_gate.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        """Width between the two GEMMs."""
+        return self.w_gate.shape[2]
+
+    def astype(self, dtype: DTypeLike) -> "Experts":
+        """Returns the experts with every array cast to `dtype`."""
+        return jax.tree.map(lambda array: array.astype(dtype), self)
+
+    @classmethod
+    def init(
+        cls,
+        key: PRNGKeyArray | UInt32[Array, "2"],
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        gated: bool = True,
+        biases: bool = False,
+    ) -> "Experts":
+        """Returns normally distributed weights of variance 1 / fan-in (LeCun) and zero biases.
+
+        Args:
+          key: a `jax.random` key.
+          num_experts: number of experts.
+          hidden: width of a token.
+          intermediate: width between the two GEMMs.
+          dtype: of every array.
+          gated: with an up projection; `False` gives `w_up=None`.
+          biases: with biases on all projections.
+        """
+        keys = jax.random.split(key, 3)
+        into = (num_experts, hidden, intermediate)
+        back = (num_experts, intermediate, hidden)
+
+        def normal(key: Any, shape: tuple[int, int, int]) -> jax.Array:
+            return (jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5).astype(dtype)
+
+        def zeros(width: int) -> jax.Array | None:
+            return jnp.zeros((num_experts, width), dtype) if biases else None
+
+        return cls(
+            w_gate=normal(keys[0], into),
+            w_up=normal(keys[1], into) if gated else None,
+            w_down=normal(keys[2], back),
+            b_gate=zeros(intermediate),
+            b_up=zeros(intermediate) if gated else None,
+            b_down=zeros(hidden),
+        )
+
+
+def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
+    """Raises a `TypeError` or `ValueError` that names the array, what it is and what it must be.
+
+    Args:
+      experts: what the user passed.
+      hidden: width of the tokens.
+      dtype: of the tokens; every array of the experts must have it.
+    """
+    if not isinstance(experts, Experts):
+        raise TypeError(
+            f"moe_layer: experts is a {type(experts).__name__}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...)."
+        )
+    arrays = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    for name in ("w_gate", "w_down"):
+        if arrays[name] is None:
+            raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
+    for name, array in arrays.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(f"moe_layer: experts.{name} is a {type(array).__name__}; it must be an array.")
+    if len(experts.w_gate.shape) != 3:
+        raise ValueError(
+            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; it must be [experts, hidden, intermediate]."
+        )
+    num_experts, width, intermediate = experts.w_gate.shape
+    if width != hidden:
+        raise ValueError(
+            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}, but x has hidden={hidden}. "
+            "w_gate and w_up are [experts, hidden, intermediate] and w_down is [experts, intermediate, hidden]: "
+            "weights stored as torch does, [experts, out, in], have to be transposed."
+        )
+    if 0 in experts.w_gate.shape:
+        raise ValueError(f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; no dimension may be zero.")
+    needed = {
+        "w_gate": (num_experts, hidden, intermediate),
+        "w_up": (num_experts, hidden, intermediate),
+        "w_down": (num_experts, intermediate, hidden),
+        "b_gate": (num_experts, intermediate),
+        "b_up": (num_experts, intermediate),
+        "b_down": (num_experts, hidden),
+    }
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if tuple(array.shape) != needed[name]:
+            raise ValueError(
+                f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
+                f"w_gate of shape {tuple(experts.w_gate.shape)}."
+            )
+        if array.dtype != dtype:
+            raise TypeError(
+                f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal. "
+                "Cast one of them, e.g. experts.astype(x.dtype)."
+            )
+    if experts.b_up is not None and experts.w_up is None:
+        raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")
+    return experts

@@ -1,0 +1,156 @@
+"""`explain`: what `moe_layer` would do with the same arguments, why, and what it costs. Runs nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmoe import call as calls
+from jaxmoe.call import Call, Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What one call of `moe_layer` does; `print` it.
+
+    Args:
+      call: the checked call: implementation, placement, shape, plan.
+      reasons: why this implementation and this plan.
+      memory_bytes: bytes per rank of each temporary array of the forward pass, by name.
+      worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
+      wire_bytes: bytes each rank receives from its peers in one forward pass.
+      flops: floating-point operations per rank of a balanced forward pass.
+    """
+
+    call: Call
+    reasons: tuple[str, ...]
+    memory_bytes: dict[str, int]
+    worst_case_bytes: int
+    wire_bytes: int
+    flops: int
+
+    @property
+    def implementation(self) -> str:
+        """Name of the implementation that runs."""
+        return self.call.implementation
+
+    def __str__(self) -> str:
+        shape, group = self.call.shape, self.call.placement.group
+        ranks = f"{group.size} ranks of {' x '.join(group.axis_names)}" if group.axis_names else "one rank"
+        lines = [
+            f"moe_layer runs implementation={self.implementation!r} on {self.call.platform}, {ranks}",
+            f"  per rank: {shape.tokens} tokens x {shape.top_k} slots, hidden {shape.hidden}, intermediate "
+            f"{shape.intermediate}, {shape.num_experts // shape.ranks} of {shape.num_experts} experts, {self.call.dtype}",
+            *(f"  {reason}" for reason in self.reasons),
+            f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
+            f"  temporary memory per rank, whatever the routing: {sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
+            f"(with buffers for the worst routing: {self.worst_case_bytes / 2**20:.1f} MiB)",
+            *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    experts: Any,
+    *,
+    activation: Any = "silu",
+    axis_name: str | Sequence[str] | None = "expert",
+    data_axes: str | Sequence[str] = (),
+    token_valid: Any = None,
+    mesh: Any = None,
+    implementation: Implementation | None = None,
+    plan: Any = None,
+) -> Explanation:
+    """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
+
+    Args:
+      x: as for `moe_layer`, or a `jax.ShapeDtypeStruct`; so are the other arrays.
+      topk_ids: as for `moe_layer`.
+      topk_weights: as for `moe_layer`.
+      experts: as for `moe_layer`.
+      activation: as for `moe_layer`.
+      axis_name: as for `moe_layer`.
+      data_axes: as for `moe_layer`.
+      token_valid: as for `moe_layer`.
+      mesh: as for `moe_layer`.
+      implementation: as for `moe_layer`.
+      plan: as for `moe_layer`.
+
+    Raises:
+      ValueError: as `moe_layer` would.
+      TypeError: as `moe_layer` would.
+
+    >>> import jax, jax.numpy as jnp, jaxmoe
+    >>> experts = jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), 8, 4096, 14336, dtype=jnp.bfloat16))
+    >>> x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    >>> slots = jax.ShapeDtypeStruct((8192, 2), jnp.int32), jax.ShapeDtypeStruct((8192, 2), jnp.float32)
+    >>> jaxmoe.explain(x, *slots, experts, axis_name=None).implementation
+    'xla'
+    """
+    call = calls.check(
+        x,
+        topk_ids,
+        topk_weights,
+        experts,
+        activation=activation,
+        axis_name=axis_name,
+        data_axes=data_axes,
+        token_valid=token_valid,
+        mesh=mesh,
+        implementation=implementation,
+        plan=plan,
+    )
+    if call.implementation == "reference":
+        return _reference(call)
+    memory, worst_case = _xla_memory(call, call.plan.chunk_rows), _xla_memory(call, max(call.shape.all_slots, 1))
+    shape = call.shape
+    token_bytes = shape.tokens * shape.hidden * shape.itemsize
+    return Explanation(
+        call=call,
+        reasons=(call.implementation_reason, *call.plan.reasons),
+        memory_bytes=memory,
+        worst_case_bytes=sum(worst_case.values()),
+        # Tokens in, sums of tokens out, and 8 bytes of id and weight for each slot.
+        wire_bytes=(shape.ranks - 1) * (2 * token_bytes + 8 * shape.tokens * shape.top_k),
+        flops=_flops(shape),
+    )
+
+
+def _flops(shape: Any) -> int:
+    gemms = 3 if shape.gated else 2
+    return 2 * gemms * shape.balanced_rows * shape.hidden * shape.intermediate
+
+
+def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
+    """Bytes of the temporary arrays of `xla_impl`, each counted once although the compiler lets some share memory."""
+    shape = call.shape
+    all_tokens, wide = shape.ranks * shape.tokens, max(4, shape.itemsize)
+    projections = 2 if shape.gated else 1
+    return {
+        "tokens of all ranks": all_tokens * shape.hidden * shape.itemsize if shape.ranks > 1 else 0,
+        "rows of one pass: tokens and outputs": 2 * chunk_rows * shape.hidden * shape.itemsize,
+        "rows of one pass: gate, up and h": (projections + 1) * chunk_rows * shape.intermediate * shape.itemsize,
+        "sums of all tokens, in float32": all_tokens * shape.hidden * wide,
+        "sums on the wire, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * shape.hidden * shape.itemsize,
+        "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
+    }
+
+
+def _reference(call: Call) -> Explanation:
+    shape = call.shape
+    wide = max(4, shape.itemsize)
+    matrices = (3 if shape.gated else 2) * shape.hidden * shape.intermediate
+    memory = {
+        "experts of all ranks, in float32": shape.num_experts * matrices * wide,
+        "one expert on every token": shape.tokens * (3 * shape.intermediate + 2 * shape.hidden) * wide,
+    }
+    return Explanation(
+        call=call,
+        reasons=(call.implementation_reason, "every expert is applied to every token"),
+        memory_bytes=memory,
+        worst_case_bytes=sum(memory.values()),
+        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.itemsize,
+        flops=_flops(shape) // shape.top_k * shape.num_experts,
+    )

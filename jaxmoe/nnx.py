@@ -1,0 +1,236 @@
+"""`MoE` for Flax NNX: router, experts and an optional shared expert in one module; the maths is in `layers.py`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe import layers
+from jaxmoe.activation import Activation
+from jaxmoe.call import Implementation
+from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
+from jaxmoe.plan import Plan
+from jaxmoe.routing import RouterConfig
+from jaxmoe.stats import MoEStats
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "jaxmoe.nnx needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
+    ) from error
+
+__all__ = ["MoE", "MoEAux", "SelectionBias"]
+
+
+class SelectionBias(nnx.Variable[jax.Array]):
+    """`[experts]` float32, added to the router's scores for the selection only.
+
+    It is no `nnx.Param`: `nnx.value_and_grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone, and
+    `MoE.update_selection_bias` moves it.
+    """
+
+
+class MoE(nnx.Module):
+    """A Mixture-of-Experts layer: `y, aux = moe(x)` routes every token to its experts and returns their weighted sum.
+
+    The router computes in float32 whatever `dtype` is. No token is dropped. `aux` holds the auxiliary losses and the
+    load, over all tokens of all ranks.
+
+    Outside `shard_map`, under `nnx.jit` or not, with Auto or Explicit mesh axes, the layer works on whole arrays and
+    enters `shard_map` itself: the sizes of `data_axes` and `axis_name` must divide the first dimension of `x`. Inside a
+    `shard_map` that has `axis_name` manual, merge a module whose state has been split by
+    `in_specs=nnx.get_partition_spec(state)`; `data_axes` then names the other manual axes over which `aux` is summed.
+    `nnx.remat`, `nnx.scan` over layers and `nnx.value_and_grad` apply; to stack layers for a scan, create them with
+    `nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})`. `nnx.vmap` over a call raises.
+
+    Where a mesh is set (`jax.set_mesh`) or passed, parameters are placed as their `out_sharding` says when they are
+    made; without one they only carry it. Create large layers under `nnx.jit`, so that no device ever holds all experts.
+
+    Args:
+      hidden: width of a token.
+      intermediate: width of an expert between its two GEMMs.
+      num_experts: number of experts, a multiple of the number of ranks of `axis_name`.
+      router: how experts are chosen and weighted, e.g. `jaxmoe.RouterConfig.mixtral()`.
+      activation: of the experts: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      gated: with an up projection; `False` makes plain two-matrix experts.
+      biases: with biases on all projections of the experts, the shared one included.
+      router_bias: with a trained bias on the router's logits, as in gpt-oss.
+      selection_bias: with a `SelectionBias` for balance without an auxiliary loss, as in DeepSeek-V3.
+      shared_intermediate: width of an expert that every token visits besides; `None` for none.
+      shared_activation: of the shared expert; `None` is `activation`, so that a clamp applies to it too (DeepSeek-V4).
+      axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
+      data_axes: the other mesh axes over which tokens are split, see `jaxmoe.moe_layer`.
+      hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
+      intermediate_axis: the same for their intermediate dimension. The router is replicated.
+      mesh: where none is set by `jax.set_mesh`.
+      implementation: `"xla"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
+      plan: how to compute it; `None` is `jaxmoe.default_plan`.
+      dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
+      param_dtype: of the parameters.
+      kernel_init: initialiser of one matrix `[in, out]` of an expert; every expert draws its own. LeCun normal.
+      router_init: initialiser of the router's kernel `[hidden, experts]`. LeCun normal.
+      rngs: the stream `params` is used.
+
+    Attributes:
+      router_kernel: `[hidden, experts]`.
+      router_bias: `[experts]`.
+      w_gate: `[experts, hidden, intermediate]`, and so `w_up`.
+      w_down: `[experts, intermediate, hidden]`.
+      b_gate: `[experts, intermediate]`, and so `b_up`.
+      b_down: `[experts, hidden]`.
+      shared_w_gate: `[hidden, shared_intermediate]`, and so `shared_w_up`, `shared_w_down` and biases `shared_b_...`.
+      selection_bias: a `SelectionBias`, `[experts]`. What was not asked for is `None`.
+
+    Raises:
+      ValueError: sizes, axes or activations that do not go together.
+      TypeError: an argument of the wrong type.
+
+    >>> import jax.numpy as jnp, jaxmoe
+    >>> from flax import nnx
+    >>> from jaxmoe.nnx import MoE
+    >>> moe = MoE(8, 16, num_experts=4, router=jaxmoe.RouterConfig.mixtral(), axis_name=None, rngs=nnx.Rngs(0))
+    >>> y, aux = moe(jnp.ones((2, 3, 8)))
+    >>> y.shape, int(aux.stats.rows_per_expert.sum())
+    ((2, 3, 8), 12)
+    """
+
+    router_kernel: nnx.Param[jax.Array]
+    router_bias: nnx.Param[jax.Array] | None = None
+    w_gate: nnx.Param[jax.Array]
+    w_up: nnx.Param[jax.Array] | None = None
+    w_down: nnx.Param[jax.Array]
+    b_gate: nnx.Param[jax.Array] | None = None
+    b_up: nnx.Param[jax.Array] | None = None
+    b_down: nnx.Param[jax.Array] | None = None
+    shared_w_gate: nnx.Param[jax.Array] | None = None
+    shared_w_up: nnx.Param[jax.Array] | None = None
+    shared_w_down: nnx.Param[jax.Array] | None = None
+    shared_b_gate: nnx.Param[jax.Array] | None = None
+    shared_b_up: nnx.Param[jax.Array] | None = None
+    shared_b_down: nnx.Param[jax.Array] | None = None
+    selection_bias: SelectionBias | None = None
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        router: RouterConfig,
+        *,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        biases: bool = False,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        shared_intermediate: int | None = None,
+        shared_activation: str | Activation | None = None,
+        axis_name: str | Sequence[str] | None = "expert",
+        data_axes: str | Sequence[str] = (),
+        hidden_axis: AxisName = None,
+        intermediate_axis: AxisName = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        implementation: Implementation | None = None,
+        plan: Plan | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer = layers.default_init,
+        router_init: Initializer = layers.default_init,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config = LayerConfig(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            router=router,
+            activation=activation,
+            gated=gated,
+            biases=biases,
+            router_bias=router_bias,
+            selection_bias=selection_bias,
+            shared_intermediate=shared_intermediate,
+            shared_activation=shared_activation,
+            axis_name=axis_name,
+            data_axes=data_axes,
+            hidden_axis=hidden_axis,
+            intermediate_axis=intermediate_axis,
+            mesh=mesh,
+            implementation=implementation,
+            plan=plan,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        table = layers.parameters(self.config, kernel_init=kernel_init, router_init=router_init)
+        for name, parameter in table.items():
+            value = parameter.init(rngs.params(), parameter.shape, param_dtype)
+            setattr(self, name, nnx.Param(value, **self._sharding(parameter.axes)))
+        if selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **self._sharding((None,)))
+
+    def _sharding(self, axes: tuple[AxisName, ...]) -> dict[str, Any]:
+        """Returns the metadata of a variable."""
+        if not self.config.is_placed:
+            return {}
+        mesh = self.config.mesh
+        if mesh is not None:
+            return {"out_sharding": axes, "mesh": mesh}
+        # Flax refuses to place a variable where no mesh is set. A layer made there keeps the names and is placed by its
+        # user, e.g. by jax.device_put with the shardings of nnx.get_named_sharding.
+        return {"out_sharding": axes, **({"eager_sharding": False} if jax.sharding.get_abstract_mesh().empty else {})}
+
+    def __call__(
+        self, x: Float[Array, "*batch hidden"], token_valid: Bool[Array, "*batch"] | None = None
+    ) -> tuple[Float[Array, "*batch hidden"], MoEAux]:
+        """Returns the output and what belongs to the loss and to the log.
+
+        Args:
+          x: tokens, `[..., tokens, hidden]`.
+          token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), counts in no
+            loss and no statistic, and its output is zero.
+
+        Returns:
+          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars.
+
+        Raises:
+          ValueError: `x` or `token_valid` does not fit the layer; the mesh does not fit, see `jaxmoe.moe_layer`.
+          TypeError: `x` or `token_valid` is of the wrong dtype.
+        """
+        return layers.forward(
+            self.config,
+            {name: getattr(self, name)[...] for name in layers.parameters(self.config)},
+            x,
+            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
+            token_valid=token_valid,
+        )
+
+    def update_selection_bias(self, stats: MoEStats, rate: float | Float[Array, ""] = 1e-3) -> None:
+        """Moves the selection bias one step towards an even load; call it once per step, after the gradient step.
+
+        Works on stacked layers too, given the stacked statistics of a scan.
+
+        Args:
+          stats: `aux.stats` of the step. Of several micro-batches: their sum.
+          rate: size of the step, see `jaxmoe.update_selection_bias`.
+
+        Raises:
+          ValueError: the layer has no selection bias.
+
+        >>> import jax, jaxmoe
+        >>> from flax import nnx
+        >>> from jaxmoe.nnx import MoE
+        >>> router = jaxmoe.RouterConfig(top_k=1, score="sigmoid")
+        >>> moe = MoE(8, 16, 2, router, selection_bias=True, axis_name=None, rngs=nnx.Rngs(0))
+        >>> _, aux = moe(jax.random.normal(jax.random.key(0), (9, 8)))
+        >>> moe.update_selection_bias(aux.stats)
+        >>> moe.selection_bias[...].sum()  # of 9 tokens, one expert got more than the other
+        Array(0., dtype=float32)
+        """
+        if self.selection_bias is None:
+            raise ValueError(
+                "MoE.update_selection_bias: the layer has no selection bias. Make it with selection_bias=True."
+            )
+        self.selection_bias[...] = layers.updated_bias(self.selection_bias[...], stats, rate)

@@ -1,0 +1,128 @@
+"""How a layer of one shape is computed: everything that may be swept without changing the result beyond rounding.
+
+`api.py` asks `default_plan` unless the user passes a `Plan`; the implementations read it, `explain` prints it.
+"""
+
+import dataclasses
+import importlib.util
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+GroupedGemm = Literal["ragged_dot", "tokamax"]
+GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")
+
+# Rows are gathered in multiples of this: the row tile of the grouped GEMMs on every GPU that has one.
+ROW_TILE = 128
+# Up to this many rows a rank allocates the worst case: a few MB, and no loop that the host has to steer.
+WORST_CASE_ROWS = 4096
+# Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used.
+ROWS_OVER_BALANCED = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of one call, as one rank sees them.
+
+    Args:
+      tokens: tokens of this rank.
+      hidden: width of a token.
+      intermediate: width between the two GEMMs of an expert.
+      num_experts: experts of the whole group.
+      top_k: slots per token.
+      ranks: size of the expert-parallel group.
+      itemsize: bytes per element of tokens and weights.
+      gated: whether the experts have an up projection.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    ranks: int = 1
+    itemsize: int = 2
+    gated: bool = True
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all ranks: the rows of one rank if every slot names its experts."""
+        return self.ranks * self.tokens * self.top_k
+
+    @property
+    def balanced_rows(self) -> int:
+        """Rows of a rank when all ranks have equally many."""
+        return self.tokens * self.top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Choices of the `"xla"` implementation.
+
+    Args:
+      chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank whose
+        experts are chosen more often than others) take further passes, so that none is dropped.
+      grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU kernel.
+      reasons: why, one sentence per choice; not compared.
+
+    >>> Plan(chunk_rows=256, grouped_gemm="ragged_dot").chunk_rows
+    256
+    """
+
+    chunk_rows: int
+    grouped_gemm: GroupedGemm = "ragged_dot"
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk_rows, int) or self.chunk_rows < 1:
+            raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive number of rows.")
+        if self.grouped_gemm not in GROUPED_GEMMS:
+            raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
+
+
+def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16) -> Plan:
+    """Returns the plan for a shape on a platform, with the reason of every choice.
+
+    Args:
+      shape: sizes of the call.
+      platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
+      dtype: of tokens and weights.
+
+    >>> default_plan(Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4), "cpu").chunk_rows
+    20480
+    """
+    chunk_rows, rows_reason = _chunk_rows(shape)
+    grouped_gemm, gemm_reason = _grouped_gemm(platform, jnp.dtype(dtype))
+    return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
+
+
+def has_tokamax() -> bool:
+    """Whether tokamax can be imported, without importing it."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def _chunk_rows(shape: Shape) -> tuple[int, str]:
+    if shape.all_slots <= WORST_CASE_ROWS:
+        rows = max(shape.all_slots, 1)
+        return rows, f"chunk_rows={rows}: all slots of all ranks, since they are at most {WORST_CASE_ROWS}: always one pass"
+    roomy = int(shape.balanced_rows * ROWS_OVER_BALANCED)
+    rows = min(shape.all_slots, -(-roomy // ROW_TILE) * ROW_TILE)
+    if rows == shape.all_slots:
+        return rows, f"chunk_rows={rows}: all slots of all ranks: always one pass"
+    return rows, (
+        f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
+        f"a busier rank takes up to {-(-shape.all_slots // rows)} passes over the same memory"
+    )
+
+
+def _grouped_gemm(platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
+    if platform not in ("gpu", "cuda"):
+        return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return "ragged_dot", f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants 16-bit inputs, these are {dtype}"
+    if not has_tokamax():
+        return "ragged_dot", (
+            "grouped_gemm='ragged_dot': tokamax is not installed; XLA's GPU ragged_dot may multiply every row with every "
+            "local expert, so `pip install jaxmoe[tokamax]` (Python >= 3.12) is many times faster"
+        )
+    return "tokamax", "grouped_gemm='tokamax': its GPU kernel skips the experts a row did not choose"

@@ -1,0 +1,215 @@
+"""Meshes: the group of ranks that share the experts, and how `moe_layer` enters `shard_map` when it is called outside one.
+
+Called by `api.py`; the implementations get an `ExpertGroup` and never see a mesh.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+Pytree = TypeVar("Pytree")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroup:
+    """The ranks over which the experts are spread: mesh axes that are manual where the methods are called.
+
+    A group without axes has one rank; every method is then the identity, so that no caller needs a second path.
+    """
+
+    axis_names: tuple[str, ...] = ()
+    size: int = 1
+
+    def index(self) -> Int[Array, ""]:
+        """Returns this rank's position in the group, first axis slowest."""
+        return jax.lax.axis_index(self.axis_names) if self.axis_names else jnp.int32(0)
+
+    def all_gather(self, array: Shaped[Array, "rows ..."]) -> Shaped[Array, "all_rows ..."]:
+        """Returns the arrays of all ranks, concatenated along the first dimension in the order of `index`."""
+        return jax.lax.all_gather(array, self.axis_names, tiled=True) if self.axis_names else array
+
+    def exchange(self, array: Shaped[Array, "all_rows ..."]) -> Shaped[Array, "ranks rows ..."]:
+        """Sends the i-th of `size` equal parts to rank i and returns what the ranks sent here, `[ranks, rows, ...]`."""
+        parts = array.reshape(self.size, array.shape[0] // self.size, *array.shape[1:])
+        return jax.lax.all_to_all(parts, self.axis_names, 0, 0) if self.axis_names else parts
+
+
+def vary_alike(tree: Pytree) -> Pytree:
+    """Casts every array of a pytree to vary over all the manual mesh axes that any of them varies over.
+
+    The transpose of the cast is the sum over those axes: it is what adds up the gradient of weights that are replicated over
+    a data axis. Where `check_vma=False` nothing is known to vary and nothing is cast.
+    """
+    axes = frozenset[Any]().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one call of `moe_layer` runs.
+
+    Args:
+      group: the ranks of the experts.
+      mesh: the mesh whose `shard_map` is still to be entered; `None` where the call is inside one, or needs none.
+      token_axes: mesh axes over which the first dimension of the tokens is split on entry.
+      manual_axes: mesh axes that become manual on entry: those, and Explicit ones, over which nothing is then split.
+    """
+
+    group: ExpertGroup
+    mesh: Mesh | AbstractMesh | None = None
+    token_axes: tuple[str, ...] = ()
+    manual_axes: frozenset[str] = frozenset()
+
+
+def axis_tuple(names: str | Sequence[str] | None, argument: str) -> tuple[str, ...]:
+    """Returns axis names as a tuple; raises for anything that is not a name, a sequence of different names, or `None`."""
+    if names is None:
+        return ()
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise ValueError(f"moe_layer: {argument}={names!r} must be a mesh axis name or a tuple of different names.")
+    return names
+
+
+def place(
+    x: Any,
+    *,
+    axis_name: str | Sequence[str] | None,
+    data_axes: str | Sequence[str],
+    mesh: Mesh | AbstractMesh | None,
+) -> Placement:
+    """Decides whether the call is inside `shard_map` already, and over which axes tokens and experts lie.
+
+    Raises:
+      ValueError: an axis is not in the mesh, is not manual inside a `shard_map`, or there is no mesh at all.
+    """
+    expert_axes = axis_tuple(axis_name, "axis_name")
+    data_axes = axis_tuple(data_axes, "data_axes")
+    if both := set(expert_axes) & set(data_axes):
+        raise ValueError(
+            f"moe_layer: mesh axes {sorted(both)} are in data_axes={data_axes} and in axis_name={expert_axes}; "
+            "data_axes are the other axes over which tokens are split."
+        )
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
+    if manual:
+        return Placement(_group_inside(expert_axes, context))
+    chosen = context if mesh is None else mesh
+    explicit = _axes_of_type(AxisType.Explicit, chosen)
+    if not (expert_axes or data_axes or explicit):
+        return Placement(ExpertGroup())
+    if chosen.empty:
+        raise ValueError(
+            f"moe_layer: axis_name={axis_name!r} needs a mesh and none is set. Call it inside shard_map, "
+            "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
+        )
+    _check_in_mesh((*data_axes, *expert_axes), chosen)
+    sizes = [chosen.shape[name] for name in expert_axes]
+    data_axes = data_axes or _axes_of_tokens(x, chosen, expert_axes)
+    token_axes = (*data_axes, *expert_axes)
+    return Placement(ExpertGroup(expert_axes, _product(sizes)), chosen, token_axes, explicit | set(token_axes))
+
+
+def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh) -> ExpertGroup:
+    _check_in_mesh(expert_axes, context)
+    manual = tuple(context.manual_axes)
+    for name in expert_axes:
+        if name not in manual:
+            raise ValueError(
+                f"moe_layer: mesh axis {name!r} is not manual inside this shard_map, whose manual axes are {manual}. "
+                f"Add {name!r} to the axis_names of that shard_map, or call moe_layer outside of it."
+            )
+    # Sorts and grouped GEMMs have no rule for arrays that are still split over an Explicit axis.
+    if remaining := _axes_of_type(AxisType.Explicit, context):
+        raise ValueError(
+            f"moe_layer: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are {manual}. "
+            "Make them manual too (leave out axis_names=), or call moe_layer outside of it."
+        )
+    return ExpertGroup(expert_axes, _product([context.shape[name] for name in expert_axes]))
+
+
+def _axes_of_type(kind: AxisType, mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    return frozenset(name for name, type_ in zip(mesh.axis_names, mesh.axis_types, strict=True) if type_ == kind)
+
+
+def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"moe_layer: axis {name!r} is not in the mesh, whose axes are "
+                f"{dict(mesh.shape)}. Pass axis_name= (experts) or data_axes= (tokens) with names of that mesh, "
+                "or axis_name=None for no expert parallelism."
+            )
+
+
+def _axes_of_tokens(x: Any, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Explicit axes carry the sharding of `x` in its type: the axes of its first dimension besides the expert axes."""
+    spec = jax.typeof(x).sharding.spec if hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct) else ()
+    first = spec[0] if len(spec) else None
+    names = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    explicit = _axes_of_type(AxisType.Explicit, mesh)
+    return tuple(name for name in names if name in explicit and name not in expert_axes)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None) -> Pytree:
+    """Reshards arrays over the Explicit axes of the mesh, since `shard_map` then wants an exact match.
+
+    Args:
+      tree: a pytree of arrays.
+      specs: a `PartitionSpec` for each, a prefix of the tree.
+      mesh: axes that are not Explicit are left to the compiler.
+    """
+    explicit = frozenset() if mesh is None else _axes_of_type(AxisType.Explicit, mesh)
+    if mesh is None or not explicit:
+        return tree
+
+    def explicit_part(entry: Any) -> Any:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return tuple(name for name in names if name in explicit) or None
+
+    def move(spec: PartitionSpec, subtree: Any) -> Any:
+        wanted = PartitionSpec(*(explicit_part(entry) for entry in spec))
+        return jax.tree.map(lambda array: jax.sharding.reshard(array, _on_mesh(wanted, mesh)), subtree)
+
+    return jax.tree.map(move, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec))
+
+
+def like(array: Shaped[Array, "..."], model: Shaped[Array, "..."], mesh: Mesh | AbstractMesh | None) -> Array:
+    """Reshards an array as another is, where its type says how (Explicit axes)."""
+    if mesh is None or not _axes_of_type(AxisType.Explicit, mesh):
+        return array
+    return jax.sharding.reshard(array, _on_mesh(jax.typeof(model).sharding.spec, mesh))
+
+
+def _on_mesh(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding | PartitionSpec:
+    return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+
+
+def platform(placement: Placement) -> str:
+    """Returns the platform the call will be compiled for: of the mesh if it says so, else of JAX's default backend."""
+    mesh = placement.mesh if placement.mesh is not None else jax.sharding.get_abstract_mesh()
+    if isinstance(mesh, Mesh) and not mesh.empty:
+        return mesh.devices.flat[0].platform
+    device = getattr(mesh, "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()

@@ -1,0 +1,44 @@
+"""Every test runs on 8 virtual CPU devices, with the shapes in jaxmoe's signatures checked at every call."""
+
+import os
+
+import jaxtyping
+
+# Before jaxmoe is imported, so that all its functions are checked.
+jaxtyping.install_import_hook("jaxmoe", "beartype.beartype")
+
+if os.environ.get("JAXMOE_TEST_DEVICES") != "gpu":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxmoe import testing  # noqa: E402
+
+testing.use_virtual_devices(8)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Compiling takes longer than hypothesis' default deadline; the examples are the same in every run.
+settings.register_profile(
+    "jaxmoe", deadline=None, derandomize=True, max_examples=20, suppress_health_check=[HealthCheck.differing_executors]
+)
+settings.load_profile("jaxmoe")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests of GPUs where JAX has none, and says so."""
+    if any("gpu" in item.keywords for item in items):
+        found = [device.device_kind for device in jax.devices()]
+        if jax.default_backend() != "gpu":
+            skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU (JAXMOE_TEST_DEVICES=gpu); JAX has {found[0]}")
+            for item in items:
+                if "gpu" in item.keywords:
+                    item.add_marker(skip)
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Turns the shape checks of jaxtyping off, to see the errors that users see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

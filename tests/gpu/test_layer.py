@@ -1,0 +1,49 @@
+"""The suite of all implementations on GPUs, in BF16, over as many devices as there are."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe.testing import make_inputs
+from tests.layer_suite import LayerSuite
+
+pytestmark = pytest.mark.gpu
+
+
+class OnGpu(LayerSuite):
+    dtype = jnp.bfloat16
+
+    def test_gradients_equal_finite_differences_in_float64(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """GPUs have no float64 path; the call says so."""
+        with jax.enable_x64(True):
+            arguments = make_inputs(0, dtype=jnp.float64)
+            with pytest.raises(TypeError, match=r"x is float64, which is supported on CPU only"):
+                jaxmoe.moe_layer(*arguments[:4], axis_name=None)
+
+    def test_nan_in_a_token_stays_with_that_token_and_its_experts(self):
+        """Outputs only: tokamax multiplies rows of neighbouring experts with a mask, which keeps NaN in weight gradients."""
+        arguments = self.inputs(13)
+        poisoned = arguments._replace(x=arguments.x.at[5].set(jnp.nan))
+        y, clean = self.run(poisoned), self.run(arguments)
+        others = jnp.arange(y.shape[0]) != 5
+        assert bool(jnp.isnan(y[5]).all())
+        assert bool((y[others] == clean[others]).all())
+
+
+class TestReference(OnGpu):
+    implementation = "reference"
+
+
+class TestXlaWithLaxRaggedDot(OnGpu):
+    implementation = "xla"
+    plans = (jaxmoe.Plan(chunk_rows=96), jaxmoe.Plan(chunk_rows=1000), jaxmoe.Plan(chunk_rows=40))
+
+
+@pytest.mark.skipif(not jaxmoe.plan.has_tokamax(), reason="tokamax is not installed")
+class TestXlaWithTokamax(OnGpu):
+    implementation = "xla"
+    plans = (
+        jaxmoe.Plan(chunk_rows=1000, grouped_gemm="tokamax"),
+        jaxmoe.Plan(chunk_rows=40, grouped_gemm="tokamax"),
+    )

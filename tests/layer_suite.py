@@ -1,0 +1,416 @@
+"""The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one.
+
+Functions are jitted once for each structure and then fed with different routings, since compiling is what takes time here.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.api import Arguments
+from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error, tolerance
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 24, 40, 8, 3
+SIZES: dict[str, Any] = dict(tokens=TOKENS, hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=EXPERTS, top_k=TOP_K)
+
+# Gated or not, biases, mask: what changes the structure of the program.
+STRUCTURES: dict[str, dict[str, bool]] = {
+    "gated": dict(gated=True),
+    "gated with biases and a mask": dict(gated=True, biases=True, token_valid=True),
+    "plain": dict(gated=False),
+    "plain with biases": dict(gated=False, biases=True),
+}
+ACTIVATIONS: dict[str, Any] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+    "SwiGLU": jaxmoe.SwiGLU(),
+    # Limits that the unit-scale test inputs do reach.
+    "SwiGLU gpt-oss": jaxmoe.SwiGLU(limit=0.7, alpha=1.702, up_offset=1.0),
+    "SwiGLU DeepSeek-V4": jaxmoe.SwiGLU(limit=0.5),
+}
+PLACEMENTS = ("one rank", "all devices", "data x expert, Auto", "data x expert, Explicit", "two expert axes", "in shard_map")
+
+
+@functools.cache
+def mesh_of(*names: str, kind: AxisType = AxisType.Auto) -> Mesh:
+    """All devices (8, 4, 2 or 1) over the named axes: two for the last axes first, the rest for the first one."""
+    left, sizes = jax.device_count(), []
+    for _ in names[1:]:
+        sizes.append(min(2, left))
+        left //= sizes[-1]
+    sizes = [left, *sizes] if names[0] == "expert" or len(names) > 2 else [sizes[0], left]
+    return jax.make_mesh(tuple(sizes), names, axis_types=(kind,) * len(names))
+
+
+def layer(placement: str, **options: Any):
+    """Returns a function of the arrays of a call which runs moe_layer in one of `PLACEMENTS`."""
+    explicit = placement == "data x expert, Explicit"
+    data_expert = mesh_of("data", "expert", kind=AxisType.Explicit if explicit else AxisType.Auto)
+
+    def call(arguments: Arguments, **where: Any) -> Any:
+        x, ids, weights, experts, valid = arguments
+        return jaxmoe.moe_layer(x, ids, weights, experts, token_valid=valid, **where, **options)
+
+    if placement == "one rank":
+        return functools.partial(call, axis_name=None)
+    if placement == "all devices":
+        return functools.partial(call, mesh=mesh_of("expert"))
+    if placement in ("data x expert, Auto", "data x expert, Explicit"):
+        return functools.partial(call, mesh=data_expert, data_axes="data")
+    if placement == "two expert axes":
+        mesh = mesh_of("data", "node", "gpu")
+        return functools.partial(call, mesh=mesh, axis_name=("node", "gpu"), data_axes=("data",))
+    assert placement == "in shard_map"
+
+    def in_shard_map(arguments: Arguments) -> Any:
+        tokens = P(("data", "expert"))
+        specs = Arguments(tokens, tokens, tokens, P("expert"), tokens)  # pyright: ignore[reportArgumentType]
+        return jax.shard_map(call, mesh=data_expert, in_specs=(specs,), out_specs=tokens)(arguments)
+
+    return in_shard_map
+
+
+def cotangent(y: jax.Array) -> jax.Array:
+    return jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+
+
+def gradients_of(function: Any):
+    """Returns the jitted gradients of a fixed weighted sum of the outputs, for x, topk_weights and experts."""
+
+    def loss(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts, ids: jax.Array, valid: Any) -> jax.Array:
+        y = function(Arguments(x, ids, weights, experts, valid))
+        y = y if valid is None else jnp.where(valid[:, None], y, 0)
+        return jnp.sum(y.astype(jnp.promote_types(y.dtype, jnp.float32)) * cotangent(y))
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    return lambda a: gradients(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)
+
+
+@functools.cache
+def jitted(placement: str, gradients: bool, options: tuple[tuple[str, Any], ...]) -> Any:
+    function = layer(placement, **dict(options))
+    return gradients_of(function) if gradients else jax.jit(function)
+
+
+@functools.cache
+def jitted_dense(activation: Any, compute_dtype: Any, gradients: bool) -> Any:
+    function = functools.partial(dense, activation=activation, compute_dtype=compute_dtype)
+    return gradients_of(function) if gradients else jax.jit(function)
+
+
+def widened(arguments: Arguments) -> Arguments:
+    cast = lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32))  # noqa: E731
+    return arguments._replace(x=cast(arguments.x), experts=jax.tree.map(cast, arguments.experts))
+
+
+def _as_dict(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+class LayerSuite:
+    """Inherit and set `implementation`."""
+
+    implementation: ClassVar[str]
+    # Of tokens and weights, where a test does not say otherwise.
+    dtype: ClassVar[Any] = jnp.float32
+    # Plans that the suite must hold for besides the default; None where the implementation has no choices.
+    plans: ClassVar[tuple[jaxmoe.Plan | None, ...]] = (None,)
+
+    def run(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
+        options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
+        return jitted(placement, False, tuple(sorted(options.items())))(arguments)
+
+    def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
+        options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
+        return jitted(placement, True, tuple(sorted(options.items())))(arguments)
+
+    def inputs(self, seed: int, **options: Any) -> Arguments:
+        return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
+
+    def assert_near(self, value: Any, truth: Any) -> None:
+        """Every array within the error of a few operations in the suite's dtype."""
+        allowed = 5e-6 if self.dtype == jnp.float32 else 4 * float(jnp.finfo(self.dtype).eps)
+        for key, got in _as_dict(value).items():
+            error = relative_error(got, _as_dict(truth)[key])
+            assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
+
+    def check(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> None:
+        """The output and every gradient agree with the dense reference."""
+        activation, dtype = options.get("activation", "silu"), arguments.x.dtype
+        for gradients, run in ((False, self.run), (True, self.gradients)):
+            truth = jitted_dense(activation, None, gradients)(widened(arguments))
+            value = run(arguments, placement, **options)
+            if dtype == jnp.float32:  # the truth is no wider: only the order of sums differs
+                self.assert_near(value, truth)
+                continue
+            rough = _as_dict(jitted_dense(activation, dtype, gradients)(arguments))
+            for key, want in _as_dict(truth).items():
+                error, allowed = relative_error(_as_dict(value)[key], want), tolerance(rough[key], want, dtype)
+                assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
+
+    # --- against the truth ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("routing", ROUTING_KINDS)
+    @pytest.mark.parametrize("structure", STRUCTURES)
+    def test_output_and_gradients_equal_the_reference_for_every_routing(self, structure, routing):
+        activation = "gelu" if structure.startswith("plain") else "silu"
+        self.check(self.inputs(1, **STRUCTURES[structure], routing=routing), activation=activation)
+
+    @pytest.mark.parametrize("placement", PLACEMENTS)
+    def test_output_and_gradients_equal_the_reference_wherever_it_is_called(self, placement):
+        self.check(self.inputs(2, biases=True, routing="zipf", token_valid=True), placement)
+
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_output_and_gradients_equal_the_reference_for_every_activation(self, name):
+        self.check(self.inputs(3, biases=True), activation=ACTIVATIONS[name])
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_low_precision_costs_at_most_twice_the_error_of_the_same_maths(self, dtype):
+        self.check(self.inputs(4, biases=True, dtype=dtype, routing="zipf"))
+
+    @settings(max_examples=8)
+    @given(
+        tokens=st.integers(1, 24),
+        hidden=st.integers(1, 40),
+        intermediate=st.integers(1, 40),
+        experts_per_rank=st.integers(1, 5),
+        top_k=st.integers(1, 4),
+        routing=st.sampled_from(ROUTING_KINDS),
+        seed=st.integers(0, 99),
+    )
+    def test_output_equals_the_reference_for_any_size(
+        self, tokens, hidden, intermediate, experts_per_rank, top_k, routing, seed
+    ):
+        arguments = make_inputs(
+            seed,
+            dtype=self.dtype,
+            tokens=8 * tokens,
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=4 * experts_per_rank,
+            top_k=min(top_k, 4 * experts_per_rank),
+            routing=routing,
+        )
+        y = self.run(arguments, plan=None)
+        self.assert_near(y, jitted_dense("silu", None, False)(widened(arguments)))
+
+    @pytest.mark.parametrize("structure", ["gated with biases and a mask", "plain with biases"])
+    def test_gradients_equal_finite_differences_in_float64(self, structure):
+        with jax.enable_x64(True):
+            sizes = dict(tokens=8, hidden=6, intermediate=5, num_experts=4, top_k=2)
+            a = make_inputs(5, **sizes, **STRUCTURES[structure], dtype=jnp.float64)
+            a = a._replace(x=jnp.nan_to_num(a.x), topk_weights=a.topk_weights.astype(jnp.float64))
+            run = layer("data x expert, Auto", implementation=self.implementation, activation="silu")
+
+            @jax.jit
+            def loss(x, weights, experts):
+                return jnp.sum(run(a._replace(x=x, topk_weights=weights, experts=experts)) ** 2)
+
+            at = (a.x, a.topk_weights, a.experts)
+            gradients = jax.grad(loss, argnums=(0, 1, 2))(*at)
+            rng, step = np.random.default_rng(0), 1e-6
+            for _ in range(3):
+                along = jax.tree.map(lambda array: jnp.asarray(rng.standard_normal(array.shape)), at)
+                ahead = loss(*jax.tree.map(lambda p, d: p + step * d, at, along))
+                behind = loss(*jax.tree.map(lambda p, d: p - step * d, at, along))
+                slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: jnp.vdot(g, d), gradients, along)))
+                np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-6)
+
+    # --- closed forms -----------------------------------------------------------------------------------------------
+
+    def test_identity_experts_return_the_tokens_times_their_weights(self):
+        arguments = self.inputs(6)._replace(experts=identity_experts(EXPERTS, HIDDEN, self.dtype))
+        arguments = arguments._replace(topk_weights=jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0))
+        np.testing.assert_array_equal(self.run(arguments, activation="relu"), 4 * arguments.x)
+
+    def test_a_token_that_names_an_expert_twice_gets_it_twice(self):
+        arguments = self.inputs(7)
+        ids, weights = arguments.topk_ids.at[:, 1].set(arguments.topk_ids[:, 0]), arguments.topk_weights
+        merged = jnp.stack([weights[:, 0] + weights[:, 1], jnp.zeros(TOKENS), weights[:, 2]], axis=1)
+        once = arguments._replace(topk_ids=ids.at[:, 1].set(-1), topk_weights=merged)
+        y, expected = self.run(arguments._replace(topk_ids=ids)), self.run(once)
+        self.assert_near(y, expected)
+
+    def test_ids_outside_the_experts_are_unused_slots_and_counted(self):
+        arguments = self.inputs(8)
+        bad = arguments.topk_ids.at[0, 0].set(EXPERTS).at[1, 1].set(-7).at[2, 2].set(2**31 - 1).at[3, 0].set(-1)
+        unused = arguments.topk_ids.at[jnp.arange(4), jnp.array([0, 1, 2, 0])].set(-1)
+        y, stats = self.run(arguments._replace(topk_ids=bad), return_stats=True)
+        np.testing.assert_array_equal(y, self.run(arguments._replace(topk_ids=unused)))
+        assert (int(stats.out_of_range_ids), int(stats.unused_slots), int(stats.dropped_rows)) == (3, 4, 0)
+        counts = np.bincount(np.asarray(unused)[np.asarray(unused) >= 0], minlength=EXPERTS)
+        np.testing.assert_array_equal(stats.rows_per_expert, counts)
+
+    # --- edges ------------------------------------------------------------------------------------------------------
+
+    def test_zero_tokens_give_zero_tokens_and_zero_gradients(self):
+        arguments = self.inputs(9, tokens=0)
+        assert self.run(arguments).shape == (0, HIDDEN)
+        dx, _, dexperts = self.gradients(arguments)
+        assert dx.shape == (0, HIDDEN)
+        assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(dexperts))
+
+    def test_an_expert_without_rows_gets_gradients_of_exactly_zero(self):
+        arguments = self.inputs(10, biases=True, routing="empty-expert")
+        assert not (np.asarray(arguments.topk_ids) == 0).any()
+        _, _, dexperts = self.gradients(arguments)
+        for leaf in jax.tree.leaves(dexperts):
+            assert not np.asarray(leaf[0]).any()
+            assert np.asarray(leaf[1:]).any()
+
+    def test_unused_slots_get_weight_gradients_of_exactly_zero(self):
+        arguments = self.inputs(11, routing="unused-slots")
+        arguments = arguments._replace(topk_weights=jnp.where(arguments.topk_ids < 0, jnp.nan, arguments.topk_weights))
+        _, dweights, _ = self.gradients(arguments)
+        unused = np.asarray(arguments.topk_ids) < 0
+        assert not np.asarray(dweights)[unused].any()
+        assert np.asarray(dweights)[~unused].all()
+
+    def test_nan_in_a_masked_token_reaches_nothing(self):
+        arguments = self.inputs(12, token_valid=True)
+        masked = ~np.asarray(arguments.token_valid)
+        assert np.isnan(np.asarray(arguments.x)[masked]).all()
+        weights = jnp.where(masked[:, None], jnp.nan, arguments.topk_weights)
+        y = np.asarray(self.run(arguments._replace(topk_weights=weights)))
+        assert not y[masked].any()
+        assert np.isfinite(y).all()
+        gradients = self.gradients(arguments._replace(topk_weights=weights))
+        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradients))
+        assert not np.asarray(gradients[0])[masked].any()
+
+    def test_nan_in_a_token_stays_with_that_token_and_its_experts(self):
+        arguments = self.inputs(13, routing="uniform")
+        poisoned = arguments._replace(x=arguments.x.at[5].set(jnp.nan))
+        y, clean = np.asarray(self.run(poisoned)), np.asarray(self.run(arguments))
+        assert np.isnan(y[5]).all()
+        others = np.arange(TOKENS) != 5
+        np.testing.assert_array_equal(y[others], clean[others])
+        dx, _, dexperts = self.gradients(poisoned)
+        assert np.isfinite(np.asarray(dx)[others]).all()
+        visited = np.isin(np.arange(EXPERTS), np.asarray(arguments.topk_ids)[5])
+        for leaf in jax.tree.leaves(dexperts):
+            finite = np.isfinite(np.asarray(leaf)).reshape(EXPERTS, -1).all(-1)
+            assert finite[~visited].all()
+
+    # --- repeatable -------------------------------------------------------------------------------------------------
+
+    def test_the_same_call_gives_the_same_bits(self):
+        arguments = self.inputs(14, dtype=jnp.bfloat16, biases=True)
+        first = (self.run(arguments), self.gradients(arguments))
+        for _ in range(5):
+            again = (self.run(arguments), self.gradients(arguments))
+            jax.tree.map(np.testing.assert_array_equal, first, again)
+
+    def test_every_plan_gives_the_same_result(self):
+        arguments = self.inputs(15, routing="zipf", biases=True)
+        truth = self.run(arguments, plan=None)
+        for plan in self.plans:
+            self.assert_near(self.run(arguments, plan=plan), truth)
+
+    # --- transformations --------------------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        return {"implementation": self.implementation, "plan": self.plans[-1]}
+
+    @pytest.mark.parametrize("names", [(), ("jaxmoe_gate", "jaxmoe_up")])
+    def test_checkpoint_changes_no_gradient(self, names):
+        arguments = self.inputs(16)
+        run = layer("data x expert, Auto", **self.options())
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        gradients = gradients_of(jax.checkpoint(run, policy=policy))(arguments)
+        self.assert_near(gradients, self.gradients(arguments))
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["outside shard_map", "in shard_map"])
+    def test_scan_over_layers_equals_the_loop(self, inside):
+        layers = [self.inputs(20 + i).experts for i in range(3)]
+        arguments = self.inputs(17)
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+        run = layer("all devices" if not inside else "one rank", **self.options())
+        if inside:
+            run = lambda a: jaxmoe.moe_layer(*a[:4], **self.options())  # noqa: E731
+
+        def step(x, experts):
+            return x + run(arguments_of(x, experts)), None
+
+        def arguments_of(x, experts):
+            ids, weights = routing
+            return Arguments(x, ids, weights, experts)
+
+        def scanned(x, ids, weights, experts):
+            nonlocal routing
+            routing = ids, weights
+            return jax.lax.scan(jax.checkpoint(step), x, experts)[0]
+
+        routing: Any = None
+        function = scanned
+        if inside:
+            specs = (P("expert"), P("expert"), P("expert"), P(None, "expert"))
+            function = jax.shard_map(scanned, mesh=mesh_of("expert"), in_specs=specs, out_specs=P("expert"))
+        inputs = (arguments.x, arguments.topk_ids, arguments.topk_weights)
+        value, gradient = jax.jit(jax.value_and_grad(lambda e: jnp.sum(function(*inputs, e).astype(jnp.float32) ** 2)))(stacked)
+
+        def looped(experts):
+            x = arguments.x
+            for i in range(3):
+                one = jax.tree.map(lambda array: array[i], experts)  # noqa: B023
+                x = x + dense(arguments._replace(x=x, experts=one))
+            return jnp.sum(x.astype(jnp.float32) ** 2)
+
+        expected, expected_gradient = jax.jit(jax.value_and_grad(looped))(stacked)
+        self.assert_near((value, gradient), (expected, expected_gradient))
+
+    def test_gradients_accumulate_into_donated_buffers(self):
+        batches = [self.inputs(30 + i) for i in range(3)]
+        mesh = mesh_of("data", "expert")
+        experts = jax.device_put(batches[0].experts, NamedSharding(mesh, P("expert")))
+        run = layer("data x expert, Auto", **self.options())
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def accumulate(total, experts, arguments):
+            gradient = jax.grad(lambda e: jnp.sum(run(arguments._replace(experts=e)) ** 2))(experts)
+            return jax.tree.map(jnp.add, total, gradient)
+
+        total = jax.tree.map(jnp.zeros_like, experts)
+        for arguments in batches:
+            given = total
+            total = accumulate(given, experts, arguments._replace(experts=None))
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+        expected = jax.grad(lambda e: sum(jnp.sum(dense(a._replace(experts=e)) ** 2) for a in batches))(experts)
+        self.assert_near(total, expected)
+
+    def test_explicit_axes_keep_the_sharding_of_the_tokens(self):
+        mesh = mesh_of("data", "expert", kind=AxisType.Explicit)
+        arguments = self.inputs(18)
+        with jax.set_mesh(mesh):
+            for spec in (P(("data", "expert"), None), P("data", None), P(None, None), P("data", "expert")):
+                x = jax.device_put(arguments.x, NamedSharding(mesh, spec))
+                run = jax.jit(lambda x: jaxmoe.moe_layer(x, *arguments[1:4], **self.options()))
+                y = run(x)
+                assert y.sharding.spec == spec
+                self.assert_near(y, dense(arguments))
+
+    def test_leading_dimensions_are_kept(self):
+        arguments = self.inputs(19)
+        x, ids, weights = (array.reshape(8, 2, 4, -1) for array in arguments[:3])
+        y = self.run(Arguments(x, ids, weights, arguments.experts))
+        np.testing.assert_array_equal(y.reshape(TOKENS, HIDDEN), self.run(arguments))
+
+    def test_vmap_raises_and_says_what_to_do(self):
+        arguments = self.inputs(21)
+        batched = jnp.stack([arguments.x, arguments.x])
+        run = lambda x: jaxmoe.moe_layer(x, *arguments[1:4], axis_name=None, **self.options())  # noqa: E731
+        with pytest.raises(NotImplementedError, match=r"pass the batch dimension along"):
+            jax.vmap(run)(batched)
+        with pytest.raises(NotImplementedError, match=r"jax\.lax\.scan"):
+            jax.jit(jax.vmap(jax.grad(lambda x: run(x).sum())))(batched)
