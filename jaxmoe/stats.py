@@ -156,7 +156,7 @@ def _histogram(
     mesh = jax.typeof(bins).sharding.mesh
     out_sharding = NamedSharding(mesh, PartitionSpec()) if AxisType.Explicit in mesh.axis_types else None
     counts = jnp.zeros(num_bins, jnp.int32).at[bins].add(1, mode="drop", out_sharding=out_sharding)
-    return counts.reshape(_NUM_HISTOGRAMS, num_experts).sum(0)
+    return counts.reshape(_NUM_HISTOGRAMS, num_experts).sum(0, dtype=jnp.int32)
 
 
 def _count(mask: Bool[Array, "..."]) -> Int32[Array, ""]:
