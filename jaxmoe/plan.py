@@ -18,6 +18,8 @@ ROW_TILE = 128
 WORST_CASE_ROWS = 4096
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used.
 ROWS_OVER_BALANCED = 1.25
+# What a TMA copy of one row needs: 16 bytes of a 16-bit type.
+TOKAMAX_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16) -> Plan
     20480
     """
     chunk_rows, rows_reason = _chunk_rows(shape)
-    grouped_gemm, gemm_reason = _grouped_gemm(platform, jnp.dtype(dtype))
+    grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
     return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
 
 
@@ -115,7 +117,7 @@ def _chunk_rows(shape: Shape) -> tuple[int, str]:
     )
 
 
-def _grouped_gemm(platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
+def _grouped_gemm(shape: Shape, platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
     if platform not in ("gpu", "cuda"):
         return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -124,5 +126,10 @@ def _grouped_gemm(platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
         return "ragged_dot", (
             "grouped_gemm='ragged_dot': tokamax is not installed; XLA's GPU ragged_dot may multiply every row with every "
             "local expert, so `pip install jaxmoe[tokamax]` (Python >= 3.12) is many times faster"
+        )
+    if shape.hidden % TOKAMAX_MULTIPLE or shape.intermediate % TOKAMAX_MULTIPLE:
+        return "ragged_dot", (
+            f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants widths that are multiples of {TOKAMAX_MULTIPLE}, these "
+            f"are hidden {shape.hidden} and intermediate {shape.intermediate}"
         )
     return "tokamax", "grouped_gemm='tokamax': its GPU kernel skips the experts a row did not choose"

@@ -56,7 +56,8 @@ def parse(arguments: Sequence[str]) -> list[str]:
         if len(positional) > 1:
             raise flags.Error(f"{' '.join(positional[1:])}: the demo has options only.")
     except flags.Error as error:
-        sys.exit(f"jaxmoe demo: {error} See --help.")
+        message = str(error).rstrip(".")
+        sys.exit(f"jaxmoe demo: {message}. See --help.")
     if flags.FLAGS["verbosity"].using_default_value:
         # absl would raise it and show what JAX and matplotlib log for their developers.
         logging.set_verbosity(logging.WARNING)

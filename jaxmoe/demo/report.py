@@ -96,10 +96,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> str:
     """Returns a table of comparisons: for each array, the layer that comes closest to its limit."""
     worst: dict[str, Comparison] = {}
     for comparison in comparisons:
-        best = worst.get(comparison.name)
-        # Not >: an error that is NaN has to stay.
-        if best is None or not comparison.error / comparison.allowed <= best.error / best.allowed:
-            worst[comparison.name] = comparison
+        worst[comparison.name] = max(worst.get(comparison.name, comparison), comparison, key=lambda c: c.share)
     header = ["array", "layer", "error", "dense maths", "allowed", ""]
     table = [
         [

@@ -101,7 +101,7 @@ class Trainer:
         """The model with the parameters of now; they are gone after the next step."""
         return nnx.merge(self._graph, self.state.parameters)
 
-    def _loss(self, parameters: nnx.State, windows: Int32[Array, "batch length"]) -> tuple[jax.Array, Metrics]:
+    def _loss(self, parameters: Any, windows: Int32[Array, "batch length"]) -> tuple[jax.Array, Metrics]:
         logits, aux = nnx.merge(self._graph, parameters)(windows[:, :-1])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
         balance = sum(layer.load_balancing_loss for layer in aux)

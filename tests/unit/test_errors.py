@@ -1,0 +1,177 @@
+"""Bad input ends in an error that says what was given, what is needed and what to do, before anything runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.testing import make_inputs
+from tests.layer_suite import mesh_of
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=12, num_experts=8, top_k=2)
+
+
+def call(**changes: Any) -> Any:
+    arguments = dict(x=X, topk_ids=IDS, topk_weights=WEIGHTS, experts=EXPERTS, axis_name=None) | changes
+    return jaxmoe.moe_layer(**arguments)
+
+
+def changed(**arrays: Any) -> jaxmoe.Experts:
+    fields = {name: getattr(EXPERTS, name) for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")}
+    return jaxmoe.Experts(**fields | arrays)
+
+
+def experts_of(number: int) -> jaxmoe.Experts:
+    return jaxmoe.Experts.init(jax.random.key(0), number, 8, 12)
+
+
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "x of one dimension": ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
+    "x of integers": ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
+    "x that is no array": ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
+    "ids of other tokens": ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
+    "ids without a slot dimension": ({"topk_ids": IDS[:, 0]}, ValueError, ["topk_ids has shape (16,)", "[..., top_k]"]),
+    "ids of floats": ({"topk_ids": WEIGHTS}, TypeError, ["topk_ids is float32", "integer"]),
+    "no slots": ({"topk_ids": IDS[:, :0], "topk_weights": WEIGHTS[:, :0]}, ValueError, ["top_k must be at least 1"]),
+    "weights of other slots": ({"topk_weights": WEIGHTS[:, :1]}, ValueError, ["(16, 2)", "(16, 1)", "differ"]),
+    "weights in low precision": (
+        {"topk_weights": WEIGHTS.astype(jnp.bfloat16)},
+        TypeError,
+        ["topk_weights is bfloat16", "float32", "astype"],
+    ),
+    "more slots than experts": ({"experts": experts_of(1)}, ValueError, ["top_k=2", "only 1 experts", "at most 1"]),
+    "experts that are a tuple": ({"experts": (1, 2)}, TypeError, ["experts is a tuple", "jaxmoe.Experts("]),
+    "experts without w_down": ({"experts": changed(w_down=None)}, TypeError, ["experts.w_down is None"]),
+    "experts that are no arrays": ({"experts": changed(w_up="w")}, TypeError, ["experts.w_up is a str"]),
+    "experts of two dimensions": ({"experts": changed(w_gate=X)}, ValueError, ["w_gate has shape (16, 8)", "[experts, hidden"]),
+    "experts of another width": (
+        {"experts": jaxmoe.Experts.init(jax.random.key(0), 8, 12, 8)},
+        ValueError,
+        ["w_gate has shape (8, 12, 8)", "x has hidden=8", "transposed"],
+    ),
+    "w_down as torch has it": (
+        {"experts": changed(w_down=EXPERTS.w_down.mT)},
+        ValueError,
+        ["w_down has shape (8, 8, 12)", "(8, 12, 8)"],
+    ),
+    "a bias of another width": ({"experts": changed(b_down=X[:8, :4])}, ValueError, ["b_down has shape (8, 4)", "(8, 8)"]),
+    "experts in another dtype": (
+        {"experts": EXPERTS.astype(jnp.bfloat16)},
+        TypeError,
+        ["experts.w_gate is bfloat16", "x is float32", "astype(x.dtype)"],
+    ),
+    "b_up without w_up": ({"experts": changed(w_up=None, b_up=jnp.zeros((8, 12)))}, ValueError, ["b_up", "w_up is None"]),
+    "SwiGLU without w_up": (
+        {"experts": changed(w_up=None), "activation": jaxmoe.SwiGLU()},
+        ValueError,
+        ["SwiGLU", "w_up is None"],
+    ),
+    "an unknown activation": ({"activation": "swish"}, ValueError, ["'swish'", "'silu'", "jaxmoe.SwiGLU("]),
+    "an activation that is none": ({"activation": jnp.tanh}, TypeError, ["'silu'", "SwiGLU"]),
+    "an unknown implementation": ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
+    "a plan that is none": ({"plan": 128}, TypeError, ["plan is a int", "jaxmoe.Plan"]),
+    "a mask of integers": ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
+    "a mask of other tokens": ({"token_valid": jnp.ones(4, bool)}, ValueError, ["token_valid has shape (4,)", "(16,)"]),
+    "no mesh": ({"axis_name": "expert"}, ValueError, ["needs a mesh", "jax.set_mesh", "axis_name=None"]),
+    "an axis that the mesh lacks": (
+        {"axis_name": "ep", "mesh": mesh_of("expert")},
+        ValueError,
+        ["axis 'ep' is not in the mesh", "'expert': 8"],
+    ),
+    "a data axis that the mesh lacks": (
+        {"axis_name": "expert", "data_axes": "batch", "mesh": mesh_of("expert")},
+        ValueError,
+        ["axis 'batch' is not in the mesh"],
+    ),
+    "an axis in both roles": (
+        {"axis_name": "expert", "data_axes": "expert", "mesh": mesh_of("expert")},
+        ValueError,
+        ["['expert'] are in data_axes"],
+    ),
+    "an axis named twice": (
+        {"axis_name": ("expert", "expert"), "mesh": mesh_of("expert")},
+        ValueError,
+        ["different names"],
+    ),
+    "experts that the axis does not divide": (
+        {"experts": experts_of(6), "axis_name": "expert", "mesh": mesh_of("data", "expert")},
+        ValueError,
+        ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "1, 2, 3"],
+    ),
+    "tokens that the axes do not divide": (
+        {"x": X[:6], "topk_ids": IDS[:6], "topk_weights": WEIGHTS[:6], "axis_name": "expert", "mesh": mesh_of("expert")},
+        ValueError,
+        ["first dimension of x, 6", "8 ranks", "Pad it to 8", "token_valid"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_bad_input_raises_what_was_given_and_what_to_do(wrong):
+    changes, kind, parts = BAD[wrong]
+    with pytest.raises(kind) as raised:
+        call(**changes)
+    message = str(raised.value)
+    assert message.startswith("moe_layer: ")
+    for part in parts:
+        assert part in message, message
+
+
+def test_bad_input_raises_the_same_under_jit_and_in_explain():
+    for wrong in ("experts of another width", "no mesh", "an unknown implementation"):
+        changes, kind, parts = BAD[wrong]
+        arguments = dict(topk_ids=IDS, topk_weights=WEIGHTS, experts=EXPERTS, axis_name=None) | changes
+        with pytest.raises(kind) as raised:
+            jax.jit(lambda x: jaxmoe.moe_layer(x, **arguments))(X)  # noqa: B023
+        assert parts[0] in str(raised.value)
+        with pytest.raises(kind) as raised:
+            jaxmoe.explain(X, **arguments)
+        assert parts[0] in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_axis_that_is_not_manual_inside_shard_map_is_named(kind):
+    mesh = mesh_of("data", "expert", kind=kind)
+    inside = jax.shard_map(
+        lambda x: jaxmoe.moe_layer(x, IDS[:8], WEIGHTS[:8], EXPERTS),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="'expert' is not manual") as raised, jax.set_mesh(mesh):
+        jax.jit(inside)(x)
+    assert "axis_names" in str(raised.value)
+
+
+def test_an_explicit_axis_left_inside_shard_map_is_named():
+    mesh = mesh_of("data", "expert", kind=AxisType.Explicit)
+    inside = jax.shard_map(
+        lambda x: jaxmoe.moe_layer(x, IDS[:4], WEIGHTS[:4], changed(**jax.tree.map(lambda a: a[:2], vars(EXPERTS)))),
+        mesh=mesh,
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+        axis_names={"expert"},
+    )
+    x = jax.device_put(X, NamedSharding(mesh, P("expert")))
+    with pytest.raises(ValueError, match=r"\['data'\] are Explicit inside this shard_map"), jax.set_mesh(mesh):
+        jax.jit(inside)(x)
+
+
+@pytest.mark.parametrize("options", [dict(chunk_rows=0), dict(chunk_rows=1.5), dict(chunk_rows=8, grouped_gemm="gmm")])
+def test_a_plan_that_cannot_be_is_refused(options):
+    with pytest.raises(ValueError, match=r"^Plan: "):
+        jaxmoe.Plan(**options)
+
+
+def test_a_limit_that_clamps_everything_is_refused():
+    with pytest.raises(ValueError, match="must be positive"):
+        jaxmoe.SwiGLU(limit=0.0)

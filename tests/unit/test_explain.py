@@ -1,0 +1,84 @@
+"""`explain`, `default_plan` and the choice of implementation."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxmoe
+from jaxmoe import plan as plans
+from jaxmoe.plan import Shape, default_plan
+from jaxmoe.testing import make_inputs
+from tests.layer_suite import mesh_of
+
+
+def abstract(tokens: int, hidden: int, intermediate: int, num_experts: int, top_k: int):
+    shape = jax.ShapeDtypeStruct
+    experts = jax.eval_shape(
+        lambda: jaxmoe.Experts.init(jax.random.key(0), num_experts, hidden, intermediate, dtype=jnp.bfloat16)
+    )
+    slots = shape((tokens, top_k), jnp.int32), shape((tokens, top_k), jnp.float32)
+    return shape((tokens, hidden), jnp.bfloat16), *slots, experts
+
+
+def test_it_says_what_runs_why_and_what_it_costs_without_running_anything():
+    arguments = abstract(8 * 8192, 4096, 14336, 8, 2)
+    told = jaxmoe.explain(*arguments, mesh=mesh_of("expert"))
+    text = str(told)
+    assert told.implementation == "xla"
+    assert told.flops == 6 * 8192 * 2 * 4096 * 14336
+    # The other seven ranks' tokens and sums, BF16, and an id and a weight of 4 bytes for each of their slots.
+    assert told.wire_bytes == 7 * 8192 * (2 * 2 * 4096 + 8 * 2)
+    for part in ("8 ranks of expert", "implementation=None", "chunk_rows=20480", "whatever the routing", "MiB"):
+        assert part in text
+    for size in told.memory_bytes.values():
+        assert size >= 0
+    assert sum(told.memory_bytes.values()) < told.worst_case_bytes
+
+
+def test_a_named_implementation_is_the_one_that_runs():
+    arguments = make_inputs(0)[:4]
+    for name in ("xla", "reference"):
+        told = jaxmoe.explain(*arguments, axis_name=None, implementation=name)
+        assert told.implementation == name
+        assert "was asked for" in str(told)
+
+
+def test_a_passed_plan_is_the_one_that_is_used():
+    plan = jaxmoe.Plan(chunk_rows=77)
+    assert jaxmoe.explain(*make_inputs(0)[:4], axis_name=None, plan=plan).call.plan == plan
+
+
+@given(
+    tokens=st.integers(0, 70_000),
+    top_k=st.integers(1, 32),
+    ranks=st.sampled_from([1, 2, 4, 8, 64]),
+    platform=st.sampled_from(["cpu", "gpu", "tpu"]),
+    dtype=st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32]),
+)
+def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(tokens, top_k, ranks, platform, dtype):
+    shape = Shape(tokens, hidden=64, intermediate=64, num_experts=64, top_k=top_k, ranks=ranks)
+    plan = default_plan(shape, platform, dtype)
+    assert 1 <= plan.chunk_rows <= max(shape.all_slots, 1)
+    roomy = plans.ROWS_OVER_BALANCED * shape.balanced_rows + plans.ROW_TILE
+    assert plan.chunk_rows <= max(plans.WORST_CASE_ROWS, roomy)
+    assert [reason.split("=")[0] for reason in plan.reasons] == ["chunk_rows", "grouped_gemm"]
+    assert all(": " in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "installed", "hidden", "chosen"),
+    [
+        ("cpu", jnp.bfloat16, True, 64, "ragged_dot"),
+        ("gpu", jnp.bfloat16, True, 64, "tokamax"),
+        ("cuda", jnp.float16, True, 2880, "tokamax"),
+        ("gpu", jnp.float32, True, 64, "ragged_dot"),
+        ("gpu", jnp.bfloat16, False, 64, "ragged_dot"),
+        ("gpu", jnp.bfloat16, True, 20, "ragged_dot"),
+    ],
+)
+def test_the_grouped_gemm_is_tokamax_on_gpus_where_it_can_be(monkeypatch, platform, dtype, installed, hidden, chosen):
+    monkeypatch.setattr(plans, "has_tokamax", lambda: installed)
+    shape = Shape(64, hidden=hidden, intermediate=64, num_experts=8, top_k=2)
+    assert default_plan(shape, platform, dtype).grouped_gemm == chosen
