@@ -14,6 +14,7 @@ from jaxmoe.explain import Explanation, explain
 from jaxmoe.plan import Plan, default_plan
 from jaxmoe.routing import RouterConfig, Routing, route
 from jaxmoe.stats import MoEStats, load_stats
+from jaxmoe.xla_impl import CHECKPOINT_NAMES
 
 try:
     __version__ = version("jaxmoe")
@@ -21,6 +22,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "Experts",
     "Explanation",
     "MoEStats",

@@ -1,8 +1,8 @@
 """Activations of the expert FFN: value and derivative, one table for every implementation.
 
-`api.py` resolves the user's `activation=` argument here once; `reference.py` uses `value` and lets JAX differentiate it,
-`xla_impl.py` uses the closed forms of `vjp`. All functions are elementwise and compute in the dtype they are given, which
-the callers make float32 (or float64).
+`api.py` resolves the user's `activation=` argument here once; `reference.py` uses `value` and lets JAX differentiate
+it, `xla_impl.py` uses the closed forms of `vjp`. All functions are elementwise and compute in the dtype they are given,
+which the callers make float32 (or float64).
 """
 
 import dataclasses
@@ -59,10 +59,12 @@ class Pointwise:
 
 @dataclasses.dataclass(frozen=True)
 class SwiGLU:
-    """Clamped, shifted SwiGLU: `h = (clip(u, -limit, limit) + up_offset) * g * sigmoid(alpha * g)`, `g = min(gate, limit)`.
+    """Clamped, shifted SwiGLU.
 
-    `SwiGLU()` equals `"silu"` on gated experts. gpt-oss is `SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)` (its published
-    model code), DeepSeek-V4 is `SwiGLU(limit=10.0)` (`swiglu_limit` of its configuration).
+    `(clip(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g)` with `g = min(gate, limit)`.
+
+    `SwiGLU()` equals `"silu"` on gated experts. gpt-oss is `SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)` (its
+    published model code), DeepSeek-V4 is `SwiGLU(limit=10.0)` (`swiglu_limit` of its configuration).
 
     The slope is one up to and including the limit and zero beyond it, as in PyTorch's `clamp`.
 
@@ -87,7 +89,8 @@ class SwiGLU:
             raise ValueError(f"SwiGLU: limit={self.limit} must be positive, or None for no clamp.")
 
     def _clamp(self, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # `where` and not `clip`: JAX gives a clip half the slope at the limit itself, a value that bfloat16 rows do hit.
+        # `where` and not `clip`: JAX gives a clip half the slope at the limit itself, a value that bfloat16 rows do
+        # hit.
         if self.limit is None:
             return gate, up
         limit = jnp.asarray(self.limit, gate.dtype)
@@ -133,8 +136,8 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * _normal_cdf(x)
 
 
-# JAX's own derivative of erf and erfc fails inside shard_map with check_vma in jax 0.12 ("Primitive polynomial requires varying
-# manual axes to match"), and the reference is differentiated there.
+# JAX's own derivative of erf and erfc fails inside shard_map with check_vma in jax 0.12 ("Primitive polynomial
+# requires varying manual axes to match"), and the reference is differentiated there.
 _gelu.defjvps(lambda tangent, value, x: tangent * _gelu_slope(x))
 
 

@@ -1,8 +1,8 @@
 """`moe_layer`: the signature, and from there to one of the implementations. Reads top to bottom like the maths.
 
-The user calls it with a routing made by `routing.route` and weights in an `Experts`. Everything is checked before anything
-runs (`call.py`), `shard_map` is entered where the caller has not (`sharding.py`), and each rank hands its tokens to
-`reference.py` (the truth) or `xla_impl.py` (portable).
+The user calls it with a routing made by `routing.route` and weights in an `Experts`. Everything is checked before
+anything runs (`call.py`), `shard_map` is entered where the caller has not (`sharding.py`), and each rank hands its
+tokens to `reference.py` (the truth) or `xla_impl.py` (portable).
 """
 
 import functools
@@ -43,29 +43,32 @@ def moe_layer(
 ) -> Any:
     """Sends every token through its chosen experts and returns the weighted sum of what they answer.
 
-    `y[t] = sum_k topk_weights[t, k] * (activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e])`, `e = topk_ids[t, k]`.
-    No token is ever dropped. Differentiable in `x`, `topk_weights` and every array of `experts`.
+    `y[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(x[t])`, where expert e computes
+    `activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e]`. No token is ever dropped. Differentiable in `x`,
+    `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values named
+    `jaxmoe.CHECKPOINT_NAMES` (the inputs of the activation), so that the backward pass repeats no GEMM.
 
-    Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with a mesh
-    set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first dimension over
-    `(*data_axes, *axis_name)`, experts over `axis_name`.
+    Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
+    a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first
+    dimension over `(*data_axes, *axis_name)`, experts over `axis_name`.
 
     Args:
       x: tokens, bfloat16, float16, float32, or float64 on CPU; at least two dimensions.
-      topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)` count
-        as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
+      topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)`
+        count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
-      data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`. With Explicit axes
-        they are read from the type of `x`. Inside `shard_map` it is not used.
-      token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is zero.
+      data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`. With Explicit
+        axes they are read from the type of `x`. Inside `shard_map` it is not used.
+      token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
+        zero.
       mesh: where none is set by `jax.set_mesh`.
       implementation: `"xla"` (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose, see
         `jaxmoe.explain`. A named one runs or raises.
       plan: how to compute it, a `jaxmoe.Plan`; `None` is `jaxmoe.default_plan`.
-      return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: over all).
+      return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
 
     Returns:
       `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.

@@ -1,7 +1,7 @@
 """One call of `moe_layer` with its arguments checked: all that is known before anything runs.
 
-`api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in `experts.check`
-or in `sharding.place`.
+`api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in
+`experts.check` or in `sharding.place`.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def _choose(implementation: str | None) -> tuple[Implementation, str]:
             f"moe_layer: implementation={implementation!r} is not known. Use one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
         )
-    return implementation, f"implementation={implementation!r} was asked for"  # pyright: ignore[reportReturnType]
+    return implementation, f"implementation={implementation!r} was asked for"
 
 
 def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:
@@ -175,8 +175,8 @@ def _token_shards(x: Any, placement: sharding.Placement) -> int:
     if x.shape[0] % shards:
         padded = -(-x.shape[0] // shards) * shards
         raise ValueError(
-            f"moe_layer: the first dimension of x, {x.shape[0]}, cannot be split over the {shards} ranks of mesh axes "
-            f"{sizes}. Pad it to {padded} (token_valid=False for the padding), or reshape x so that the first dimension "
-            "divides."
+            f"moe_layer: the first dimension of x, {x.shape[0]}, cannot be split over the {shards} ranks of mesh "
+            f"axes {sizes}. Pad it to {padded} (token_valid=False for the padding), or reshape x so that its "
+            "first dimension divides."
         )
     return shards

@@ -10,16 +10,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 
-# JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders), so the fields are not type checked;
-# `check` does it where a layer is called.
+# JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders), so the fields are not type
+# checked; `check` does it where a layer is called.
 @jax.tree_util.register_dataclass
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """Stacked weights of the experts: `y = activation(x @ w_gate, x @ w_up) @ w_down`.
 
-    The arrays are read as they are: no implementation keeps a transposed or interleaved copy. Inside `shard_map` the leading
-    dimension holds this rank's experts; outside it holds all of them.
+    The arrays are read as they are: no implementation keeps a transposed or interleaved copy. Inside `shard_map` the
+    leading dimension holds this rank's experts; outside it holds all of them.
 
     Args:
       w_gate: `[experts, hidden, intermediate]`, the projection that the activation is applied to.
@@ -130,7 +130,7 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     num_experts, width, intermediate = experts.w_gate.shape
     if width != hidden:
         raise ValueError(
-            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}, but x has hidden={hidden}. "
+            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}; x has hidden={hidden}. "
             "w_gate and w_up are [experts, hidden, intermediate] and w_down is [experts, intermediate, hidden]: "
             "weights stored as torch does, [experts, out, in], have to be transposed."
         )

@@ -39,7 +39,8 @@ class Explanation:
         lines = [
             f"moe_layer runs implementation={self.implementation!r} on {self.call.platform}, {ranks}",
             f"  per rank: {shape.tokens} tokens x {shape.top_k} slots, hidden {shape.hidden}, intermediate "
-            f"{shape.intermediate}, {shape.num_experts // shape.ranks} of {shape.num_experts} experts, {self.call.dtype}",
+            f"{shape.intermediate}, {shape.num_experts // shape.ranks} of {shape.num_experts} experts, "
+            f"{self.call.dtype}",
             *(f"  {reason}" for reason in self.reasons),
             f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
             f"  temporary memory per rank, whatever the routing: {sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
@@ -133,7 +134,10 @@ def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
         "rows of one pass: tokens and outputs": 2 * chunk_rows * shape.hidden * shape.itemsize,
         "rows of one pass: gate, up and h": (projections + 1) * chunk_rows * shape.intermediate * shape.itemsize,
         "sums of all tokens, in float32": all_tokens * shape.hidden * wide,
-        "sums on the wire, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * shape.hidden * shape.itemsize,
+        "sums on the wire, sent and received": (2 if shape.ranks > 1 else 1)
+        * all_tokens
+        * shape.hidden
+        * shape.itemsize,
         "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
     }
 

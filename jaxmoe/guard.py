@@ -1,7 +1,8 @@
 """An identity that refuses `jax.vmap`, so that a mapped `moe_layer` ends in a sentence and not in a wrong result.
 
-A batching rule cannot be written for a layer that talks to its peers once per call: the mapped layer would either repeat the
-exchange for every element or treat the mapped axis as tokens, and only the user knows which of the two is meant.
+A batching rule cannot be written for a layer that talks to its peers once per call: the mapped layer would either
+repeat the exchange for every element or treat the mapped axis as tokens, and only the user knows which of the two is
+meant.
 """
 
 from typing import Any

@@ -8,6 +8,7 @@ Each library makes the arrays of `parameters` in its own way and passes them to 
 """
 
 import dataclasses
+import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,12 +85,15 @@ class LayerConfig:
     param_dtype: DTypeLike
 
     def __post_init__(self) -> None:
-        sizes = ("hidden", "intermediate", "num_experts", "shared_intermediate")
-        for name in sizes:
+        for name in ("hidden", "intermediate", "num_experts", "shared_intermediate"):
             value = getattr(self, name)
             if name == "shared_intermediate" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            try:
+                positive = not isinstance(value, bool) and operator.index(value) >= 1
+            except TypeError as error:
+                raise TypeError(f"MoE: {name}={value!r} must be an integer.") from error
+            if not positive:
                 raise ValueError(f"MoE: {name}={value!r} must be an integer of at least 1.")
         if not isinstance(self.router, RouterConfig):
             raise TypeError(
@@ -114,11 +118,9 @@ class LayerConfig:
         """Raises what `route` and `moe_layer` would at the first call, before any parameter is made."""
         logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
         routing = jax.eval_shape(lambda array: route(array, self.router), logits)
-        context = jax.sharding.get_abstract_mesh()
-        mesh = context if self.mesh is None else self.mesh
         # Without a mesh, or inside shard_map, the number of ranks is that of a later call.
-        spread = not mesh.empty and not context.manual_axes
-        tokens = mesh.size if spread else 1
+        mesh = _mesh_to_enter(self.mesh)
+        tokens = 1 if mesh is None else mesh.size
         arrays = {
             name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters(self).items()
         }
@@ -128,10 +130,10 @@ class LayerConfig:
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_weights.dtype),
             _experts(arrays),
             activation=self.activation,
-            axis_name=self.axis_name if spread else None,
-            data_axes=self.data_axes if spread else (),
+            axis_name=None if mesh is None else self.axis_name,
+            data_axes=() if mesh is None else self.data_axes,
             token_valid=None,
-            mesh=self.mesh if spread else None,
+            mesh=None if mesh is None else self.mesh,
             implementation=self.implementation,
             plan=self.plan,
         )
@@ -176,7 +178,7 @@ def parameters(
         table["router_bias"] = Parameter((config.num_experts,), (None,), _zeros)
 
     def feed_forward(prefix: str, width: int, stack: tuple[int, ...], stack_axis: tuple[AxisName, ...]) -> None:
-        init = _each_expert(kernel_init) if stack else kernel_init
+        init = _each_expert(kernel_init, expert_axis, config.mesh) if stack else kernel_init
         into = Parameter((*stack, hidden, width), (*stack_axis, hidden_axis, config.intermediate_axis), init)
         back = Parameter((*stack, width, hidden), (*stack_axis, config.intermediate_axis, hidden_axis), init)
         matrices = {"gate": into, "up": into, "down": back} if config.gated else {"gate": into, "down": back}
@@ -198,9 +200,12 @@ def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def _each_expert(init: Initializer) -> Initializer:
+def _each_expert(init: Initializer, expert_axis: AxisName, mesh: Mesh | AbstractMesh | None) -> Initializer:
     def stacked(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.vmap(lambda expert_key: init(expert_key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+        # Explicit axes are taken at their word: from keys that every device has, every device would draw all experts.
+        # With Auto axes the compiler sees that only a part is kept.
+        keys = _place_explicit(jax.random.split(key, shape[0]), PartitionSpec(expert_axis), mesh)
+        return jax.vmap(lambda expert_key: init(expert_key, shape[1:], dtype))(keys)
 
     return stacked
 
@@ -350,13 +355,24 @@ def updated_bias(
 
 def place(value: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None) -> jax.Array:
     """Spreads an array over a mesh, the context's for `mesh=None`; without a mesh returns it as it is."""
+    mesh = _mesh_to_enter(mesh)
     if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
         return value
     if AxisType.Explicit in mesh.axis_types:
         return reshard_explicit(value, spec, mesh)
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+
+def _place_explicit(value: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None) -> jax.Array:
+    mesh = _mesh_to_enter(mesh)
+    return value if mesh is None else reshard_explicit(value, spec, mesh)
+
+
+def _mesh_to_enter(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """Returns the mesh over which arrays are to be spread here: none where none is set, nor inside `shard_map`."""
+    context = jax.sharding.get_abstract_mesh()
+    mesh = context if mesh is None else mesh
+    return None if mesh.empty or context.manual_axes else mesh
 
 
 def _whole(array: jax.Array, mesh: Mesh | AbstractMesh, but_first: int = 0) -> jax.Array:

@@ -45,8 +45,8 @@ class MoE(nnx.Module):
     enters `shard_map` itself: the sizes of `data_axes` and `axis_name` must divide the first dimension of `x`. Inside a
     `shard_map` that has `axis_name` manual, merge a module whose state has been split by
     `in_specs=nnx.get_partition_spec(state)`; `data_axes` then names the other manual axes over which `aux` is summed.
-    `nnx.remat`, `nnx.scan` over layers and `nnx.value_and_grad` apply; to stack layers for a scan, create them with
-    `nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})`. `nnx.vmap` over a call raises.
+    `nnx.value_and_grad`, `nnx.remat` and `nnx.scan` over layers apply; create the layers of a scan with `nnx.vmap`, and
+    give both `transform_metadata={nnx.PARTITION_NAME: None}`. `nnx.vmap` over a call raises.
 
     Where a mesh is set (`jax.set_mesh`) or passed, parameters are placed as their `out_sharding` says when they are
     made; without one they only carry it. Create large layers under `nnx.jit`, so that no device ever holds all experts.

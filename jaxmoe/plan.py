@@ -14,7 +14,8 @@ GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")
 
 # Rows are gathered in multiples of this: the row tile of the grouped GEMMs on every GPU that has one.
 ROW_TILE = 128
-# Up to this many rows a rank allocates the worst case: a few MB, and no loop that the host has to steer.
+# Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
+# CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
 WORST_CASE_ROWS = 4096
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used.
 ROWS_OVER_BALANCED = 1.25
@@ -62,9 +63,10 @@ class Plan:
     """Choices of the `"xla"` implementation.
 
     Args:
-      chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank whose
-        experts are chosen more often than others) take further passes, so that none is dropped.
-      grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU kernel.
+      chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank
+        whose experts are chosen more often than others) take further passes, so that none is dropped.
+      grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
+        kernel.
       reasons: why, one sentence per choice; not compared.
 
     >>> Plan(chunk_rows=256, grouped_gemm="ragged_dot").chunk_rows
@@ -90,10 +92,10 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16) -> Plan
       platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
       dtype: of tokens and weights.
 
-    >>> default_plan(Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4), "cpu").chunk_rows
-    20480
+    >>> default_plan(Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4),
+    "cpu").chunk_rows 20480
     """
-    chunk_rows, rows_reason = _chunk_rows(shape)
+    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
     return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
 
@@ -103,13 +105,16 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def _chunk_rows(shape: Shape) -> tuple[int, str]:
-    if shape.all_slots <= WORST_CASE_ROWS:
+def _chunk_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
+    if shape.all_slots <= worst_case_rows:
         rows = max(shape.all_slots, 1)
-        return rows, f"chunk_rows={rows}: all slots of all ranks, since they are at most {WORST_CASE_ROWS}: always one pass"
+        return (
+            rows,
+            f"chunk_rows={rows}: all slots of all ranks, since they are at most {worst_case_rows}: always one pass",
+        )
     roomy = int(shape.balanced_rows * ROWS_OVER_BALANCED)
-    rows = min(shape.all_slots, -(-roomy // ROW_TILE) * ROW_TILE)
-    if rows == shape.all_slots:
+    rows = max(min(shape.all_slots, -(-roomy // ROW_TILE) * ROW_TILE), 1)
+    if rows >= shape.all_slots:
         return rows, f"chunk_rows={rows}: all slots of all ranks: always one pass"
     return rows, (
         f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
@@ -124,12 +129,12 @@ def _grouped_gemm(shape: Shape, platform: str, dtype: Any) -> tuple[GroupedGemm,
         return "ragged_dot", f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants 16-bit inputs, these are {dtype}"
     if not has_tokamax():
         return "ragged_dot", (
-            "grouped_gemm='ragged_dot': tokamax is not installed; XLA's GPU ragged_dot may multiply every row with every "
-            "local expert, so `pip install jaxmoe[tokamax]` (Python >= 3.12) is many times faster"
+            "grouped_gemm='ragged_dot': tokamax is not installed; XLA's GPU ragged_dot may multiply every row with "
+            "every local expert, so `pip install jaxmoe[tokamax]` (Python >= 3.12) is many times faster"
         )
     if shape.hidden % TOKAMAX_MULTIPLE or shape.intermediate % TOKAMAX_MULTIPLE:
         return "ragged_dot", (
-            f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants widths that are multiples of {TOKAMAX_MULTIPLE}, these "
-            f"are hidden {shape.hidden} and intermediate {shape.intermediate}"
+            f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants widths that are multiples of {TOKAMAX_MULTIPLE}, "
+            f"these are hidden {shape.hidden} and intermediate {shape.intermediate}"
         )
     return "tokamax", "grouped_gemm='tokamax': its GPU kernel skips the experts a row did not choose"

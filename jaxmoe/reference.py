@@ -1,7 +1,7 @@
 """The truth: every expert applied to every token, in float32 or float64, differentiated by JAX itself.
 
-Nothing here is clever, so that it can be checked by reading. `api.py` calls it for `implementation="reference"`, with ids
-outside the experts already set to -1 and masked tokens already zero; every test compares with it.
+Nothing here is clever, so that it can be checked by reading. `api.py` calls it for `implementation="reference"`, with
+ids outside the experts already set to -1 and masked tokens already zero; every test compares with it.
 """
 
 import jax
@@ -33,8 +33,8 @@ def reference(
       experts: experts of this rank; the others are gathered from the group.
       activation: between the GEMMs.
       group: the ranks that hold the experts.
-      compute_dtype: of every intermediate result; `None` is float32, or float64 for float64 tokens. A low precision here
-        gives "the same maths in low precision", the yardstick of the tests' tolerances.
+      compute_dtype: of every intermediate result; `None` is float32, or float64 for float64 tokens. A low precision
+        here gives "the same maths in low precision", the yardstick of the tests' tolerances.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
     x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, experts))

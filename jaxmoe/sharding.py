@@ -1,4 +1,4 @@
-"""Meshes: the group of ranks that share the experts, and how `moe_layer` enters `shard_map` when it is called outside one.
+"""Meshes: the ranks that share the experts, and how `moe_layer` enters `shard_map` when it is called outside of one.
 
 Called by `api.py`; the implementations get an `ExpertGroup` and never see a mesh.
 """
@@ -42,8 +42,8 @@ class ExpertGroup:
 def vary_alike(tree: Pytree) -> Pytree:
     """Casts every array of a pytree to vary over all the manual mesh axes that any of them varies over.
 
-    The transpose of the cast is the sum over those axes: it is what adds up the gradient of weights that are replicated over
-    a data axis. Where `check_vma=False` nothing is known to vary and nothing is cast.
+    The transpose of the cast is the sum over those axes: it is what adds up the gradient of weights that are
+    replicated over a data axis. Where `check_vma=False` nothing is known to vary and nothing is cast.
     """
     axes = frozenset[Any]().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
 
@@ -76,7 +76,7 @@ class Placement:
 
 
 def axis_tuple(names: str | Sequence[str] | None, argument: str) -> tuple[str, ...]:
-    """Returns axis names as a tuple; raises for anything that is not a name, a sequence of different names, or `None`."""
+    """Returns axis names as a tuple; raises where they are not a name, a sequence of different names, or `None`."""
     if names is None:
         return ()
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -136,8 +136,8 @@ def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh) -> Expert
     # Sorts and grouped GEMMs have no rule for arrays that are still split over an Explicit axis.
     if remaining := _axes_of_type(AxisType.Explicit, context):
         raise ValueError(
-            f"moe_layer: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are {manual}. "
-            "Make them manual too (leave out axis_names=), or call moe_layer outside of it."
+            f"moe_layer: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are "
+            f"{manual}. Make them manual too (leave out axis_names=), or call moe_layer outside of it."
         )
     return ExpertGroup(expert_axes, _product([context.shape[name] for name in expert_axes]))
 
@@ -158,7 +158,7 @@ def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
 
 def _axes_of_tokens(x: Any, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Explicit axes carry the sharding of `x` in its type: the axes of its first dimension besides the expert axes."""
-    spec = jax.typeof(x).sharding.spec if hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct) else ()
+    spec: Any = jax.typeof(x).sharding.spec if hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct) else ()
     first = spec[0] if len(spec) else None
     names = () if first is None else (first,) if isinstance(first, str) else tuple(first)
     explicit = _axes_of_type(AxisType.Explicit, mesh)

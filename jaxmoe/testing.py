@@ -18,6 +18,7 @@ from jaxmoe.experts import Experts
 from jaxmoe.reference import reference
 from jaxmoe.sharding import ExpertGroup
 
+AnyArray = Float[Array | np.ndarray, "*shape"]
 RoutingKind = Literal["uniform", "zipf", "one-hot", "empty-expert", "unused-slots", "all-unused", "repeated"]
 ROUTING_KINDS: tuple[RoutingKind, ...] = (
     "uniform",
@@ -33,8 +34,8 @@ ROUTING_KINDS: tuple[RoutingKind, ...] = (
 def use_virtual_devices(count: int = 8) -> None:
     """Makes JAX's CPU backend show `count` devices, for meshes on a machine without accelerators.
 
-    Also makes XLA's thread pool large enough: with fewer threads than devices x programs in flight, collectives of several
-    virtual devices wait for threads that earlier programs hold, and the process hangs (jax 0.10 to 0.12).
+    Also makes XLA's thread pool large enough: with fewer threads than devices x programs in flight, collectives of
+    several virtual devices wait for threads that earlier programs hold, and the process hangs (jax 0.10 to 0.12).
 
     Args:
       count: number of devices.
@@ -76,9 +77,9 @@ def make_inputs(
       num_experts: of all ranks.
       top_k: slots per token.
       dtype: of tokens and weights.
-      routing: `"uniform"` over different experts; `"zipf"`: expert e in proportion to 1 / (e + 1); `"one-hot"`: every slot
-        names expert 1; `"empty-expert"`: nobody names expert 0; `"unused-slots"`: a third of the slots is -1; `"all-unused"`;
-        `"repeated"`: a token names one expert in all its slots.
+      routing: `"uniform"` over different experts; `"zipf"`: expert e in proportion to 1 / (e + 1); `"one-hot"`: every
+        slot names expert 1; `"empty-expert"`: nobody names expert 0; `"unused-slots"`: a third of the slots is -1;
+        `"all-unused"`; `"repeated"`: a token names one expert in all its slots.
       gated: with an up projection.
       biases: with random biases.
       token_valid: with a mask that leaves out a quarter of the tokens; those hold NaN.
@@ -170,7 +171,7 @@ def dense(arguments: Arguments, *, activation: object = "silu", compute_dtype: D
     )
 
 
-def relative_error(value: Float[Array, "*shape"], truth: Float[Array, "*shape"]) -> float:
+def relative_error(value: AnyArray, truth: AnyArray) -> float:
     """Returns `|value - truth| / |truth|` in float64 (Frobenius norms); 0 where both are all zero, NaN stays NaN.
 
     >>> relative_error(jnp.array([1.0, 1.0]), jnp.array([1.0, 1.0]))
@@ -181,7 +182,7 @@ def relative_error(value: Float[Array, "*shape"], truth: Float[Array, "*shape"])
     return float(error if size == 0 else error / size)
 
 
-def tolerance(low_precision: Float[Array, "*shape"], truth: Float[Array, "*shape"], dtype: DTypeLike) -> float:
+def tolerance(low_precision: AnyArray, truth: AnyArray, dtype: DTypeLike) -> float:
     """Returns the relative error that an implementation may have: twice that of the same maths in low precision.
 
     Args:

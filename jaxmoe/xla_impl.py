@@ -6,13 +6,13 @@
     expert FFN passes of `plan.chunk_rows` rows: gather, gate and up GEMM, activation, down GEMM
     combine    weighted sum over the slots of a token, all-to-all to the token's owner, sum over the ranks
 
-Nothing is dropped and memory does not depend on the routing: a rank that gets more rows than one pass takes makes further
-passes over the same buffers. `ragged_all_to_all` would move fewer bytes, but XLA has none on CPU and the one on GPU reaches
-a few percent of NVLink.
+Nothing is dropped and memory does not depend on the routing: a rank that gets more rows than one pass takes makes
+further passes over the same buffers. `ragged_all_to_all` would move fewer bytes, but XLA has none on CPU and the one
+on GPU reaches a few percent of NVLink.
 
-Sums run in float32 in a fixed order (slots of a token, then ranks), gathers only, no scatter-add: the result has the same
-bits in every run. The backward pass is written out below in the same terms: dispatch the output's cotangent as the tokens
-were dispatched, combine the cotangent of the rows as the rows were combined.
+Sums run in float32 in a fixed order (slots of a token, then ranks), gathers only, no scatter-add: the result has the
+same bits in every run. The backward pass is written out below in the same terms: dispatch the output's cotangent as the
+tokens were dispatched, combine the cotangent of the rows as the rows were combined.
 """
 
 import functools
@@ -31,8 +31,8 @@ from jaxmoe.experts import Experts
 from jaxmoe.plan import GroupedGemm, Plan
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
-# Names of the values that a jax.checkpoint policy may keep for the backward pass: the inputs of the activation, of the rows
-# of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
+# Names of the values that a jax.checkpoint policy may keep for the backward pass: the inputs of the activation, of the
+# rows of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
 CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up")
 
 
@@ -113,8 +113,10 @@ def _sort_slots(all_ids: Int[Array, "all_tokens top_k"], first_expert: Any, num_
     order = _stable_argsort(local, num_experts + 1)
     # Rows of an expert lie between two counts of smaller ids: compares and sums, where a histogram would be atomics.
     borders = (local < jnp.arange(num_experts + 1)[:, None]).sum(-1, dtype=jnp.int32)
-    row_of_slot = jnp.zeros_like(local).at[order].set(
-        jnp.arange(num_slots, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds"
+    row_of_slot = (
+        jnp.zeros_like(local)
+        .at[order]
+        .set(jnp.arange(num_slots, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
     )
     row_of_slot = jnp.where(local < num_experts, row_of_slot, -1)
     padding = -num_slots % plan.chunk_rows
@@ -124,7 +126,8 @@ def _sort_slots(all_ids: Int[Array, "all_tokens top_k"], first_expert: Any, num_
 def _stable_argsort(keys: Int[Array, "slots"], num_keys: int) -> Int[Array, "slots"]:
     """Sorts small non-negative keys; equal keys keep their order.
 
-    Key and position share one word where they fit, which is always but for huge batches: half the bytes of a sort of pairs.
+    Key and position share one word where they fit, which is always but for huge batches: half the bytes of a sort of
+    pairs.
     """
     position_bits = max(1, (keys.size - 1).bit_length())
     if position_bits + (num_keys - 1).bit_length() > 32:
@@ -206,7 +209,8 @@ def _expert_of_row(p: Pass, dtype: Any) -> Float[Array, "rows local_experts"]:
 def _bias_of_row(bias: jax.Array | None, p: Pass) -> jax.Array | float:
     if bias is None:
         return 0.0
-    # A product with a one-hot matrix is exact, and its transpose sums rows per expert in a fixed order, without atomics.
+    # A product with a one-hot matrix is exact, and its transpose sums rows per expert in a fixed order, without
+    # atomics.
     return _expert_of_row(p, bias.dtype) @ bias
 
 
@@ -381,9 +385,7 @@ def _layer_bwd(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[Inp
         return _sum_slots(of_rows.dtokens, None, rows, p), _row_to_slot(of_rows.dweight, rows, p), of_rows.dexperts
 
     first = _pass(rows, jnp.int32(0), plan.chunk_rows, top_k)
-    dx, dweights, dexperts = _add_passes(
-        cotangents(first, hidden), lambda p: cotangents(p, None), rows, static, top_k
-    )
+    dx, dweights, dexperts = _add_passes(cotangents(first, hidden), lambda p: cotangents(p, None), rows, static, top_k)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dx, dweights = _combine(dx, inputs.x.dtype, group), _combine(dweights, inputs.topk_weights.dtype, group)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]

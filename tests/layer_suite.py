@@ -1,6 +1,7 @@
 """The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one.
 
-Functions are jitted once for each structure and then fed with different routings, since compiling is what takes time here.
+Functions are jitted once for each structure and then fed with different routings, since compiling is what takes time
+here.
 """
 
 import functools
@@ -20,14 +21,20 @@ from jaxmoe.api import Arguments
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error, tolerance
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 24, 40, 8, 3
-SIZES: dict[str, Any] = dict(tokens=TOKENS, hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=EXPERTS, top_k=TOP_K)
+SIZES: dict[str, Any] = {
+    "tokens": TOKENS,
+    "hidden": HIDDEN,
+    "intermediate": INTERMEDIATE,
+    "num_experts": EXPERTS,
+    "top_k": TOP_K,
+}
 
 # Gated or not, biases, mask: what changes the structure of the program.
-STRUCTURES: dict[str, dict[str, bool]] = {
-    "gated": dict(gated=True),
-    "gated with biases and a mask": dict(gated=True, biases=True, token_valid=True),
-    "plain": dict(gated=False),
-    "plain with biases": dict(gated=False, biases=True),
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "gated": {"gated": True},
+    "gated with biases and a mask": {"gated": True, "biases": True, "token_valid": True},
+    "plain": {"gated": False},
+    "plain with biases": {"gated": False, "biases": True},
 }
 ACTIVATIONS: dict[str, Any] = {
     "silu": "silu",
@@ -39,7 +46,14 @@ ACTIVATIONS: dict[str, Any] = {
     "SwiGLU gpt-oss": jaxmoe.SwiGLU(limit=0.7, alpha=1.702, up_offset=1.0),
     "SwiGLU DeepSeek-V4": jaxmoe.SwiGLU(limit=0.5),
 }
-PLACEMENTS = ("one rank", "all devices", "data x expert, Auto", "data x expert, Explicit", "two expert axes", "in shard_map")
+PLACEMENTS = (
+    "one rank",
+    "all devices",
+    "data x expert, Auto",
+    "data x expert, Explicit",
+    "two expert axes",
+    "in shard_map",
+)
 
 
 @functools.cache
@@ -208,7 +222,7 @@ class LayerSuite:
     @pytest.mark.parametrize("structure", ["gated with biases and a mask", "plain with biases"])
     def test_gradients_equal_finite_differences_in_float64(self, structure):
         with jax.enable_x64(True):
-            sizes = dict(tokens=8, hidden=6, intermediate=5, num_experts=4, top_k=2)
+            sizes = {"tokens": 8, "hidden": 6, "intermediate": 5, "num_experts": 4, "top_k": 2}
             a = make_inputs(5, **sizes, **STRUCTURES[structure], dtype=jnp.float64)
             a = a._replace(x=jnp.nan_to_num(a.x), topk_weights=a.topk_weights.astype(jnp.float64))
             run = layer("data x expert, Auto", implementation=self.implementation, activation="silu")
@@ -358,7 +372,9 @@ class LayerSuite:
             specs = (P("expert"), P("expert"), P("expert"), P(None, "expert"))
             function = jax.shard_map(scanned, mesh=mesh_of("expert"), in_specs=specs, out_specs=P("expert"))
         inputs = (arguments.x, arguments.topk_ids, arguments.topk_weights)
-        value, gradient = jax.jit(jax.value_and_grad(lambda e: jnp.sum(function(*inputs, e).astype(jnp.float32) ** 2)))(stacked)
+        value, gradient = jax.jit(jax.value_and_grad(lambda e: jnp.sum(function(*inputs, e).astype(jnp.float32) ** 2)))(
+            stacked
+        )
 
         def looped(experts):
             x = arguments.x

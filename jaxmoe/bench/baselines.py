@@ -1,7 +1,8 @@
 """What a hand-tuned JAX layer looks like today, to measure against: fixed capacity, fused gate and up weights.
 
-Not an implementation of `moe_layer`: it drops the rows of a rank beyond 1.25 x the balanced number, keeps gate and up in one
-matrix, adds a token's rows by scatter-add in the tokens' dtype (no fixed order) and reduces over ranks in that dtype.
+Not an implementation of `moe_layer`: it drops the rows of a rank beyond 1.25 x the balanced number, keeps gate and up
+in one matrix, adds a token's rows by scatter-add in the tokens' dtype (no fixed order) and reduces over ranks in that
+dtype.
 """
 
 from collections.abc import Callable

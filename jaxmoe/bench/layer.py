@@ -1,7 +1,7 @@
 """`python -m jaxmoe.bench layer`: time of one forward pass of `moe_layer`, for inputs that were checked just before.
 
-One line for each implementation and number of tokens: microseconds per call as a user sees them (a jitted call on all devices of
-one process, so the slowest rank counts), TFLOP/s per GPU, bytes. Without a passed check no time is printed.
+One line for each implementation and number of tokens: microseconds per call as a user sees them (a jitted call on all
+devices of one process, so the slowest rank counts), TFLOP/s per GPU, bytes. Without a passed check no time is printed.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ from jaxmoe.testing import make_ids, relative_error, tolerance
 
 BASELINE = "baseline-drops-rows"
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
-# Measured on one H200: a BF16 product of 8192^3 random numbers. The share of it is printed for 16-bit types on that GPU.
+# Measured on one H200: a BF16 product of 8192^3 random numbers. The share of it is printed for 16-bit types on that
+# GPU.
 H200_BF16_TFLOPS = 782.0
 CHECKED_TOKENS = 64
 
@@ -163,7 +164,12 @@ def _function(implementation: str, experts: jaxmoe.Experts, mesh: Mesh) -> tuple
     sharded = jax.shard_map(baseline, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
     fuse = jax.jit(lambda e: jnp.concatenate([e.w_gate, e.w_up], axis=-1))
     weights = (fuse(experts), experts.w_down)
-    return lambda a: sharded(a.x, a.topk_ids, a.topk_weights, *a.experts), weights
+
+    def function(arguments: Any) -> jax.Array:
+        x, topk_ids, topk_weights, (w_gate_up, w_down), _ = arguments
+        return sharded(x, topk_ids, topk_weights, w_gate_up, w_down)
+
+    return function, weights
 
 
 def _random_experts(shape: shapes.LayerShape, mesh: Mesh, dtype: Any) -> jaxmoe.Experts:
@@ -184,11 +190,14 @@ def _random_tokens(seed: int, shape: shapes.LayerShape, tokens: int, mesh: Mesh,
         lambda key: jax.random.normal(key, (all_tokens, shape.hidden), jnp.float32).astype(dtype), out_shardings=split
     )
     rng = np.random.default_rng(seed)
-    ids = make_ids(rng, all_tokens, shape.num_experts, shape.top_k, _ROUTING.value)
+    ids = make_ids(rng, all_tokens, shape.num_experts, shape.top_k, _ROUTING.value)  # pyright: ignore[reportArgumentType]
     raw = rng.random(ids.shape, np.float32) + 0.1
     weights = raw / raw.sum(-1, keepdims=True)
     return Arguments(
-        normal(jax.random.key(seed)), jax.device_put(ids, split), jax.device_put(weights, split), experts=None  # pyright: ignore
+        normal(jax.random.key(seed)),
+        jax.device_put(ids, split),
+        jax.device_put(weights, split),
+        experts=None,  # pyright: ignore
     )
 
 
@@ -199,7 +208,8 @@ def _check(arguments: Arguments, experts: jaxmoe.Experts, y: jax.Array, mesh: Me
     take = jax.jit(lambda tree: jax.tree.map(lambda a: a[sample], tree), out_shardings=NamedSharding(mesh, P()))
     x, ids, weights, got = take((arguments.x, arguments.topk_ids, arguments.topk_weights, y))
     truth, rough = (
-        _dense_by_expert(x, ids, weights, experts, mesh, compute_dtype) for compute_dtype in (None, experts.w_down.dtype)
+        _dense_by_expert(x, ids, weights, experts, mesh, compute_dtype)
+        for compute_dtype in (None, experts.w_down.dtype)
     )
     return relative_error(got.astype(jnp.float32), truth), tolerance(rough, truth, experts.w_down.dtype)
 
@@ -265,5 +275,3 @@ def _line(r: Result) -> str:
         f"{left} {r.microseconds:10.1f} {spread:>19s} {r.tflops:8.1f} {peak} {r.weights_gbs:12.0f} {r.wire_gbs:10.0f} "
         f"{r.temporary_mib:9.0f} {r.dropped_rows:8d}"
     )
-
-

@@ -20,7 +20,8 @@ class LayerShape:
     top_k: int
 
 
-# From the models' published configurations (hidden_size, moe_intermediate_size, number of routed experts, experts per token).
+# From the models' published configurations (hidden_size, moe_intermediate_size, number of routed experts, experts per
+# token).
 SHAPES: dict[str, LayerShape] = {
     "mixtral-8x7b": LayerShape(4096, 14336, 8, 2),
     "mixtral-8x22b": LayerShape(6144, 16384, 8, 2),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
+from jaxmoe.plan import has_tokamax
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import LayerSuite
 
@@ -22,7 +23,7 @@ class OnGpu(LayerSuite):
                 jaxmoe.moe_layer(*arguments[:4], axis_name=None)
 
     def test_nan_in_a_token_stays_with_that_token_and_its_experts(self):
-        """Outputs only: tokamax multiplies rows of neighbouring experts with a mask, which keeps NaN in weight gradients."""
+        """Outputs only: tokamax masks neighbouring experts' rows by a product, which keeps NaN in weight gradients."""
         arguments = self.inputs(13)
         poisoned = arguments._replace(x=arguments.x.at[5].set(jnp.nan))
         y, clean = self.run(poisoned), self.run(arguments)
@@ -40,7 +41,7 @@ class TestXlaWithLaxRaggedDot(OnGpu):
     plans = (jaxmoe.Plan(chunk_rows=96), jaxmoe.Plan(chunk_rows=1000), jaxmoe.Plan(chunk_rows=40))
 
 
-@pytest.mark.skipif(not jaxmoe.plan.has_tokamax(), reason="tokamax is not installed")
+@pytest.mark.skipif(not has_tokamax(), reason="tokamax is not installed")
 class TestXlaWithTokamax(OnGpu):
     implementation = "xla"
     plans = (

@@ -18,7 +18,7 @@ X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=1
 
 
 def call(**changes: Any) -> Any:
-    arguments = dict(x=X, topk_ids=IDS, topk_weights=WEIGHTS, experts=EXPERTS, axis_name=None) | changes
+    arguments = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS, "experts": EXPERTS, "axis_name": None} | changes
     return jaxmoe.moe_layer(**arguments)
 
 
@@ -50,7 +50,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "experts that are a tuple": ({"experts": (1, 2)}, TypeError, ["experts is a tuple", "jaxmoe.Experts("]),
     "experts without w_down": ({"experts": changed(w_down=None)}, TypeError, ["experts.w_down is None"]),
     "experts that are no arrays": ({"experts": changed(w_up="w")}, TypeError, ["experts.w_up is a str"]),
-    "experts of two dimensions": ({"experts": changed(w_gate=X)}, ValueError, ["w_gate has shape (16, 8)", "[experts, hidden"]),
+    "experts of two dimensions": (
+        {"experts": changed(w_gate=X)},
+        ValueError,
+        ["w_gate has shape (16, 8)", "[experts, hidden"],
+    ),
     "experts of another width": (
         {"experts": jaxmoe.Experts.init(jax.random.key(0), 8, 12, 8)},
         ValueError,
@@ -61,13 +65,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["w_down has shape (8, 8, 12)", "(8, 12, 8)"],
     ),
-    "a bias of another width": ({"experts": changed(b_down=X[:8, :4])}, ValueError, ["b_down has shape (8, 4)", "(8, 8)"]),
+    "a bias of another width": (
+        {"experts": changed(b_down=X[:8, :4])},
+        ValueError,
+        ["b_down has shape (8, 4)", "(8, 8)"],
+    ),
     "experts in another dtype": (
         {"experts": EXPERTS.astype(jnp.bfloat16)},
         TypeError,
         ["experts.w_gate is bfloat16", "x is float32", "astype(x.dtype)"],
     ),
-    "b_up without w_up": ({"experts": changed(w_up=None, b_up=jnp.zeros((8, 12)))}, ValueError, ["b_up", "w_up is None"]),
+    "b_up without w_up": (
+        {"experts": changed(w_up=None, b_up=jnp.zeros((8, 12)))},
+        ValueError,
+        ["b_up", "w_up is None"],
+    ),
     "SwiGLU without w_up": (
         {"experts": changed(w_up=None), "activation": jaxmoe.SwiGLU()},
         ValueError,
@@ -106,7 +118,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "1, 2, 3"],
     ),
     "tokens that the axes do not divide": (
-        {"x": X[:6], "topk_ids": IDS[:6], "topk_weights": WEIGHTS[:6], "axis_name": "expert", "mesh": mesh_of("expert")},
+        {
+            "x": X[:6],
+            "topk_ids": IDS[:6],
+            "topk_weights": WEIGHTS[:6],
+            "axis_name": "expert",
+            "mesh": mesh_of("expert"),
+        },
         ValueError,
         ["first dimension of x, 6", "8 ranks", "Pad it to 8", "token_valid"],
     ),
@@ -127,7 +145,7 @@ def test_bad_input_raises_what_was_given_and_what_to_do(wrong):
 def test_bad_input_raises_the_same_under_jit_and_in_explain():
     for wrong in ("experts of another width", "no mesh", "an unknown implementation"):
         changes, kind, parts = BAD[wrong]
-        arguments = dict(topk_ids=IDS, topk_weights=WEIGHTS, experts=EXPERTS, axis_name=None) | changes
+        arguments = {"topk_ids": IDS, "topk_weights": WEIGHTS, "experts": EXPERTS, "axis_name": None} | changes
         with pytest.raises(kind) as raised:
             jax.jit(lambda x: jaxmoe.moe_layer(x, **arguments))(X)  # noqa: B023
         assert parts[0] in str(raised.value)
@@ -166,7 +184,7 @@ def test_an_explicit_axis_left_inside_shard_map_is_named():
         jax.jit(inside)(x)
 
 
-@pytest.mark.parametrize("options", [dict(chunk_rows=0), dict(chunk_rows=1.5), dict(chunk_rows=8, grouped_gemm="gmm")])
+@pytest.mark.parametrize("options", [{"chunk_rows": 0}, {"chunk_rows": 1.5}, {"chunk_rows": 8, "grouped_gemm": "gmm"}])
 def test_a_plan_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=r"^Plan: "):
         jaxmoe.Plan(**options)

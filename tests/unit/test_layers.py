@@ -521,6 +521,15 @@ class Behaviours:
             expert_rank = np.argwhere(mesh.devices == shard.device)[0][1]
             assert shard.index[0] == slice(2 * expert_rank, 2 * expert_rank + 2)
 
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_a_layer_made_under_jit_never_has_all_experts_on_one_device(self, axis_type):
+        arguments = {"axis_name": "expert", "intermediate": 256, "num_experts": 64, "gated": False}
+        with jax.set_mesh(make_mesh(axis_type)):
+            memory = jax.jit(lambda: self.layer().initial(**arguments)).lower().compile().memory_analysis()
+        all_experts = 2 * 64 * HIDDEN * 256 * 4
+        assert memory is not None
+        assert memory.output_size_in_bytes + memory.temp_size_in_bytes < all_experts
+
     def test_parameters_may_be_split_over_their_hidden_dimension_too(self):
         mesh = make_mesh(AxisType.Explicit)
         arguments = {
@@ -558,6 +567,7 @@ class Behaviours:
         ("arguments", "error", "message"),
         [
             ({"hidden": 0}, ValueError, "MoE: hidden=0 must be an integer of at least 1"),
+            ({"num_experts": 8.0}, TypeError, r"MoE: num_experts=8\.0 must be an integer"),
             ({"shared_intermediate": -1}, ValueError, "MoE: shared_intermediate=-1 must be"),
             ({"router": 2}, TypeError, r"MoE: router is a int; pass jaxmoe.RouterConfig\(top_k=...\)"),
             ({"router": RouterConfig(top_k=9)}, ValueError, "top_k=9 exceeds num_experts=8"),
@@ -662,7 +672,8 @@ class TestNNX(Behaviours):
         with jax.set_mesh(mesh):
             stack: Any = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
             state = nnx.state(stack, nnx.Param)
-            arrays, specs = fill(nnx.to_pure_dict(state)), nnx.get_partition_spec(state)
+            arrays = fill(nnx.to_pure_dict(state))
+            specs: Any = nnx.get_partition_spec(state)
             for name, array in arrays.items():
                 getattr(stack, name).set_value(place(array, mesh, specs[name].get_value()))
             stack.selection_bias.set_value(jnp.zeros((2, EXPERTS)))

@@ -1,4 +1,4 @@
-"""The dense reference: the suite of all implementations, and a loop over tokens in numpy float64 as the truth's own truth."""
+"""The dense reference: the suite of all implementations, and a loop over tokens in numpy as the truth's own truth."""
 
 import jax
 import jax.numpy as jnp

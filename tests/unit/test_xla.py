@@ -1,6 +1,7 @@
 """The portable implementation: the suite of all implementations, and its own promises about memory and collectives."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,16 @@ from tests.layer_suite import LayerSuite, layer, mesh_of
 
 class TestXla(LayerSuite):
     implementation = "xla"
-    # A data group of 32 tokens with 3 slots has 96 slots: one pass that just fits, one with room, and three passes of 40.
+    # A data group of 32 tokens with 3 slots has 96 slots: one pass that just fits, one with room, and three passes of
+    # 40.
     plans = (jaxmoe.Plan(chunk_rows=96), jaxmoe.Plan(chunk_rows=1000), jaxmoe.Plan(chunk_rows=40))
 
 
-SIZES = dict(tokens=4096, hidden=64, intermediate=96, num_experts=8, top_k=2)
+SIZES: dict[str, Any] = {"tokens": 4096, "hidden": 64, "intermediate": 96, "num_experts": 8, "top_k": 2}
 
 
-def compiled(plan: jaxmoe.Plan | None = None, gradients: bool = False, **sizes: int):
-    arguments = make_inputs(0, **SIZES | sizes)
+def compiled(plan: jaxmoe.Plan | None = None, gradients: bool = False) -> Any:
+    arguments = make_inputs(0, **SIZES)
     run = layer("all devices", implementation="xla", plan=plan)
     if gradients:
         function = jax.grad(lambda e, a: jnp.sum(run(a._replace(experts=e)) ** 2))
@@ -38,7 +40,8 @@ def test_one_rank_that_receives_every_row_processes_them_in_the_memory_of_a_bala
     slots, balanced = 4096 * 2, 4096 * 2 // 8
     plan = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert")).call.plan
     assert plan.chunk_rows < 2 * balanced < slots
-    # The program is one and the same for every routing, so its memory is too; the result shows that nothing was dropped.
+    # The program is one and the same for every routing, so its memory is too; the result shows that nothing was
+    # dropped.
     assert relative_error(program(arguments), dense(arguments)) < 5e-6
 
 
@@ -47,7 +50,8 @@ def test_temporary_memory_is_what_explain_states():
     stated = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"))
     measured = compiled().memory_analysis().temp_size_in_bytes / 8  # of the 8 devices of this process
     total = sum(stated.memory_bytes.values())
-    # XLA:CPU multiplies every row with every local expert and keeps the masked copies: one local expert here, so no more.
+    # XLA:CPU multiplies every row with every local expert and keeps the masked copies: one local expert here, so no
+    # more.
     assert measured < 1.5 * total
     assert total < stated.worst_case_bytes / 1.5
 
@@ -81,8 +85,9 @@ def test_checkpoint_names_spare_the_gate_and_up_gemms_and_nothing_repeats_the_do
     run = layer("one rank", implementation="xla", plan=jaxmoe.Plan(chunk_rows=128))
     layered = run if policy == "no checkpoint" else jax.checkpoint(run, policy=policy)
     loss = lambda x, e: jnp.sum(layered(arguments._replace(x=x, experts=e)) ** 2)  # noqa: E731
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(arguments.x, arguments.experts).compile()
-    # XLA:CPU makes one dot of each grouped GEMM: three forward, two for the cotangents of each, recomputed ones between.
+    program: Any = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(arguments.x, arguments.experts).compile()
+    # XLA:CPU makes one dot of each grouped GEMM: three forward, two for the cotangents of each, recomputed ones
+    # between.
     assert len(re.findall(r" dot\(", program.as_text())) == gemms
 
 
