@@ -127,17 +127,13 @@ def _flops(shape: Any) -> int:
 def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
     """Bytes of the temporary arrays of `xla_impl`, each counted once although the compiler lets some share memory."""
     shape = call.shape
-    all_tokens, wide = shape.ranks * shape.tokens, max(4, shape.itemsize)
+    all_tokens, token_bytes = shape.ranks * shape.tokens, shape.hidden * shape.itemsize
     projections = 2 if shape.gated else 1
     return {
-        "tokens of all ranks": all_tokens * shape.hidden * shape.itemsize if shape.ranks > 1 else 0,
-        "rows of one pass: tokens and outputs": 2 * chunk_rows * shape.hidden * shape.itemsize,
+        "tokens of all ranks": all_tokens * token_bytes if shape.ranks > 1 else 0,
+        "rows of one pass: tokens and outputs": 2 * chunk_rows * token_bytes,
         "rows of one pass: gate, up and h": (projections + 1) * chunk_rows * shape.intermediate * shape.itemsize,
-        "sums of all tokens, in float32": all_tokens * shape.hidden * wide,
-        "sums on the wire, sent and received": (2 if shape.ranks > 1 else 1)
-        * all_tokens
-        * shape.hidden
-        * shape.itemsize,
+        "sums of all tokens, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * token_bytes,
         "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
     }
 

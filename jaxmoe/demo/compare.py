@@ -90,7 +90,6 @@ def compare(
                 data_axes=DATA_AXIS,
                 mesh=devices.mesh,
                 implementation=options.implementation,
-                plan=devices.plan(options),
             ),
         )
     )

@@ -84,7 +84,6 @@ class Block(nnx.Module):
             axis_name=EXPERT_AXIS,
             data_axes=DATA_AXIS,
             implementation=options.implementation,
-            plan=devices.plan(options),
             dtype=devices.dtype,
             # Small logits: chance spreads the first batches, and the load starts near its mean.
             router_init=jax.nn.initializers.normal(0.02),

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import jaxmoe
 from jaxmoe.call import Implementation
-from jaxmoe.plan import ROW_TILE, ROWS_OVER_BALANCED
 
 DATA_AXIS, EXPERT_AXIS = "data", "expert"
 VIRTUAL_DEVICES = 8
@@ -68,20 +66,6 @@ class Devices:
     def platform(self) -> str:
         """`"cpu"`, `"gpu"`, ..."""
         return self.mesh.devices.flat[0].platform
-
-    def plan(self, options: Options) -> jaxmoe.Plan | None:
-        """Returns how the layer is to be computed, `None` for its own choice.
-
-        On CPU `jax.lax.ragged_dot` multiplies every row that is allocated, used or not, with each expert of the rank.
-        The default allocates the worst case for layers as small as this one; a step with room for a balanced load takes
-        less than half of the time.
-        """
-        if self.platform != "cpu" or options.implementation not in (None, "xla"):
-            return None
-        balanced_rows = options.batch * options.sequence * options.top_k // self.mesh.size
-        roomy_rows = ROW_TILE * max(1, round(balanced_rows * ROWS_OVER_BALANCED / ROW_TILE))
-        rows = min(roomy_rows, balanced_rows * self.mesh.shape[EXPERT_AXIS])
-        return jaxmoe.Plan(max(rows, 1), reasons=(f"chunk_rows={rows}: a little over a balanced load",))
 
 
 def choose_devices() -> Devices:

@@ -62,7 +62,6 @@ def describe_layer(options: Options, devices: Devices) -> str:
         data_axes=DATA_AXIS,
         mesh=devices.mesh,
         implementation=options.implementation,
-        plan=devices.plan(options),
     )
     return "layer     " + textwrap.indent(str(explanation), INDENT).lstrip()
 
