@@ -48,7 +48,7 @@ notebooks: environment
 
 lint:
 	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)
-	@$(RUN) -m ruff check
+	@$(RUN) -m ruff check --output-format=concise
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m pyright --pythonpath $(RUN)
 

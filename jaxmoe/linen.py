@@ -42,8 +42,8 @@ class MoE(nn.Module):
     `update_selection_bias` moves it.
 
     Parameters carry the names of their mesh axes as `nn.Partitioned`, and are placed by them when they are made under a
-    mesh (`jax.set_mesh`, or `mesh=`), with Auto or Explicit axes. `nn.jit`, `nn.remat` and `nn.scan` apply; a scan over
-    layers needs `metadata_params={nn.PARTITION_NAME: None}` and `variable_axes` for the collections above. Not
+    mesh (`jax.set_mesh`, or `mesh=`), with Auto or Explicit axes. `jax.jit`, `nn.remat` and `nn.scan` apply; a scan
+    over layers needs `metadata_params={nn.PARTITION_NAME: None}` and `variable_axes` for the collections above. Not
     supported: `nn.vmap` over a call, and calls inside a `shard_map` over `axis_name`, since Linen checks parameters
     against their whole shape.
 

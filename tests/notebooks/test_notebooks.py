@@ -1,0 +1,191 @@
+"""Every notebook, executed as a reader would: in a fresh kernel of this interpreter, on virtual CPU devices.
+
+The notebooks carry their outputs, so that they read on the web. `python -m tests.notebooks.test_notebooks`, started in
+the root of the repository, executes them and writes these outputs.
+"""
+
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TWENTY_LINES = ROOT / "notebooks" / "moe_in_twenty_lines.ipynb"
+
+CELL_SECONDS = 120
+MAX_BYTES = 200_000
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+# Runs before the notebook's own cells. ipykernel itself need not be free of warnings: it has started by then, and is
+# left out for the time when it ends.
+WARNINGS_ARE_ERRORS = """
+import sys, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", module="ipykernel")
+print(sys.executable)
+"""
+
+
+class ThisInterpreter(KernelSpecManager):
+    """Starts kernels of the interpreter that runs the tests, whatever kernels are registered on the machine."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, display_name=kernel_name, language="python")
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Executes the cells of a notebook in place.
+
+    Args:
+      notebook: of which the code cells get outputs.
+      folder: empty, for everything that is written.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised.
+      nbclient.exceptions.CellTimeoutError: a cell took longer than `CELL_SECONDS`.
+    """
+    # The process of the tests has set these, a reader has not: the size of XLA's thread pool, and how plots are shown.
+    environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "MPLBACKEND")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder)}
+    # Sockets in the folder rather than TCP ports, which a kernel warns about since it does not encrypt them.
+    manager = AsyncKernelManager(
+        kernel_name="python3",
+        kernel_spec_manager=ThisInterpreter(),
+        transport="ipc",
+        connection_file=str(folder / "kernel.json"),
+    )
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        timeout=CELL_SECONDS,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute(env=environment, cleanup_kc=True)  # else the kernel of a manager that is passed in lives on
+
+
+@functools.cache
+def executed(path: Path) -> NotebookNode:
+    """Returns the notebook as it ran with warnings as errors, behind a first cell that is not its own."""
+    notebook: Any = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(WARNINGS_ARE_ERRORS))
+    with tempfile.TemporaryDirectory() as folder:
+        execute(notebook, Path(folder))
+    return notebook
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook: Any) -> Iterator[Any]:
+    return (output for cell in code_cells(notebook) for output in cell.outputs)
+
+
+def text(notebook: Any, stream: str = "stdout") -> str:
+    return "".join(output.text for output in outputs(notebook) if output.get("name") == stream)
+
+
+def has_plot(notebook: Any) -> bool:
+    return any("image/png" in output.get("data", {}) for output in outputs(notebook))
+
+
+def num_lines(cells: list[Any]) -> int:
+    return sum(bool(line.strip()) for cell in cells for line in cell.source.splitlines())
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def committed(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def test_the_notebook_of_twenty_lines_is_found():
+    assert TWENTY_LINES in NOTEBOOKS
+
+
+def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
+    notebook = executed(path)
+    interpreter, *cells = code_cells(notebook)
+    assert interpreter.outputs[0].text.strip() == sys.executable
+    assert [cell.execution_count for cell in cells] == list(range(2, len(cells) + 2))
+    assert all(output.output_type != "error" for output in outputs(notebook))
+    assert "Warning" not in text(notebook) + text(notebook, "stderr")
+    assert has_plot(notebook)
+
+
+def test_the_outputs_in_the_file_are_those_of_a_run(path, committed):
+    written, found = text(committed), text(executed(path)).removeprefix(f"{sys.executable}\n")
+    stale = "The outputs in the notebook are stale: python -m tests.notebooks.test_notebooks"
+    assert NUMBER.sub("0", written) == NUMBER.sub("0", found), stale
+    # The last digits are those of one machine and one version of XLA.
+    numbers = [np.array([float(number) for number in NUMBER.findall(side)]) for side in (written, found)]
+    np.testing.assert_allclose(*numbers, rtol=0.2, err_msg=stale)
+    assert has_plot(committed)
+
+
+def test_the_file_is_small_and_holds_nothing_of_the_machine_that_wrote_it(path, committed):
+    content = path.read_text()
+    assert len(content.encode()) < MAX_BYTES
+    assert committed.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    assert all(cell.metadata == {} for cell in committed.cells)
+    cells = code_cells(committed)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not text(committed, "stderr")
+    shown = re.sub(r'"image/png": ".*"', "", content)
+    assert not re.search(r"/(home|root|tmp|usr|work|Users)/|object at 0x|Warning", shown)
+
+
+def test_twenty_lines_are_about_twenty_lines():
+    notebook: Any = nbformat.read(TWENTY_LINES, as_version=4)
+    extras = [cell for cell in code_cells(notebook) if cell.id in ("plot", "error")]
+    layer = [cell for cell in code_cells(notebook) if cell not in extras]
+    claim = f"take {num_lines(layer)} lines; {num_lines(extras)} more"
+    assert claim in notebook.cells[0].source
+    assert num_lines(layer) <= 25
+    assert num_lines(code_cells(notebook)) <= 37
+
+
+def test_the_steps_of_the_notebook_balance_the_load():
+    match = re.search(r"over the mean: ([\d.]+) before, ([\d.]+) after", text(executed(TWENTY_LINES)))
+    assert match
+    before, after = map(float, match.groups())
+    assert before > 2.5
+    assert after < 1.25
+
+
+def main() -> None:
+    """Executes every notebook and writes its outputs."""
+    for path in NOTEBOOKS:
+        notebook: Any = nbformat.read(path, as_version=4)
+        metadata = dict(notebook.metadata)
+        with tempfile.TemporaryDirectory() as folder:
+            execute(notebook, Path(folder))
+        # The kernel adds the version of its Python.
+        notebook.metadata = nbformat.from_dict(metadata | {"language_info": {"name": "python"}})
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main()
