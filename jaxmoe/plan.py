@@ -92,8 +92,9 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16) -> Plan
       platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
       dtype: of tokens and weights.
 
-    >>> default_plan(Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4),
-    "cpu").chunk_rows 20480
+    >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
+    >>> default_plan(mixtral, "cpu").chunk_rows
+    20480
     """
     chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))

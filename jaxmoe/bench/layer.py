@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.activation import resolve
 from jaxmoe.api import Arguments
-from jaxmoe.bench import baselines, shapes
+from jaxmoe.bench import baselines, kernels, shapes
 from jaxmoe.reference import reference
 from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import make_ids, relative_error, tolerance
@@ -43,6 +43,7 @@ _IMPLEMENTATION = flags.DEFINE_list("implementation", ["xla"], f"Of moe_layer, a
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
+_KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
 _JSON = flags.DEFINE_string("json", None, "File for the results, one JSON object a line.")
 
 
@@ -118,6 +119,10 @@ def measure(
 
     blocks = _time(lambda i: compiled(inputs[i % 4]._replace(experts=weights))) if checked else [float("nan")]
     seconds = float(np.median(blocks))
+    if _KERNELS.value and checked:
+        times = kernels.kernel_times(lambda: compiled(inputs[0]._replace(experts=weights)))
+        for kernel, microseconds, launches in times[: _KERNELS.value]:
+            print(f"    {microseconds:10.1f} us in {launches:4.1f} launches  {kernel[:100]}")
     device = jax.devices()[0].device_kind
     tflops = 6 * tokens * shape.top_k * shape.hidden * shape.intermediate / seconds / 1e12
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / ranks
