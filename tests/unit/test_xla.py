@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe.local_rows import stable_argsort
 from jaxmoe.testing import dense, make_inputs, relative_error
-from jaxmoe.xla_impl import CHECKPOINT_NAMES, _stable_argsort
+from jaxmoe.xla_impl import CHECKPOINT_NAMES
 from tests.layer_suite import LayerSuite, layer, mesh_of
 
 
@@ -94,4 +95,4 @@ def test_checkpoint_names_spare_the_gate_and_up_gemms_and_nothing_repeats_the_do
 @pytest.mark.parametrize("num_keys", [3, 2**20])
 def test_the_sort_is_stable_whether_or_not_key_and_position_fit_in_one_word(num_keys):
     keys = jnp.asarray(np.random.default_rng(0).integers(0, num_keys, 5000), jnp.int32)
-    np.testing.assert_array_equal(_stable_argsort(keys, num_keys), np.argsort(keys, kind="stable"))
+    np.testing.assert_array_equal(stable_argsort(keys, num_keys), np.argsort(keys, kind="stable"))

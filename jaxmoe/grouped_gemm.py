@@ -1,0 +1,81 @@
+"""Grouped GEMMs: each row with the matrix of the expert that owns it, through `jax.lax.ragged_dot` or tokamax.
+
+Called by `xla_impl.py`, which differentiates by hand: the transposed products are here by name.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmoe.local_rows import Pass
+from jaxmoe.plan import GroupedGemm
+from jaxmoe.sharding import vary_alike
+
+# [rows, inner] x [experts, inner, outer] -> [rows, outer]
+_ROWS_TIMES_MATRIX = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+# [rows, outer] x [experts, inner, outer] -> [rows, inner]
+_ROWS_TIMES_TRANSPOSE = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
+# [rows, inner] x [rows, outer] -> [experts, inner, outer]
+_SUM_OF_OUTER_PRODUCTS = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+
+
+def _grouped_gemm(
+    lhs: jax.Array, rhs: jax.Array, p: Pass, kind: GroupedGemm, dimensions: lax.RaggedDotDimensionNumbers
+) -> jax.Array:
+    """Returns one of the three products above in the dtype of `lhs`; what is behind the last row is undefined."""
+    if kind == "ragged_dot":
+        return lax.ragged_dot_general(lhs, rhs, p.rows_per_expert, dimensions, preferred_element_type=lhs.dtype)
+    import tokamax
+
+    out = tokamax.ragged_dot_general(
+        lhs, rhs, p.rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
+    )
+    # Its type says that the result is the same on all ranks (tokamax 0.0.17). The cast would be wrong to differentiate
+    # through, since its transpose is a sum over the ranks, but no JAX transformation sees these products: xla_impl.py
+    # has its own VJP.
+    return vary_alike((out, lhs, rhs))[0]
+
+
+def times(
+    rows: Float[Array, "rows inner"], weights: Float[Array, "experts inner outer"], p: Pass, kind: GroupedGemm
+) -> Float[Array, "rows outer"]:
+    """Returns each row times the matrix of its expert; what is behind the last row is undefined."""
+    return _grouped_gemm(rows, weights, p, kind, _ROWS_TIMES_MATRIX)
+
+
+def times_vjp(
+    rows: jax.Array, weights: jax.Array, p: Pass, kind: GroupedGemm, dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of the rows and of the weights; those of an expert without rows are exactly zero."""
+    drows = _grouped_gemm(dout, weights, p, kind, _ROWS_TIMES_TRANSPOSE)
+    dweights = _grouped_gemm(rows, dout, p, kind, _SUM_OF_OUTER_PRODUCTS)
+    # Kernels that skip empty experts leave their memory as it was.
+    return drows, jnp.where((p.rows_per_expert > 0)[:, None, None], dweights, 0)
+
+
+def _expert_of_row(p: Pass, dtype: Any) -> Float[Array, "rows local_experts"]:
+    """One-hot matrix of the expert that owns each row, zero behind the last row."""
+    ends = jnp.cumsum(p.rows_per_expert)
+    row = jnp.arange(p.slot_of_row.shape[0])[:, None]
+    return ((row < ends) & (row >= ends - p.rows_per_expert)).astype(dtype)
+
+
+def bias_of_row(bias: jax.Array | None, p: Pass) -> jax.Array | float:
+    """Returns the bias of the expert that owns each row, `[rows, width]`; 0.0 where there is no bias."""
+    if bias is None:
+        return 0.0
+    # A product with a one-hot matrix is exact (not rounded to TF32 on GPUs), and its transpose sums rows per expert in
+    # a fixed order, without atomics.
+    return jnp.matmul(_expert_of_row(p, bias.dtype), bias, precision="highest")
+
+
+def bias_vjp(drows: jax.Array, p: Pass, bias: jax.Array | None) -> jax.Array | None:
+    """Returns the sum of the rows of each expert, `[experts, width]`."""
+    if bias is None:
+        return None
+    one_hot = _expert_of_row(p, drows.dtype)
+    wide = jnp.promote_types(bias.dtype, jnp.float32)
+    return jnp.einsum("re,rw->ew", one_hot, drows, preferred_element_type=wide, precision="highest").astype(bias.dtype)

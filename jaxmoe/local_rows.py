@@ -1,0 +1,129 @@
+"""The rows that a rank's experts have to process, in the order in which they do.
+
+`xla_impl.py` gathers the routing of all ranks, sorts here the slots that name its experts, and moves values between
+tokens and rows with the gathers below, one pass of `plan.chunk_rows` rows at a time. There is no scatter-add: every
+sum has a fixed order.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+class LocalRows(NamedTuple):
+    """The slots of all ranks that name this rank's experts, sorted by expert: row r is slot `slot_of_row[r]`."""
+
+    slot_of_row: Int[Array, "padded_rows"]  # slots beyond `num_rows` belong to other ranks
+    row_of_slot: Int[Array, "all_tokens top_k"]  # -1 where the slot is another rank's, or unused
+    first_row: Int[Array, "local_experts"]
+    end_row: Int[Array, "local_experts"]
+
+    @property
+    def num_rows(self) -> Int[Array, ""]:
+        return self.end_row[-1]
+
+
+class Pass(NamedTuple):
+    """The rows [start, start + chunk_rows) of `LocalRows`."""
+
+    start: Int[Array, ""]
+    token_of_row: Int[Array, "rows"]
+    slot_of_row: Int[Array, "rows"]
+    is_row: Bool[Array, "rows 1"]  # False behind the last row
+    rows_per_expert: Int[Array, "local_experts"]
+
+
+def sort_slots(
+    all_ids: Int[Array, "all_tokens top_k"], first_expert: Any, num_experts: int, chunk_rows: int
+) -> LocalRows:
+    """Returns the rows of the experts [first_expert, first_expert + num_experts), padded to whole passes."""
+    num_slots = all_ids.size
+    local = all_ids.reshape(-1) - first_expert
+    local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
+    order = stable_argsort(local, num_experts + 1)
+    # Rows of an expert lie between two counts of smaller ids: compares and sums, where a histogram would be atomics.
+    borders = (local < jnp.arange(num_experts + 1)[:, None]).sum(-1, dtype=jnp.int32)
+    row_of_slot = (
+        jnp.zeros_like(local)
+        .at[order]
+        .set(jnp.arange(num_slots, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
+    )
+    row_of_slot = jnp.where(local < num_experts, row_of_slot, -1)
+    padding = -num_slots % chunk_rows
+    return LocalRows(jnp.pad(order, (0, padding)), row_of_slot.reshape(all_ids.shape), borders[:-1], borders[1:])
+
+
+def stable_argsort(keys: Int[Array, "slots"], num_keys: int) -> Int[Array, "slots"]:
+    """Sorts small non-negative keys; equal keys keep their order.
+
+    Key and position share one word where they fit, which is always but for huge batches: half the bytes of a sort of
+    pairs.
+    """
+    position_bits = max(1, (keys.size - 1).bit_length())
+    if position_bits + (num_keys - 1).bit_length() > 32:
+        return jnp.argsort(keys, stable=True).astype(jnp.int32)
+    position = jnp.arange(keys.size, dtype=jnp.uint32)
+    words = lax.sort((keys.astype(jnp.uint32) << position_bits) | position)
+    return (words & np.uint32((1 << position_bits) - 1)).astype(jnp.int32)
+
+
+def nth_pass(rows: LocalRows, index: Int[Array, ""], chunk_rows: int) -> Pass:
+    """Returns the pass with the rows from `index * chunk_rows` on."""
+    start = index * chunk_rows
+    slot = lax.dynamic_slice(rows.slot_of_row, (start,), (chunk_rows,))
+    is_row = jnp.arange(chunk_rows, dtype=jnp.int32) + start < rows.num_rows
+    inside = jnp.clip(jnp.stack([rows.first_row, rows.end_row]) - start, 0, chunk_rows)
+    return Pass(start, slot // rows.row_of_slot.shape[1], slot, is_row[:, None], inside[1] - inside[0])
+
+
+def take_rows(array: Float[Array, "all_tokens hidden"], p: Pass) -> Float[Array, "rows hidden"]:
+    """Returns the tokens of the rows of a pass."""
+    # Zero the rows behind the last one: they are other ranks' tokens, and a NaN there must not meet a masked product.
+    return jnp.where(p.is_row, array.at[p.token_of_row].get(mode="promise_in_bounds"), 0)
+
+
+def sum_slots(
+    values: Float[Array, "rows width"], weights: Float[Array, "all_tokens top_k"] | None, rows: LocalRows, p: Pass
+) -> Float[Array, "all_tokens width"]:
+    """Returns for every token the (weighted) sum of its rows in this pass, in the order of its slots.
+
+    One gather per slot, all of which XLA fuses with the sum: nothing of size [all_tokens, top_k, width] exists.
+    """
+    total = 0
+    for k in range(rows.row_of_slot.shape[1]):
+        row = rows.row_of_slot[:, k] - p.start
+        inside = (row >= 0) & (row < values.shape[0])
+        value = values.at[jnp.clip(row, 0, values.shape[0] - 1)].get(mode="promise_in_bounds")
+        value = value.astype(jnp.promote_types(values.dtype, jnp.float32))
+        value = value if weights is None else value * weights[:, k, None]
+        total = total + jnp.where(inside[:, None], value, 0)
+    return jnp.asarray(total)
+
+
+def row_to_slot(values: Float[Array, "rows 1"], rows: LocalRows, p: Pass) -> Float[Array, "all_tokens top_k"]:
+    """Returns the values at the slots of their rows, zero at the slots that have no row in this pass."""
+    row = rows.row_of_slot - p.start
+    inside = (row >= 0) & (row < values.shape[0])
+    return jnp.where(inside, values[jnp.clip(row, 0, values.shape[0] - 1), 0], 0)
+
+
+def add_passes(first: Any, other: Callable[[Pass], Any], rows: LocalRows, chunk_rows: int) -> Any:
+    """Adds `other(pass)` to `first` for every pass after the first that has rows; most often there is none.
+
+    The number of passes differs from rank to rank, so nothing in `other` may communicate.
+    """
+    if rows.slot_of_row.shape[0] <= chunk_rows:
+        return first
+    passes = (rows.num_rows + chunk_rows - 1) // chunk_rows
+
+    def add(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        index, total = carry
+        values = other(nth_pass(rows, index, chunk_rows))
+        return index + 1, jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total, values)
+
+    return lax.while_loop(lambda carry: carry[0] < passes, add, (jnp.ones_like(passes), first))[1]
