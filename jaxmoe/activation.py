@@ -40,8 +40,8 @@ class Pointwise:
     """`f(gate) * up`, or `f(gate)` where the experts have no up projection."""
 
     name: str
-    function: Callable[[jax.Array], jax.Array]
-    slope: Callable[[jax.Array], jax.Array]
+    function: Callable[[jax.Array], jax.Array] = dataclasses.field(repr=False)
+    slope: Callable[[jax.Array], jax.Array] = dataclasses.field(repr=False)
     needs_up = False
 
     def value(self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None) -> Float[Array, "*rows"]:
