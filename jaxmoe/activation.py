@@ -85,6 +85,9 @@ class SwiGLU:
     needs_up = True
 
     def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "up_offset"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value))
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"SwiGLU: limit={self.limit} must be positive, or None for no clamp.")
 
@@ -178,12 +181,13 @@ def resolve(activation: "str | Activation") -> Activation:
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"moe_layer: activation={activation!r} is not known. Use one of {', '.join(map(repr, ACTIVATIONS))}, "
-                "or jaxmoe.SwiGLU(limit=, alpha=, up_offset=)."
+                "or jaxmoe.SwiGLU(limit=, alpha=, up_offset=); SwiGLU without options is 'silu' with w_up."
             )
         return ACTIVATIONS[activation]
-    if not isinstance(activation, Activation):
+    if isinstance(activation, type) or not isinstance(activation, Activation):
         raise TypeError(
-            f"moe_layer: activation is a {type(activation).__name__}; it must be one of "
-            f"{', '.join(map(repr, ACTIVATIONS))} or a jaxmoe.SwiGLU."
+            f"moe_layer: activation={activation!r} is neither a name ({', '.join(map(repr, ACTIVATIONS))}) nor an "
+            "object like jaxmoe.SwiGLU(). The backward pass needs a derivative beside the value."
         )
+    hash(activation)  # part of the key under which compiled programs are found
     return activation

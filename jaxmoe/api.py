@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe import call as calls
 from jaxmoe import sharding
@@ -22,13 +23,13 @@ from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.plan import Plan
 from jaxmoe.reference import reference
-from jaxmoe.stats import MoEStats, load_stats
+from jaxmoe.stats import MoEStats, int32_ids, load_stats
 from jaxmoe.xla_impl import xla
 
 
 def moe_layer(
     x: Float[Array, "*batch hidden"],
-    topk_ids: Int[Array, "*batch top_k"],
+    topk_ids: Integer[Array, "*batch top_k"],
     topk_weights: Float[Array, "*batch top_k"],
     experts: Experts,
     *,
@@ -85,6 +86,7 @@ def moe_layer(
     >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None).shape
     (3, 8)
     """
+    x, topk_ids, topk_weights, experts, token_valid = _as_jax((x, topk_ids, topk_weights, experts, token_valid))
     call = calls.check(
         x,
         topk_ids,
@@ -101,6 +103,11 @@ def moe_layer(
     arguments = jax.tree.map(not_mapped, Arguments(x, topk_ids, topk_weights, experts, token_valid))
     y, stats = _compiled(call, return_stats)(arguments)
     return (y, stats) if return_stats else y
+
+
+def _as_jax(tree: Any) -> Any:
+    """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64)."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)
 
 
 class Arguments(NamedTuple):
@@ -144,20 +151,19 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     num_experts, group = call.shape.num_experts, call.placement.group
     batch, top_k = arguments.x.shape[:-1], call.shape.top_k
     x = arguments.x.reshape(-1, call.shape.hidden)
-    ids = arguments.topk_ids.reshape(-1, top_k)
+    ids = int32_ids(arguments.topk_ids.reshape(-1, top_k))
     weights = arguments.topk_weights.reshape(-1, top_k)
     valid = None if arguments.token_valid is None else arguments.token_valid.reshape(-1)
 
     stats = None
     if return_stats:
-        axes = call.placement.token_axes or group.axis_names
-        stats = load_stats(ids, num_experts, token_valid=valid, axis_name=axes or None)
+        stats = load_stats(ids, num_experts, token_valid=valid, axis_name=call.placement.stats_axes or None)
 
     used = (ids >= 0) & (ids < num_experts)
     if valid is not None:
         used &= valid[:, None]
         x = jnp.where(valid[:, None], x, 0)
-    ids = jnp.where(used, ids, -1).astype(jnp.int32)
+    ids = jnp.where(used, ids, -1)
     weights = jnp.where(used, weights, 0)
 
     if x.size == 0:  # XLA:GPU (jax 0.11) crashes while it compiles gradients of products without rows

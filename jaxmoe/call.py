@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
@@ -18,6 +19,8 @@ from jaxmoe.plan import Plan, Shape, default_plan
 
 Implementation = Literal["xla", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+# Row numbers are int32, and the last pass is padded.
+MOST_SLOTS = 2**30
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -69,9 +72,11 @@ def check(
         raise ValueError(f"moe_layer: activation={activation!r} multiplies two projections, but experts.w_up is None.")
 
     placement = sharding.place(x, axis_name=axis_name, data_axes=data_axes, mesh=mesh)
-    platform = sharding.platform(placement)
+    platform = sharding.platform(placement, x)
     if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
+    if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
+        sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
     if plan is None:
         plan = default_plan(shape, platform, x.dtype)
@@ -115,7 +120,7 @@ def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) ->
     if jnp.dtype(topk_weights.dtype).name not in allowed:
         raise TypeError(
             f"moe_layer: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
-            "(a lower precision loses accuracy and no other array is this small): topk_weights.astype(jnp.float32)."
+            "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
         )
     if token_valid is not None:
         if not (hasattr(token_valid, "shape") and hasattr(token_valid, "dtype")) or token_valid.dtype != jnp.bool_:
@@ -144,6 +149,11 @@ def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sh
         num_tokens *= size
     if entering:
         num_tokens //= _token_shards(x, placement)
+    if ranks * num_tokens * top_k >= MOST_SLOTS:
+        raise ValueError(
+            f"moe_layer: {ranks} ranks x {num_tokens} tokens x {top_k} slots are more rows than int32 can number. "
+            "Split the tokens, e.g. by jax.lax.map over parts of the batch."
+        )
     return Shape(
         tokens=num_tokens,
         hidden=x.shape[-1],
@@ -158,11 +168,11 @@ def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sh
 
 def _uneven_experts(num_experts: int, ranks: int, names: tuple[str, ...]) -> str:
     axis = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
-    fitting = [size for size in range(1, max(ranks, 2)) if num_experts % size == 0]
+    fitting = " or ".join(str(size) for size in range(1, max(ranks, 2)) if num_experts % size == 0)
     return (
         f"moe_layer: num_experts={num_experts} cannot be spread over the {ranks} ranks of mesh {axis} "
         f"({num_experts} % {ranks} = {num_experts % ranks}). Use {-(-num_experts // ranks) * ranks} experts, "
-        f"or ranks in number {', '.join(map(str, fitting))}."
+        f"or {fitting} ranks."
     )
 
 

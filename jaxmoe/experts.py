@@ -1,7 +1,6 @@
 """The weights of all experts of a layer as one pytree, in the layouts that JAX models train in."""
 
 import dataclasses
-import typing
 from typing import Any
 
 import jax
@@ -9,12 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
+from jaxmoe.pytrees import pytree
 
-# JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders), so the fields are not type
-# checked; `check` does it where a layer is called.
-@jax.tree_util.register_dataclass
-@typing.no_type_check
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class Experts:
     """Stacked weights of the experts: `y = activation(x @ w_gate, x @ w_up) @ w_down`.
 

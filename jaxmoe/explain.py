@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import AxisType
+
 from jaxmoe import call as calls
 from jaxmoe.call import Call, Implementation
 
@@ -43,7 +45,8 @@ class Explanation:
             f"{self.call.dtype}",
             *(f"  {reason}" for reason in self.reasons),
             f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
-            f"  temporary memory per rank, whatever the routing: {sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
+            f"  temporary memory of a forward pass per rank, whatever the routing: "
+            f"{sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
             f"(with buffers for the worst routing: {self.worst_case_bytes / 2**20:.1f} MiB)",
             *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
         ]
@@ -110,13 +113,29 @@ def explain(
     token_bytes = shape.tokens * shape.hidden * shape.itemsize
     return Explanation(
         call=call,
-        reasons=(call.implementation_reason, *call.plan.reasons),
+        reasons=(call.implementation_reason, *call.plan.reasons, *_unsplit_axes(call)),
         memory_bytes=memory,
         worst_case_bytes=sum(worst_case.values()),
         # Tokens in, sums of tokens out, and 8 bytes of id and weight for each slot.
         wire_bytes=(shape.ranks - 1) * (2 * token_bytes + 8 * shape.tokens * shape.top_k),
         flops=_flops(shape),
     )
+
+
+def _unsplit_axes(call: Call) -> list[str]:
+    """What a user may have forgotten, or pays for: mesh axes over which the layer does not split its work."""
+    mesh = call.placement.mesh
+    if mesh is None:
+        return []
+    notes = []
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if mesh.shape[name] == 1 or name in call.placement.token_axes:
+            continue
+        if kind == AxisType.Explicit:
+            notes.append(f"all ranks of Explicit axis {name!r} compute the same tokens with whole experts")
+        else:
+            notes.append(f"axis {name!r} is left to the compiler: pass data_axes={name!r} if tokens are split over it")
+    return notes
 
 
 def _flops(shape: Any) -> int:
@@ -129,10 +148,16 @@ def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
     shape = call.shape
     all_tokens, token_bytes = shape.ranks * shape.tokens, shape.hidden * shape.itemsize
     projections = 2 if shape.gated else 1
+    # XLA:CPU multiplies a copy of the rows for every local expert, zero but for the expert's own.
+    copies = shape.num_experts // shape.ranks if call.plan.grouped_gemm == "ragged_dot" else 0
     return {
         "tokens of all ranks": all_tokens * token_bytes if shape.ranks > 1 else 0,
         "rows of one pass: tokens and outputs": 2 * chunk_rows * token_bytes,
         "rows of one pass: gate, up and h": (projections + 1) * chunk_rows * shape.intermediate * shape.itemsize,
+        "masked copies of the rows, in jax.lax.ragged_dot": copies
+        * chunk_rows
+        * max(shape.hidden, shape.intermediate)
+        * shape.itemsize,
         "sums of all tokens, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * token_bytes,
         "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
     }

@@ -73,9 +73,13 @@ def bias_of_row(bias: jax.Array | None, p: Pass) -> jax.Array | float:
 
 
 def bias_vjp(drows: jax.Array, p: Pass, bias: jax.Array | None) -> jax.Array | None:
-    """Returns the sum of the rows of each expert, `[experts, width]`."""
+    """Returns the sum of the rows of each expert, `[experts, width]`, exactly zero for an expert without rows."""
     if bias is None:
         return None
-    one_hot = _expert_of_row(p, drows.dtype)
+    # Grouped, and not a product with the one-hot matrix: there a NaN of one row would meet the zeros of every expert.
+    ones = jnp.ones_like(drows, shape=(drows.shape[0], 1))
     wide = jnp.promote_types(bias.dtype, jnp.float32)
-    return jnp.einsum("re,rw->ew", one_hot, drows, preferred_element_type=wide, precision="highest").astype(bias.dtype)
+    sums = lax.ragged_dot_general(
+        ones, drows, p.rows_per_expert, _SUM_OF_OUTER_PRODUCTS, precision="highest", preferred_element_type=wide
+    )
+    return jnp.where((p.rows_per_expert > 0)[:, None], sums[:, 0], 0).astype(bias.dtype)

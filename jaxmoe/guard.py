@@ -21,9 +21,9 @@ mlir.register_lowering(_identity, lambda context, operand: [operand])
 
 def _refuse(args: Any, dims: Any) -> Any:
     raise NotImplementedError(
-        "moe_layer: jax.vmap over moe_layer is not supported. A batch of token arrays is one call: moe_layer takes "
-        "x of shape [..., hidden], so pass the batch dimension along. To map over different experts (several layers), "
-        "use jax.lax.map or jax.lax.scan."
+        "moe_layer: jax.vmap over moe_layer is not supported (and jax.jacrev and jax.jacfwd map too). A batch of token "
+        "arrays is one call: moe_layer takes x of shape [..., hidden], so pass the batch dimension along. To map over "
+        "different experts (several layers), use jax.lax.map or jax.lax.scan."
     )
 
 

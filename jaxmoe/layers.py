@@ -9,7 +9,6 @@ Each library makes the arrays of `parameters` in its own way and passes them to 
 
 import dataclasses
 import operator
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_
 from jaxmoe.call import Implementation
 from jaxmoe.experts import Experts
 from jaxmoe.plan import Plan
+from jaxmoe.pytrees import pytree
 from jaxmoe.routing import RouterConfig, Routing, route
 from jaxmoe.sharding import axis_tuple, reshard_explicit
 from jaxmoe.stats import MoEStats, check_token_valid, sum_over_axis
@@ -39,10 +39,7 @@ AxisName = str | tuple[str, ...] | None
 default_init: Initializer = jax.nn.initializers.lecun_normal()
 
 
-# JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders), so fields are not type checked.
-@jax.tree_util.register_dataclass
-@typing.no_type_check
-@dataclasses.dataclass(frozen=True)
+@pytree
 class MoEAux:
     """What a layer says about its routing besides its output, over the tokens of all ranks.
 

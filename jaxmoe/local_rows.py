@@ -27,6 +27,10 @@ class LocalRows(NamedTuple):
     def num_rows(self) -> Int[Array, ""]:
         return self.end_row[-1]
 
+    def has_further_passes(self, chunk_rows: int) -> bool:
+        """Whether any routing needs more than one pass."""
+        return self.slot_of_row.shape[0] > chunk_rows
+
 
 class Pass(NamedTuple):
     """The rows [start, start + chunk_rows) of `LocalRows`."""
@@ -46,8 +50,10 @@ def sort_slots(
     local = all_ids.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     order = stable_argsort(local, num_experts + 1)
-    # Rows of an expert lie between two counts of smaller ids: compares and sums, where a histogram would be atomics.
-    borders = (local < jnp.arange(num_experts + 1)[:, None]).sum(-1, dtype=jnp.int32)
+    # Rows of an expert lie between two places in the sorted ids: a binary search, where a histogram would be atomics.
+    # Unrolled, since each step of a loop is a kernel on a GPU.
+    experts = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    borders = jnp.searchsorted(local[order], experts, method="scan_unrolled").astype(jnp.int32)
     row_of_slot = (
         jnp.zeros_like(local)
         .at[order]
@@ -117,7 +123,7 @@ def add_passes(first: Any, other: Callable[[Pass], Any], rows: LocalRows, chunk_
 
     The number of passes differs from rank to rank, so nothing in `other` may communicate.
     """
-    if rows.slot_of_row.shape[0] <= chunk_rows:
+    if not rows.has_further_passes(chunk_rows):
         return first
     passes = (rows.num_rows + chunk_rows - 1) // chunk_rows
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib.util
+import operator
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -78,8 +79,13 @@ class Plan:
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk_rows, int) or self.chunk_rows < 1:
-            raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive number of rows.")
+        try:
+            rows = 0 if isinstance(self.chunk_rows, bool) else operator.index(self.chunk_rows)
+        except TypeError:
+            rows = 0
+        if rows < 1:
+            raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive integer, a number of rows.")
+        object.__setattr__(self, "chunk_rows", rows)
         if self.grouped_gemm not in GROUPED_GEMMS:
             raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
 

@@ -45,13 +45,14 @@ def reference(
         expert_id, e = expert
         chosen = topk_ids == expert_id
         weight = jnp.where(chosen, topk_weights, 0).sum(-1, keepdims=True)
-        # Zero the tokens that did not choose this expert: 0 * NaN would carry a NaN from one token's row into the
-        # gradients of experts it never visited.
-        rows = jnp.where(chosen.any(-1, keepdims=True), tokens, 0)
+        visits = chosen.any(-1, keepdims=True)
+        # Select, both here and behind the expert: 0 * NaN would carry a NaN of one token, or of the cotangent of its
+        # output, into the gradients of experts it never visited.
+        rows = jnp.where(visits, tokens, 0)
         gate = _affine(rows, e.w_gate, e.b_gate)
         up = None if e.w_up is None else _affine(rows, e.w_up, e.b_up)
         out = _affine(activation.value(gate, up).astype(dtype), e.w_down, e.b_down)
-        return total + weight * out, None
+        return total + jnp.where(visits, weight * jnp.where(visits, out, 0), 0), None
 
     total_dtype = jnp.promote_types(dtype, jnp.float32)
     start = jnp.zeros_like(x, total_dtype)

@@ -13,15 +13,15 @@ Losses and bias updates that keep the experts balanced are in `balance.py`, load
 import dataclasses
 import math
 import operator
-import typing
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from jaxmoe.stats import check_token_valid
+from jaxmoe.pytrees import pytree
+from jaxmoe.stats import check_token_valid, int32_ids
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -129,10 +129,7 @@ class RouterConfig:
         return cls(top_k=6, score="sqrtsoftplus", scaling_factor=1.5)
 
 
-# Fields are not type checked: JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders).
-@jax.tree_util.register_dataclass
-@typing.no_type_check
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Routing:
     """What `route` decided.
 
@@ -155,7 +152,7 @@ def route(
     *,
     selection_bias: Float[Array, " experts"] | None = None,
     token_valid: Bool[Array, "*batch"] | None = None,
-    topk_ids: Int[Array, "*batch top_k"] | None = None,
+    topk_ids: Integer[Array, "*batch top_k"] | None = None,
 ) -> Routing:
     """Chooses the experts of every token and their weights.
 
@@ -196,7 +193,7 @@ def route(
         # Before any arithmetic: a zero cotangent times the slope at a NaN would be a NaN again.
         logits = jnp.where(token_valid[..., None], logits, 0)
     scores = _SCORE_FUNCTIONS[config.score](logits)
-    ids = _select(scores, config, selection_bias) if topk_ids is None else topk_ids.astype(jnp.int32)
+    ids = _select(scores, config, selection_bias) if topk_ids is None else int32_ids(topk_ids)
     used = (ids >= 0) & (ids < num_experts)
     if token_valid is not None:
         used &= token_valid[..., None]

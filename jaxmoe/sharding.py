@@ -4,11 +4,13 @@ Called by `api.py`; the implementations get an `ExpertGroup` and never see a mes
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
@@ -67,18 +69,22 @@ class Placement:
       mesh: the mesh whose `shard_map` is still to be entered; `None` where the call is inside one, or needs none.
       token_axes: mesh axes over which the first dimension of the tokens is split on entry.
       manual_axes: mesh axes that become manual on entry: those, and Explicit ones, over which nothing is then split.
+      stats_axes: manual axes over which statistics are added up.
     """
 
     group: ExpertGroup
     mesh: Mesh | AbstractMesh | None = None
     token_axes: tuple[str, ...] = ()
     manual_axes: frozenset[str] = frozenset()
+    stats_axes: tuple[str, ...] = ()
 
 
 def axis_tuple(names: str | Sequence[str] | None, argument: str) -> tuple[str, ...]:
     """Returns axis names as a tuple; raises where they are not a name, a sequence of different names, or `None`."""
     if names is None:
         return ()
+    if not isinstance(names, str | Sequence):
+        raise TypeError(f"moe_layer: {argument}={names!r} must be a mesh axis name or a tuple of names.")
     names = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise ValueError(f"moe_layer: {argument}={names!r} must be a mesh axis name or a tuple of different names.")
@@ -105,9 +111,16 @@ def place(
             "data_axes are the other axes over which tokens are split."
         )
     context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
-    if manual:
-        return Placement(_group_inside(expert_axes, context))
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"moe_layer: mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh or None.")
+    if context.manual_axes:
+        return Placement(_group_inside(expert_axes, context), stats_axes=expert_axes)
+    if mesh is not None and not context.empty and mesh.abstract_mesh != context:
+        raise ValueError(
+            f"moe_layer: mesh={mesh} differs from the mesh that is set, {context}. Leave out mesh=, or set that mesh."
+        )
+    if isinstance(mesh, AbstractMesh) and context.empty:
+        raise ValueError("moe_layer: mesh= is an AbstractMesh, which has no devices. Pass a Mesh, or set one.")
     chosen = context if mesh is None else mesh
     explicit = _axes_of_type(AxisType.Explicit, chosen)
     if not (expert_axes or data_axes or explicit):
@@ -118,10 +131,10 @@ def place(
             "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
         )
     _check_in_mesh((*data_axes, *expert_axes), chosen)
-    sizes = [chosen.shape[name] for name in expert_axes]
     data_axes = data_axes or _axes_of_tokens(x, chosen, expert_axes)
     token_axes = (*data_axes, *expert_axes)
-    return Placement(ExpertGroup(expert_axes, _product(sizes)), chosen, token_axes, explicit | set(token_axes))
+    group = _group(expert_axes, chosen)
+    return Placement(group, chosen, token_axes, explicit | set(token_axes), stats_axes=token_axes)
 
 
 def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh) -> ExpertGroup:
@@ -139,7 +152,24 @@ def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh) -> Expert
             f"moe_layer: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are "
             f"{manual}. Make them manual too (leave out axis_names=), or call moe_layer outside of it."
         )
-    return ExpertGroup(expert_axes, _product([context.shape[name] for name in expert_axes]))
+    return _group(expert_axes, context)
+
+
+def _group(expert_axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> ExpertGroup:
+    size = math.prod(mesh.shape[name] for name in expert_axes)
+    # Axes of size one are no peers, and nothing has to vary over them.
+    return ExpertGroup(expert_axes, size) if size > 1 else ExpertGroup()
+
+
+def check_split_experts(experts: Any, x: Any, group: ExpertGroup) -> None:
+    """Raises where the types say that all ranks of the group hold the same experts, inside `shard_map`."""
+    axes, tracked = set(group.axis_names), _varying(x) or _varying(experts.w_gate)
+    if tracked and not axes <= _varying(experts.w_gate):
+        raise ValueError(
+            f"moe_layer: experts are the same on all ranks of mesh axis {', '.join(map(repr, group.axis_names))}; "
+            "every rank must have its own. Pass them to shard_map with that axis on their first dimension, e.g. "
+            f"in_specs P({group.axis_names[0]!r}), or call moe_layer with axis_name=None."
+        )
 
 
 def _axes_of_type(kind: AxisType, mesh: Mesh | AbstractMesh) -> frozenset[str]:
@@ -158,18 +188,12 @@ def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
 
 def _axes_of_tokens(x: Any, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Explicit axes carry the sharding of `x` in its type: the axes of its first dimension besides the expert axes."""
-    spec: Any = jax.typeof(x).sharding.spec if hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct) else ()
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+    spec: Any = getattr(sharding, "spec", ())
     first = spec[0] if len(spec) else None
     names = () if first is None else (first,) if isinstance(first, str) else tuple(first)
     explicit = _axes_of_type(AxisType.Explicit, mesh)
     return tuple(name for name in names if name in explicit and name not in expert_axes)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None) -> Pytree:
@@ -206,10 +230,14 @@ def _on_mesh(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding | 
     return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
 
-def platform(placement: Placement) -> str:
-    """Returns the platform the call will be compiled for: of the mesh if it says so, else of JAX's default backend."""
+def platform(placement: Placement, x: Any) -> str:
+    """Returns the platform the call will be compiled for: of the mesh, of `x`, or the one JAX uses by default."""
     mesh = placement.mesh if placement.mesh is not None else jax.sharding.get_abstract_mesh()
     if isinstance(mesh, Mesh) and not mesh.empty:
         return mesh.devices.flat[0].platform
-    device = getattr(mesh, "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()
+    if known := getattr(getattr(mesh, "abstract_device", None), "platform", None):
+        return known
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        return next(iter(x.devices())).platform
+    default = jax.config.jax_default_device
+    return default if isinstance(default, str) else getattr(default, "platform", None) or jax.default_backend()

@@ -3,15 +3,15 @@
 `moe_layer(..., return_stats=True)` returns these statistics; `balance.py` makes a loss and a bias update of the counts.
 """
 
-import dataclasses
-import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
+
+from jaxmoe.pytrees import pytree
 
 Pytree = TypeVar("Pytree")
 
@@ -22,10 +22,7 @@ Pytree = TypeVar("Pytree")
 _NUM_HISTOGRAMS = 64
 
 
-# Fields are not type checked: JAX rebuilds pytrees around things that are no arrays (partition specs, placeholders).
-@jax.tree_util.register_dataclass
-@typing.no_type_check
-@dataclasses.dataclass(frozen=True)
+@pytree
 class MoEStats:
     """Counts of one layer's slots, over the ranks that were asked for.
 
@@ -68,7 +65,7 @@ class MoEStats:
 
 
 def load_stats(
-    topk_ids: Int[Array, "*batch top_k"],
+    topk_ids: Integer[Array, "*batch top_k"],
     num_experts: int,
     *,
     token_valid: Bool[Array, "*batch"] | None = None,
@@ -99,7 +96,7 @@ def load_stats(
     if num_experts < 1:
         raise ValueError(f"load_stats: num_experts={num_experts} must be at least 1.")
     check_token_valid("load_stats", token_valid, topk_ids.shape[:-1], "topk_ids")
-    ids = topk_ids.astype(jnp.int32)
+    ids = int32_ids(topk_ids)
     valid = jnp.bool_(True) if token_valid is None else token_valid[..., None]
     is_expert = (ids >= 0) & (ids < num_experts)
     used = valid & is_expert
@@ -110,6 +107,17 @@ def load_stats(
         out_of_range_ids=_count(valid & ~is_expert & (ids != -1)),
     )
     return sum_over_axis("load_stats", counts, axis_name)
+
+
+def int32_ids(ids: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Returns ids of any integer type as int32: those that do not fit become the nearest that does, which is no expert.
+
+    To be called before any comparison: `ids < num_experts` in a narrow type would wrap `num_experts`.
+    """
+    known, wide = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
+    if known.max > wide.max:
+        ids = jnp.clip(ids, max(known.min, wide.min), wide.max)
+    return ids.astype(jnp.int32)
 
 
 def sum_over_axis(caller: str, tree: Pytree, axis_name: str | Sequence[str] | None) -> Pytree:

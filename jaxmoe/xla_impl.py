@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.grouped_gemm import bias_of_row, bias_vjp, times, times_vjp
+from jaxmoe.guard import not_mapped
 from jaxmoe.local_rows import LocalRows, Pass, add_passes, nth_pass, row_to_slot, sort_slots, sum_slots, take_rows
 from jaxmoe.plan import GroupedGemm, Plan
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -206,6 +207,7 @@ def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Residuals]:
 
 def _layer_bwd(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[Inputs]:
     inputs, rows, hidden = residuals
+    dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     group, plan, experts = static.group, static.plan, inputs.experts
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
@@ -217,8 +219,12 @@ def _layer_bwd(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[Inp
         dx = sum_slots(of_rows.dtokens, None, rows, p).astype(inputs.x.dtype)
         return dx, row_to_slot(of_rows.dweight, rows, p), of_rows.dexperts
 
-    first = nth_pass(rows, jnp.int32(0), plan.chunk_rows)
-    dx, dweights, dexperts = add_passes(cotangents(first, hidden), lambda p: cotangents(p, None), rows, plan.chunk_rows)
+    dx, dweights, dexperts = cotangents(nth_pass(rows, jnp.int32(0), plan.chunk_rows), hidden)
+    if rows.has_further_passes(plan.chunk_rows):
+        # An expert's rows may lie in many passes: its gradient is rounded once, at the end.
+        dexperts = jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), dexperts)
+    dx, dweights, dexperts = add_passes((dx, dweights, dexperts), lambda p: cotangents(p, None), rows, plan.chunk_rows)
+    dexperts = jax.tree.map(lambda array, like: array.astype(like.dtype), dexperts, experts)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = _combine(dweights, group).astype(inputs.topk_weights.dtype)
     return (Inputs(_combine(dx, group), no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]

@@ -115,7 +115,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "experts that the axis does not divide": (
         {"experts": experts_of(6), "axis_name": "expert", "mesh": mesh_of("data", "expert")},
         ValueError,
-        ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "1, 2, 3"],
+        ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "or 1 or 2 or 3 ranks"],
     ),
     "tokens that the axes do not divide": (
         {
@@ -193,3 +193,32 @@ def test_a_plan_that_cannot_be_is_refused(options):
 def test_a_limit_that_clamps_everything_is_refused():
     with pytest.raises(ValueError, match="must be positive"):
         jaxmoe.SwiGLU(limit=0.0)
+
+
+def test_experts_that_are_the_same_on_all_ranks_are_refused_inside_shard_map():
+    inside = jax.shard_map(
+        lambda x: jaxmoe.moe_layer(x, IDS[:2], WEIGHTS[:2], EXPERTS),
+        mesh=mesh_of("expert"),
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+    )
+    with pytest.raises(ValueError, match="the same on all ranks of mesh axis 'expert'") as raised:
+        jax.jit(inside)(X)
+    assert "P('expert')" in str(raised.value)
+
+
+def test_a_mesh_that_differs_from_the_set_one_or_has_no_devices_is_refused():
+    with pytest.raises(ValueError, match="differs from the mesh that is set"), jax.set_mesh(mesh_of("data", "expert")):
+        call(axis_name="expert", mesh=mesh_of("expert"))
+    with pytest.raises(ValueError, match="AbstractMesh, which has no devices"):
+        call(axis_name="expert", mesh=mesh_of("expert").abstract_mesh)
+    with pytest.raises(TypeError, match="mesh is a tuple"):
+        call(axis_name="expert", mesh=(2, 4))
+
+
+def test_more_slots_than_int32_can_number_are_refused():
+    shape = jax.ShapeDtypeStruct
+    slots = shape((2**26, 32), jnp.int32), shape((2**26, 32), jnp.float32)
+    experts = jax.eval_shape(lambda: experts_of(64))
+    with pytest.raises(ValueError, match="more rows than int32 can number"):
+        jaxmoe.explain(shape((2**26, 8), jnp.float32), *slots, experts, axis_name=None)
