@@ -60,12 +60,15 @@ def moe_layer(
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
-      axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
+      axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
+        then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
+        given, and experts must be.
       data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`. With Explicit
-        axes they are read from the type of `x`. Inside `shard_map` it is not used.
+        axes they are read from the type of `x`, and ranks of other Explicit axes repeat the work; an Auto axis that is
+        not named here is left to the compiler, which then repeats it as well. Inside `shard_map` it is not used.
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
-      mesh: where none is set by `jax.set_mesh`.
+      mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it is not used.
       implementation: `"xla"` (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose, see
         `jaxmoe.explain`. A named one runs or raises.
       plan: how to compute it, a `jaxmoe.Plan`; `None` is `jaxmoe.default_plan`.
@@ -77,7 +80,7 @@ def moe_layer(
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
       TypeError: wrong types or dtypes.
-      NotImplementedError: under `jax.vmap`.
+      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)

@@ -6,6 +6,7 @@ devices of one process, so the slowest rank counts), TFLOP/s per GPU, bytes. Wit
 
 import dataclasses
 import functools
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -160,10 +161,10 @@ def _function(implementation: str, experts: jaxmoe.Experts, mesh: Mesh) -> tuple
 
     grouped_dot = functools.partial(jax.lax.ragged_dot, preferred_element_type=experts.w_down.dtype)
     if mesh.devices.flat[0].platform == "gpu":
-        import tokamax
-
         grouped_dot = functools.partial(
-            tokamax.ragged_dot, preferred_element_type=experts.w_down.dtype, implementation="mosaic"
+            importlib.import_module("tokamax").ragged_dot,
+            preferred_element_type=experts.w_down.dtype,
+            implementation="mosaic",
         )
     baseline = functools.partial(baselines.all_gather_with_capacity, grouped_dot=grouped_dot, axis_name="expert")
     sharded = jax.shard_map(baseline, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
