@@ -239,5 +239,5 @@ def platform(placement: Placement, x: Any) -> str:
         return known
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices())).platform
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     return default if isinstance(default, str) else getattr(default, "platform", None) or jax.default_backend()

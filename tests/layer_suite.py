@@ -356,7 +356,7 @@ class LayerSuite:
         dexperts = dexperts, squared
         visited = np.isin(np.arange(EXPERTS), np.asarray(arguments.topk_ids)[5])
         for leaf in jax.tree.leaves(dexperts):
-            finite = np.isfinite(np.asarray(leaf, np.float32)).reshape(EXPERTS, -1).all(-1)
+            finite = np.asarray(np.isfinite(np.asarray(leaf, np.float32)).reshape(EXPERTS, -1).all(-1))
             assert finite[~visited].all()
 
     # --- repeatable -------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What JAX does around a layer besides jit and grad: NumPy inputs, export, meshes of one rank, second derivatives."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def test_numpy_arrays_are_taken_as_jax_takes_them(implementation):
 
 
 def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
-    run = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, return_stats=True))
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, return_stats=True))
     exported = jax.export.export(run)(*ARGUMENTS)
     again = jax.export.deserialize(exported.serialize())
     y, stats = again.call(*ARGUMENTS)
