@@ -30,7 +30,7 @@ def test_numpy_arrays_are_taken_as_jax_takes_them(implementation):
 def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
     run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, return_stats=True))
     exported = jax.export.export(run)(*ARGUMENTS)
-    again = jax.export.deserialize(exported.serialize())
+    again: Any = jax.export.deserialize(exported.serialize())
     y, stats = again.call(*ARGUMENTS)
     expected, counted = run(*ARGUMENTS)
     np.testing.assert_array_equal(y, expected)
