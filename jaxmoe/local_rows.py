@@ -50,10 +50,7 @@ def sort_slots(
     local = all_ids.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     order = stable_argsort(local, num_experts + 1)
-    # Rows of an expert lie between two places in the sorted ids: a binary search, where a histogram would be atomics.
-    # Unrolled, since each step of a loop is a kernel on a GPU.
-    experts = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    borders = jnp.searchsorted(local[order], experts, method="scan_unrolled").astype(jnp.int32)
+    borders = _count_below(local[order], jnp.arange(num_experts + 1, dtype=jnp.int32))
     row_of_slot = (
         jnp.zeros_like(local)
         .at[order]
@@ -76,6 +73,21 @@ def stable_argsort(keys: Int[Array, "slots"], num_keys: int) -> Int[Array, "slot
     position = jnp.arange(keys.size, dtype=jnp.uint32)
     words = lax.sort((keys.astype(jnp.uint32) << position_bits) | position)
     return (words & np.uint32((1 << position_bits) - 1)).astype(jnp.int32)
+
+
+def _count_below(sorted_ids: Int[Array, "slots"], values: Int[Array, "experts"]) -> Int[Array, "experts"]:
+    """Returns how many ids are below each value: the border between the rows of two experts.
+
+    A binary search, where a histogram would be atomics and a comparison with every value 1 GB of memory on a CPU.
+    Unrolled, since each step of a loop is a kernel on a GPU. `jnp.searchsorted` fails in a partly manual `shard_map`
+    (jax 0.12).
+    """
+    num_ids, count = sorted_ids.size, jnp.zeros_like(values)
+    for bit in reversed(range(num_ids.bit_length())):
+        ahead = count + (1 << bit)
+        last = sorted_ids.at[jnp.minimum(ahead, num_ids) - 1].get(mode="promise_in_bounds")
+        count = jnp.where((ahead <= num_ids) & (last < values), ahead, count)
+    return count
 
 
 def nth_pass(rows: LocalRows, index: Int[Array, ""], chunk_rows: int) -> Pass:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe.local_rows import stable_argsort
+from jaxmoe.local_rows import _count_below, stable_argsort
 from jaxmoe.testing import dense, make_inputs, relative_error
 from jaxmoe.xla_impl import CHECKPOINT_NAMES
 from tests.layer_suite import LayerSuite, layer, mesh_of, widened
@@ -118,6 +118,13 @@ def test_checkpoint_names_spare_the_gate_and_up_gemms_and_nothing_repeats_the_do
     # XLA:CPU makes one dot of each grouped GEMM: three forward, two for the cotangents of each, recomputed ones
     # between.
     assert len(re.findall(r" dot\(", program.as_text())) == gemms
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7, 64, 1000])
+def test_the_borders_between_experts_are_those_of_a_search_in_the_sorted_ids(slots):
+    ids = np.sort(np.random.default_rng(slots).integers(0, 9, slots)).astype(np.int32)
+    values = np.arange(11, dtype=np.int32)
+    np.testing.assert_array_equal(_count_below(jnp.asarray(ids), jnp.asarray(values)), np.searchsorted(ids, values))
 
 
 @pytest.mark.parametrize("num_keys", [3, 2**20])
