@@ -220,7 +220,8 @@ def test_a_rank_that_ends_while_others_wait_for_it_in_a_collective_ends_the_job(
     error = caught.value
     assert 1 in error.ranks
     assert f"rank 1 {ENDS[how]}" in error.reason
-    assert all("sum 6" in output for output in error.outputs)
+    # Rank 0 took part in the same sum, but may be ended before it gets to print it.
+    assert "sum 6" in error.outputs[1]
     assert ("wrong result" in error.outputs[1]) == (how != "killed")
     assert "the sum over a dead rank" not in error.outputs[0]
     assert_nothing_is_left(error.outputs)
