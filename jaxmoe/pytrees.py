@@ -13,8 +13,8 @@ Class = TypeVar("Class", bound=type)
 def pytree(cls: Class) -> Class:
     """Makes a class a frozen dataclass that is a pytree of its fields and can be part of a `jax.export` signature.
 
-    The fields are not type checked when one is made: JAX rebuilds pytrees around things that are no arrays (partition
-    specs, placeholders). Functions that take them check what they need.
+    The fields are left out of the run-time type checks of the tests, because JAX rebuilds pytrees around things that
+    are no arrays (partition specs, placeholders). `experts.check` checks `Experts` at every call of `moe_layer`.
     """
     frozen = typing.no_type_check(dataclasses.dataclass(frozen=True)(cls))
     registered = jax.tree_util.register_dataclass(frozen)
