@@ -45,6 +45,18 @@ py::dict registrations_dict() {
   return targets;
 }
 
+// {name: {"type_id": capsule, "type_info": capsule}}, as jax.ffi.register_ffi_type takes it.
+py::dict state_types_dict() {
+  py::dict types;
+  for (const StateType& type : state_types()) {
+    py::dict entry;
+    entry["type_id"] = py::capsule(static_cast<void*>(type.id));
+    entry["type_info"] = py::capsule(static_cast<const void*>(type.info));
+    types[py::str(type.name)] = entry;
+  }
+  return types;
+}
+
 std::map<std::string, std::string> build_info() {
   std::map<std::string, std::string> info = part_build_info();
   info["compiler"] = compiler_text();
@@ -73,6 +85,8 @@ py::tuple device_info_fields() {
 
 PYBIND11_MODULE(JAXMOE_MODULE, module) {
   module.def("registrations", &jaxmoe::registrations_dict, "FFI handlers: {target: {stage: capsule}}.");
+  module.def("state_types", &jaxmoe::state_types_dict, "Types kept between stages: {name: {fact: capsule}}.");
   module.def("build_info", &jaxmoe::build_info, "How this module was compiled: {fact: text}.");
   module.def("device_info_fields", &jaxmoe::device_info_fields, "Names of the words that jaxmoe_device_info writes.");
+  jaxmoe::define_part(module);
 }

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BuildInfo", "CudaStatus", "DeviceInfo", "build_info", "cuda_status", "device_info", "report"]
+__all__ = ["BuildInfo", "CudaStatus", "DeviceInfo", "build_info", "cuda_status", "device_info", "report", "targets"]
 
 _REBUILD = (
     "Run `make test` in the project's folder, which builds it into .venv, or `pip install .` to build it into "
@@ -92,9 +92,22 @@ def _load(name: str) -> ModuleType:
         ModuleNotFoundError: the module was not built.
     """
     module = importlib.import_module(f"jaxmoe.{name}")
+    if types := module.state_types():
+        # Types have to be known before the handlers that use them. Where the backend is not up yet JAX keeps both for
+        # later and then registers the handlers first (jax 0.12), so it is started here.
+        _start_backend(_PLATFORMS[name].lower())
+        for type_name, registration in types.items():
+            jax.ffi.register_ffi_type(type_name, registration, platform=_PLATFORMS[name])
     for target, stages in module.registrations().items():
         jax.ffi.register_ffi_target(target, stages, platform=_PLATFORMS[name], api_version=1)
     return module
+
+
+def _start_backend(platform: str) -> None:
+    try:
+        jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX's way of saying that it has no such backend, and so nothing to register with
+        return
 
 
 def _load_native() -> ModuleType:
@@ -113,6 +126,27 @@ def _load_cuda() -> ModuleType | None:
         return _load("_cuda")
     except ModuleNotFoundError:
         return None
+
+
+def targets(platform: str) -> frozenset[str]:
+    """Registers the compiled handlers of a platform with XLA, if they are not yet.
+
+    Args:
+        platform: `"cpu"` or `"gpu"`.
+
+    Returns:
+        The names of the FFI targets that can be called there; none for a platform without a compiled part.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+
+    >>> "jaxmoe_device_info" in targets("cpu")
+    True
+    """
+    module = _load_native()
+    if platform != "cpu":
+        module = _load_cuda() if platform == "gpu" else None
+    return frozenset(module.registrations()) if module else frozenset()
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-// What one extension module offers to Python. Each module defines these two functions once (host/extension.cc for
+// What one extension module offers to Python. Each module defines these functions once (host/extension.cc for
 // jaxmoe._native, cuda/extension.cc for jaxmoe._cuda); bindings.cc, compiled into both, is their only caller.
 #pragma once
 
 #include <map>
 #include <string>
 #include <vector>
+
+#include <pybind11/pybind11.h>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -18,7 +20,19 @@ struct Registration {
 
 std::vector<Registration> registrations();
 
+// A type whose objects XLA keeps between the stages of a handler.
+struct StateType {
+  std::string name;  // unique in the process
+  XLA_FFI_TypeId* id;
+  const XLA_FFI_TypeInfo* info;
+};
+
+std::vector<StateType> state_types();
+
 // Facts about this module's build that the other module does not share, by name.
 std::map<std::string, std::string> part_build_info();
+
+// Adds to `module` what only this module offers.
+void define_part(pybind11::module_& module);
 
 }  // namespace jaxmoe

@@ -3,15 +3,22 @@
 
 #include "common/build_config.h"
 #include "common/device_info.h"
+#include "host/forward.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInstantiateHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardHost);
 
 namespace jaxmoe {
 
 std::vector<Registration> registrations() {
-  return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoHost}};
+  return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoHost},
+          {kForwardTarget, "instantiate", JaxmoeForwardInstantiateHost},
+          {kForwardTarget, "execute", JaxmoeForwardHost}};
 }
+
+std::vector<StateType> state_types() { return {host::instruction_type()}; }
 
 std::map<std::string, std::string> part_build_info() { return {{"cuda_missing", build_config::kCudaMissing}}; }
 

@@ -1,0 +1,153 @@
+// The arena: the memory of a rank that its peers can reach, and where everything in it lies. Used by the host that
+// allocates it, by every role that touches it and by tests; no size of it is computed anywhere else.
+//
+// The head keeps its place for the life of an arena, whatever shapes the launches have: a rank that is one launch ahead
+// writes there while its peer still runs the launch before (protocol.h). The body is laid out for each shape anew.
+#pragma once
+
+#include <cstdint>
+
+#include "common/protocol.h"
+#include "common/shape.h"
+
+namespace jaxmoe {
+
+// Bytes from the start of the arena. Every region starts on a multiple of kRegionAlignment.
+struct Region {
+  int64_t offset;
+  int64_t bytes;
+
+  JAXMOE_ANY constexpr int64_t end() const { return offset + bytes; }
+};
+
+inline constexpr int64_t kRegionAlignment = 1024;  // a TMA tile with 128-byte swizzle wants this of shared memory and no more
+inline constexpr int64_t kFlagBytes = 128;         // a word that peers write has a cache line of its own
+
+class Packer {
+ public:
+  JAXMOE_ANY constexpr Region take(int64_t bytes) {
+    const Region region{end_, bytes};
+    end_ = ceil_div(end_ + bytes, kRegionAlignment) * kRegionAlignment;
+    return region;
+  }
+  JAXMOE_ANY constexpr int64_t bytes() const { return end_; }
+
+ private:
+  int64_t end_ = 0;
+};
+
+// What the head of an arena has room for. It only grows, and all ranks of a group have the same.
+struct HeadCapacity {
+  int32_t ranks;
+  int32_t local_experts;
+  int64_t row_tiles;
+  int64_t slots;  // of one rank
+
+  JAXMOE_ANY constexpr bool holds(const HeadCapacity& other) const {
+    return ranks == other.ranks && local_experts >= other.local_experts && row_tiles >= other.row_tiles &&
+           slots >= other.slots;
+  }
+};
+
+JAXMOE_ANY constexpr HeadCapacity needed_head(const Shape& shape, const Schedule& schedule) {
+  return {shape.ranks, shape.local_experts(), max_row_tiles(shape, schedule.tile), shape.slots()};
+}
+
+// Launch state of a rank; written by that rank's kernel alone.
+struct Control {
+  uint32_t epoch;         // of the last launch that ended
+  uint32_t workers_left;  // workers that have left the running launch; the last one sets it to zero
+};
+
+struct ArenaLayout {
+  // Head. [..] is the logical shape; "writer -> reader".
+  Region control;       // Control                                              this rank
+  Region flags;         // [kInputsReady, kPartialsWritten][ranks] cache lines  peers -> dispatch, tasks, combine
+  Region counters;      // [2 banks][3 + 3 * row_tiles] uint32                  this rank, see protocol.h
+  Region rows_from;     // [2 banks][ranks][local_experts] int32                peers' plan -> walks of this rank
+  Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' plan -> dispatch
+  int64_t head_bytes;
+
+  // Body.
+  Region tokens;        // [tokens, hidden]                            stage -> peers' dispatch; empty for one rank
+  Region partials;      // [slots, hidden]                             peers' down -> combine
+  Region histograms;    // [planners, num_experts] int32               plan -> plan
+  Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down
+  Region rows;          // [ring_tiles, tile rows, hidden]             dispatch -> gate_up
+  Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down
+  int64_t bytes;
+};
+
+// Planners sort about this many slots each. One planner sorts a decode batch without any wait.
+inline constexpr int32_t kSlotsPerPlanner = 1024;
+
+JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
+  const int32_t wanted = ceil_div(shape.slots(), kSlotsPerPlanner);
+  return wanted < 1 ? 1 : at_most(wanted, schedule.workers);
+}
+
+JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) { return 3 + 3 * head.row_tiles; }
+
+JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
+                                           int32_t itemsize) {
+  Packer pack;
+  ArenaLayout l{};
+  l.control = pack.take(sizeof(Control));
+  l.flags = pack.take(2 * head.ranks * kFlagBytes);
+  l.counters = pack.take(2 * counter_words(head) * int64_t{sizeof(uint32_t)});
+  l.rows_from = pack.take(2 * int64_t{head.ranks} * head.local_experts * int64_t{sizeof(int32_t)});
+  l.source_slots = pack.take(head.ranks * head.slots * int64_t{sizeof(int32_t)});
+  l.head_bytes = pack.bytes();
+
+  const int64_t ring_rows = int64_t{schedule.ring_tiles} * schedule.tile.rows;
+  l.tokens = pack.take(shape.ranks == 1 ? 0 : int64_t{shape.tokens} * shape.hidden * itemsize);
+  l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
+  l.histograms = pack.take(int64_t{num_planners(shape, schedule)} * shape.num_experts * int64_t{sizeof(int32_t)});
+  l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
+  l.rows = pack.take(ring_rows * shape.hidden * itemsize);
+  l.hidden = pack.take(ring_rows * shape.intermediate * itemsize);
+  l.bytes = pack.bytes();
+  return l;
+}
+
+// Byte offset of a signal's word in the arena where it is waited for. Banks of counters change with the epoch.
+JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch,
+                                     Signal signal, int32_t index) {
+  const int32_t kind = static_cast<int32_t>(signal);
+  if (is_from_peers(signal)) {
+    return layout.flags.offset +
+           ((kind - static_cast<int32_t>(Signal::kInputsReady)) * head.ranks + index) * kFlagBytes;
+  }
+  const int64_t in_bank = is_per_tile(signal)
+                              ? 3 + (kind - static_cast<int32_t>(Signal::kRowsArrived)) * head.row_tiles + index
+                              : kind;
+  return layout.counters.offset + ((epoch & 1) * counter_words(head) + in_bank) * int64_t{sizeof(uint32_t)};
+}
+
+// Byte offset of the row counts that `source` wrote for this rank's experts.
+JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch,
+                                              int32_t source) {
+  return layout.rows_from.offset +
+         ((epoch & 1) * head.ranks + source) * int64_t{head.local_experts} * int64_t{sizeof(int32_t)};
+}
+
+// Byte offset of the slot list that `source` wrote for this rank's experts.
+JAXMOE_ANY constexpr int64_t slots_from_source(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
+  return layout.source_slots.offset + source * head.slots * int64_t{sizeof(int32_t)};
+}
+
+// Where the output of a row goes: row `slot` of the partials of rank `source`.
+struct RowTarget {
+  uint32_t packed;
+
+  static constexpr int32_t kSlotBits = 24;
+  JAXMOE_ANY static constexpr RowTarget of(int32_t source, int32_t slot) {
+    return {static_cast<uint32_t>(source) << kSlotBits | static_cast<uint32_t>(slot)};
+  }
+  JAXMOE_ANY constexpr int32_t source() const { return static_cast<int32_t>(packed >> kSlotBits); }
+  JAXMOE_ANY constexpr int32_t slot() const { return static_cast<int32_t>(packed & ((1u << kSlotBits) - 1)); }
+};
+inline constexpr int32_t kMaxSlots = 1 << RowTarget::kSlotBits;
+inline constexpr int32_t kMaxRanks = 1 << (32 - RowTarget::kSlotBits);
+
+}  // namespace jaxmoe

@@ -1,0 +1,116 @@
+// The signals between roles, workers and ranks: who releases, who waits, for how much, and when a word starts anew.
+// The roles of the GPU kernel (cuda/kernel/), the host executor (host/executor.cc) and the property tests all take their
+// waits and releases from here.
+//
+//   signal               word at     released by (amount)                  waited for by (target)
+//   histograms_written   this rank   plan, per planner (1)                 plan, all planners (planners)
+//   inputs_staged        this rank   plan and stage, per worker (1)        the worker that publishes (workers)
+//   inputs_ready         each peer   publish, per source (the epoch)       dispatch, gate_up, down of every worker
+//   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
+//   hidden_written       this rank   gate_up, per column tile (1)          down (column tiles of h)
+//   outputs_written      this rank   down, per column tile (1)             dispatch of the tile that takes the ring slot
+//                                                                          next (column tiles of the output)
+//   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
+//   partials_written     each peer   announce, per source (the epoch)      combine of every worker
+//
+// A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
+// with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
+// clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
+//
+// Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that is,
+// has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one launch
+// ahead may write at a peer that is still in combine are row counts (two banks, by parity), slot lists (read by tasks
+// only, all done) and flags (epochs). It writes partials only after that peer's inputs_ready of the new epoch. No rank can
+// be two launches ahead.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/scheduler.h"
+#include "common/shape.h"
+
+namespace jaxmoe {
+
+enum class Signal : int32_t {
+  kHistogramsWritten = 0,
+  kInputsStaged,
+  kTasksDone,
+  kRowsArrived,     // from here on one word per row tile
+  kHiddenWritten,
+  kOutputsWritten,
+  kInputsReady,     // from here on one word per source, at each peer
+  kPartialsWritten,
+  kCount
+};
+inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
+inline constexpr const char* kSignalNames[kNumSignals] = {
+    "histograms_written", "inputs_staged",   "tasks_done",   "rows_arrived",
+    "hidden_written",     "outputs_written", "inputs_ready", "partials_written"};
+
+JAXMOE_ANY constexpr bool is_per_tile(Signal signal) {
+  return signal >= Signal::kRowsArrived && signal <= Signal::kOutputsWritten;
+}
+JAXMOE_ANY constexpr bool is_from_peers(Signal signal) { return signal >= Signal::kInputsReady; }
+
+// Where in the code a wait stands.
+enum class Site : int32_t { kPlan = 0, kPublish, kWalk, kDispatch, kGateUp, kDown, kAnnounce, kCombine, kCount };
+inline constexpr const char* kSiteNames[static_cast<int32_t>(Site::kCount)] = {
+    "plan", "publish", "walk", "dispatch", "gate_up", "down", "announce", "combine"};
+
+// A word that must reach `target`. `index` is the row tile or the source, 0 where there is one word.
+struct Wait {
+  Signal signal;
+  int32_t index;
+  uint32_t target;
+};
+
+struct Release {
+  Signal signal;
+  int32_t index;
+  uint32_t amount;
+};
+
+// The wait before an item of the stream, and the release after it. An index below zero stands for no wait.
+JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
+  return {Signal::kOutputsWritten, chunk.row_tile - schedule.ring_tiles,
+          static_cast<uint32_t>(output_tiles(shape, schedule.tile))};
+}
+JAXMOE_ANY constexpr Release release_after(const Chunk& chunk) {
+  return {Signal::kRowsArrived, chunk.row_tile, static_cast<uint32_t>(chunk.rows)};
+}
+JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Task& task) {
+  return task.gemm == Gemm::kGateUp
+             ? Wait{Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)}
+             : Wait{Signal::kHiddenWritten, task.row_tile, static_cast<uint32_t>(hidden_tiles(shape, schedule.tile))};
+}
+JAXMOE_ANY constexpr Release release_after(const Task& task) {
+  return {task.gemm == Gemm::kGateUp ? Signal::kHiddenWritten : Signal::kOutputsWritten, task.row_tile, 1};
+}
+
+// Counters may wrap around after 2^32 launches' worth of epochs: "at least" is a signed distance.
+JAXMOE_ANY constexpr bool has_reached(uint32_t seen, uint32_t target) {
+  return static_cast<int32_t>(seen - target) >= 0;
+}
+
+// A wait that was given up.
+struct WaitFailure {
+  int32_t rank;
+  int32_t worker;  // SM of a GPU
+  Site site;
+  Wait wait;
+  uint32_t seen;
+};
+
+inline std::string describe(const WaitFailure& failure, double seconds, const char* worker_name) {
+  const int32_t signal = static_cast<int32_t>(failure.wait.signal);
+  std::string text = "jaxmoe: rank " + std::to_string(failure.rank) + " " + worker_name + " " +
+                     std::to_string(failure.worker) + " " + kSiteNames[static_cast<int32_t>(failure.site)] +
+                     " waited " + std::to_string(seconds) + " s for " + kSignalNames[signal] + "[" +
+                     std::to_string(failure.wait.index) + "]: seen " + std::to_string(failure.seen) + " of " +
+                     std::to_string(failure.wait.target);
+  if (is_from_peers(failure.wait.signal)) text += " (from rank " + std::to_string(failure.wait.index) + ")";
+  return text + ".";
+}
+
+}  // namespace jaxmoe

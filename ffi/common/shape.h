@@ -1,0 +1,72 @@
+// Sizes of one layer as one rank sees them, and the sizes of the tiles it is computed in. Everything in common/ is plain
+// C++20 that the GPU kernel, the host executor and Python (through bindings.cc) share.
+#pragma once
+
+#include <cstdint>
+
+// Functions that both a CPU and a GPU call.
+#if defined(__CUDACC__)
+#define JAXMOE_ANY __host__ __device__
+#else
+#define JAXMOE_ANY
+#endif
+
+namespace jaxmoe {
+
+template <class Integer>
+JAXMOE_ANY constexpr Integer ceil_div(Integer count, Integer size) {
+  return (count + size - 1) / size;
+}
+
+template <class Integer>
+JAXMOE_ANY constexpr Integer at_most(Integer value, Integer limit) {
+  return value < limit ? value : limit;
+}
+
+struct Shape {
+  int32_t ranks;         // of the expert-parallel group
+  int32_t tokens;        // of this rank; the same on all ranks
+  int32_t hidden;        // width of a token
+  int32_t intermediate;  // width between the two GEMMs of an expert
+  int32_t num_experts;   // of the group
+  int32_t top_k;         // slots per token
+
+  JAXMOE_ANY constexpr int32_t local_experts() const { return num_experts / ranks; }
+  // A slot is one (token, k) pair of a rank, numbered token * top_k + k; with its expert it becomes a row.
+  JAXMOE_ANY constexpr int32_t slots() const { return tokens * top_k; }
+  // Rows of this rank if every slot of every rank names its experts.
+  JAXMOE_ANY constexpr int64_t max_rows() const { return int64_t{ranks} * slots(); }
+};
+
+// What one task computes. Gate and up of a column share an accumulator, so a gated tile has half as many columns of h.
+struct TileSizes {
+  int32_t rows;
+  int32_t hidden_columns;  // of h, for one gate/up task
+  int32_t output_columns;  // of the expert's output, for one down task
+};
+
+// How the work of a rank is ordered and how much memory it takes. Any legal value gives the same bits.
+struct Schedule {
+  TileSizes tile;
+  int32_t unit_tiles;  // most row tiles of one expert that are worked on together, so that they share its weights
+  int32_t lag_units;   // the down GEMM of a unit comes after the gate/up GEMM of the unit that many later
+  int32_t ring_tiles;  // row tiles that the rings hold
+  int32_t workers;     // thread blocks (clusters, where several share a task); CPU threads on the host
+  int32_t chunk_rows;  // rows that a dispatcher pulls at a time
+  int32_t dispatchers;  // over all workers
+
+  // With fewer ring tiles a pull would wait for a down task that comes after the tile it pulls: a deadlock.
+  JAXMOE_ANY constexpr int32_t min_ring_tiles() const { return (lag_units + 1) * unit_tiles; }
+};
+
+JAXMOE_ANY constexpr int64_t max_row_tiles(const Shape& shape, const TileSizes& tile) {
+  return shape.max_rows() / tile.rows + shape.local_experts();
+}
+JAXMOE_ANY constexpr int32_t hidden_tiles(const Shape& shape, const TileSizes& tile) {
+  return ceil_div(shape.intermediate, tile.hidden_columns);
+}
+JAXMOE_ANY constexpr int32_t output_tiles(const Shape& shape, const TileSizes& tile) {
+  return ceil_div(shape.hidden, tile.output_columns);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,73 @@
+// The host executor: one rank's part of one layer, with CPU threads in the place of thread blocks. It walks the same task
+// stream (common/scheduler.h), in the same arena (common/layout.h), with the same signals (common/protocol.h) as the GPU
+// kernel, so that what goes wrong there can be found here, under ThreadSanitizer and with delays at every signal.
+//
+// Callers: host/forward.cc (XLA:CPU) and host/executor_bindings.cc (tests).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "common/activation.h"
+#include "common/layout.h"
+#include "common/protocol.h"
+#include "common/scheduler.h"
+#include "common/shape.h"
+#include "host/precision.h"
+
+namespace jaxmoe::host {
+
+// The arrays of one rank. Null where there is no such array (plain experts, no biases).
+template <class Format>
+struct LayerArrays {
+  using Storage = typename Format::Storage;
+  using Number = typename Format::Number;
+
+  const Storage* x;             // [tokens, hidden]
+  const int32_t* topk_ids;      // [tokens, top_k], -1 for an unused slot
+  const Number* topk_weights;   // [tokens, top_k]
+  const Storage* w_gate;        // [local_experts, hidden, intermediate]
+  const Storage* w_up;          // the same
+  const Storage* w_down;        // [local_experts, intermediate, hidden]
+  const Storage* b_gate;        // [local_experts, intermediate]
+  const Storage* b_up;          // the same
+  const Storage* b_down;        // [local_experts, hidden]
+  Storage* y;                   // [tokens, hidden]
+};
+
+// What tests make go wrong. The defaults change nothing.
+struct Disturbance {
+  uint64_t delay_seed = 0;       // random delays of up to `most_delay_us` before every release and after every wait
+  int32_t most_delay_us = 0;
+  int32_t rank = -1;             // the rank at which the faults below happen; none: -1
+  int32_t dropped_signal = -1;   // a Signal whose releases at `dropped_index` do not happen
+  int32_t dropped_index = 0;
+  int32_t skipped_site = -1;     // a Site whose waits return at once
+};
+
+// One launch of a group, as each of its ranks sees it.
+struct Launch {
+  Shape shape;
+  Schedule schedule;
+  HeadCapacity head;
+  int32_t dispatchers_per_worker;
+  Activation activation;
+  std::span<std::byte* const> arenas;  // of all ranks
+  double timeout_seconds;
+  std::atomic<bool>* abandoned;        // shared by the group: set by the first wait that is given up
+  Disturbance disturbance;
+};
+
+// Computes `arrays.y` for rank `rank`; blocks until it is done. Returns what went wrong, empty where nothing did.
+template <class Format>
+std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays);
+
+extern template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&);
+extern template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&);
+extern template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&);
+extern template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&);
+
+}  // namespace jaxmoe::host

@@ -1,0 +1,12 @@
+// The FFI handlers of jaxmoe_forward on XLA:CPU, for host/extension.cc.
+#pragma once
+
+#include "common/extension.h"
+#include "common/forward_call.h"
+
+namespace jaxmoe::host {
+
+// The state that tells the instructions of a program apart.
+StateType instruction_type();
+
+}  // namespace jaxmoe::host

@@ -1,0 +1,111 @@
+// See group.h.
+#include "host/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <new>
+#include <tuple>
+
+namespace jaxmoe::host {
+
+void Arenas::Free::operator()(std::byte* memory) const {
+  ::operator delete(memory, std::align_val_t{kRegionAlignment});
+}
+
+Arenas::Arenas(const HeadCapacity& head, int64_t bytes) : head_(head), bytes_(bytes) {
+  for (int32_t rank = 0; rank < head.ranks; ++rank) {
+    memory_.emplace_back(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kRegionAlignment})));
+    std::memset(memory_.back().get(), 0, bytes);
+    of_ranks_.push_back(memory_.back().get());
+  }
+}
+
+struct Attendance::Table {
+  // One instruction of a run for one group.
+  struct Calls {
+    std::map<std::pair<int32_t, int32_t>, int64_t> calls_of_device;  // by (rank, device)
+    // A device that repeats a rank's work joins the meetings of its own replica of the group.
+    std::map<int32_t, std::vector<int32_t>> devices_of_rank;
+    std::map<std::pair<int64_t, int64_t>, std::pair<std::shared_ptr<Meeting>, int32_t>> meetings;  // by (replica, call)
+  };
+  using Key = std::tuple<const void*, int64_t, int32_t>;
+
+  std::mutex mutex;
+  std::map<Key, Calls> calls;
+  std::vector<std::unique_ptr<Arenas>> free_arenas;
+  std::map<const Meeting*, int32_t> ranks_left;
+
+  // Runs are numbered upwards; of one that is long over nothing will be asked.
+  static constexpr size_t kRemembered = 4096;
+
+  std::unique_ptr<Arenas> take_arenas(const HeadCapacity& needed, const Shape& shape, const Schedule& schedule,
+                                      int32_t itemsize) {
+    for (auto it = free_arenas.begin(); it != free_arenas.end(); ++it) {
+      const Arenas& arenas = **it;
+      if (arenas.head().holds(needed) && arenas.bytes() >= layout_of(shape, schedule, arenas.head(), itemsize).bytes) {
+        std::unique_ptr<Arenas> taken = std::move(*it);
+        free_arenas.erase(it);
+        return taken;
+      }
+    }
+    // Those of this group that are too small are replaced, not kept beside.
+    for (auto it = free_arenas.begin(); it != free_arenas.end(); ++it) {
+      if ((*it)->head().ranks == needed.ranks) {
+        free_arenas.erase(it);
+        break;
+      }
+    }
+    return std::make_unique<Arenas>(needed, layout_of(shape, schedule, needed, itemsize).bytes);
+  }
+};
+
+Attendance::Table& Attendance::table() {
+  static Table* table = new Table;  // never destroyed: handlers may still run while the process ends
+  return *table;
+}
+
+Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule& schedule, int32_t itemsize)
+    : ranks_(shape.ranks) {
+  Table& all = table();
+  const std::lock_guard lock(all.mutex);
+  Table::Calls& calls = all.calls[{site.instruction, site.run, site.group}];
+  std::vector<int32_t>& devices = calls.devices_of_rank[site.rank];
+  auto device = std::find(devices.begin(), devices.end(), site.device);
+  if (device == devices.end()) device = devices.insert(devices.end(), site.device);
+  const int64_t replica = device - devices.begin();
+  const int64_t call = calls.calls_of_device[{site.rank, site.device}]++;
+
+  auto& [meeting, arrived] = calls.meetings[{replica, call}];
+  if (meeting == nullptr) {
+    meeting = std::make_shared<Meeting>();
+    meeting->arenas = all.take_arenas(needed_head(shape, schedule), shape, schedule, itemsize);
+    all.ranks_left[meeting.get()] = 0;
+  }
+  meeting_ = meeting;
+  if (++arrived == ranks_) calls.meetings.erase({replica, call});
+  while (all.calls.size() > Table::kRemembered) {
+    // Oldest run first; a run with an open meeting is not over.
+    auto oldest = all.calls.end();
+    for (auto it = all.calls.begin(); it != all.calls.end(); ++it) {
+      if (it->second.meetings.empty() && std::get<1>(it->first) != site.run &&
+          (oldest == all.calls.end() || std::get<1>(it->first) < std::get<1>(oldest->first))) {
+        oldest = it;
+      }
+    }
+    if (oldest == all.calls.end()) break;
+    all.calls.erase(oldest);
+  }
+}
+
+Attendance::~Attendance() {
+  Table& all = table();
+  const std::lock_guard lock(all.mutex);
+  if (++all.ranks_left[meeting_.get()] < ranks_) return;
+  all.ranks_left.erase(meeting_.get());
+  // What a launch that was given up left behind is of no use to the next one.
+  if (!meeting_->abandoned.load()) all.free_arenas.push_back(std::move(meeting_->arenas));
+}
+
+}  // namespace jaxmoe::host

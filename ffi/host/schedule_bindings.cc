@@ -1,0 +1,355 @@
+// The submodule `schedule` of jaxmoe._native: the integer code of common/ as Python sees it, for property tests and for
+// plans. jaxmoe/native.py is the only way in. Arguments are checked here, since common/ divides by them.
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "common/extension.h"
+#include "common/layout.h"
+#include "common/protocol.h"
+#include "common/scheduler.h"
+#include "common/shape.h"
+
+namespace py = pybind11;
+
+namespace jaxmoe {
+namespace {
+
+using Rows = std::vector<int32_t>;  // of each local expert
+
+// --- plain structs as Python classes ------------------------------------------------------------------------------------
+
+template <class Struct, class Type>
+struct Field {
+  const char* name;
+  Type Struct::*member;
+};
+
+// A class with one argument and one readable attribute per field, in the order of the struct; equal where all fields are.
+template <class Struct, class... Types>
+py::class_<Struct> define_struct(py::module_& module, const char* name, const char* doc, Field<Struct, Types>... fields) {
+  const auto as_tuple = [=](const Struct& self) { return py::make_tuple(self.*(fields.member)...); };
+  py::class_<Struct> type(module, name, doc);
+  type.def(py::init([](Types... values) { return Struct{values...}; }), py::arg(fields.name)...);
+  (type.def_readonly(fields.name, fields.member), ...);
+  type.def("__eq__", [=](const Struct& self, const py::object& other) {
+    return py::isinstance<Struct>(other) && as_tuple(self).equal(as_tuple(other.cast<const Struct&>()));
+  });
+  type.def("__hash__", [=](const Struct& self) { return py::hash(as_tuple(self)); });
+  type.def("__repr__", [=](const Struct& self) {
+    const char* const names[] = {fields.name...};
+    const py::tuple values = as_tuple(self);
+    std::string text;
+    for (size_t i = 0; i < values.size(); ++i) {
+      text += (i == 0 ? "" : ", ") + std::string(names[i]) + "=" + std::string(py::str(values[i]));
+    }
+    return std::string(name) + "(" + text + ")";
+  });
+  return type;
+}
+
+void define_names(py::module_& module) {
+  py::enum_<Gemm>(module, "Gemm").value("gate_up", Gemm::kGateUp).value("down", Gemm::kDown);
+  py::enum_<Signal> signals(module, "Signal", "Signals under the names that messages use.");
+  for (int32_t i = 0; i < kNumSignals; ++i) signals.value(kSignalNames[i], static_cast<Signal>(i));
+  py::enum_<Site> sites(module, "Site", "Where in the code a wait stands.");
+  for (int32_t i = 0; i < static_cast<int32_t>(Site::kCount); ++i) sites.value(kSiteNames[i], static_cast<Site>(i));
+  module.def("is_per_tile", &is_per_tile, py::arg("signal"));
+  module.def("is_from_peers", &is_from_peers, py::arg("signal"));
+}
+
+void define_structs(py::module_& module) {
+  define_struct(module, "Shape", "Sizes of one layer as one rank sees them.", Field{"ranks", &Shape::ranks},
+                Field{"tokens", &Shape::tokens}, Field{"hidden", &Shape::hidden},
+                Field{"intermediate", &Shape::intermediate}, Field{"num_experts", &Shape::num_experts},
+                Field{"top_k", &Shape::top_k})
+      .def_property_readonly("local_experts", &Shape::local_experts)
+      .def_property_readonly("slots", &Shape::slots)
+      .def_property_readonly("max_rows", &Shape::max_rows);
+  define_struct(module, "TileSizes", "What one task computes.", Field{"rows", &TileSizes::rows},
+                Field{"hidden_columns", &TileSizes::hidden_columns},
+                Field{"output_columns", &TileSizes::output_columns});
+  define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
+                Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
+                Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
+                Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers})
+      .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
+  define_struct(module, "Unit", "Row tiles of one expert that are worked on together.", Field{"expert", &Unit::expert},
+                Field{"first_tile", &Unit::first_tile}, Field{"tiles", &Unit::tiles},
+                Field{"tile_of_expert", &Unit::tile_of_expert}, Field{"rows_of_expert", &Unit::rows_of_expert})
+      .def("rows_of_tile", &Unit::rows_of_tile, py::arg("tile"), py::arg("tile_rows"));
+  define_struct(module, "Task", "One output tile of one GEMM.", Field{"gemm", &Task::gemm},
+                Field{"expert", &Task::expert}, Field{"row_tile", &Task::row_tile},
+                Field{"ring_slot", &Task::ring_slot}, Field{"rows", &Task::rows},
+                Field{"column_tile", &Task::column_tile});
+  define_struct(module, "Chunk", "Rows that one dispatcher pulls at a time.", Field{"expert", &Chunk::expert},
+                Field{"row_tile", &Chunk::row_tile}, Field{"ring_slot", &Chunk::ring_slot},
+                Field{"first_row", &Chunk::first_row}, Field{"tile_row", &Chunk::tile_row},
+                Field{"rows", &Chunk::rows});
+  define_struct(module, "RowSource", "The position-th slot of rank `source` among those that name the expert.",
+                Field{"source", &RowSource::source}, Field{"position", &RowSource::position});
+  define_struct(module, "Wait", "A word that must reach `target`.", Field{"signal", &Wait::signal},
+                Field{"index", &Wait::index}, Field{"target", &Wait::target});
+  define_struct(module, "Release", "What is added to a word.", Field{"signal", &Release::signal},
+                Field{"index", &Release::index}, Field{"amount", &Release::amount});
+  define_struct(module, "WaitFailure", "A wait that was given up.", Field{"rank", &WaitFailure::rank},
+                Field{"worker", &WaitFailure::worker}, Field{"site", &WaitFailure::site},
+                Field{"wait", &WaitFailure::wait}, Field{"seen", &WaitFailure::seen});
+}
+
+// --- checks -------------------------------------------------------------------------------------------------------------
+
+void require(bool holds, const std::string& complaint) {
+  if (!holds) throw py::value_error("schedule: " + complaint);
+}
+
+void require_range(const char* name, int64_t value, int64_t first, int64_t end) {
+  require(value >= first && value < end, std::string(name) + "=" + std::to_string(value) + ". It needs to be " +
+                                             std::to_string(first) + " to " + std::to_string(end - 1) + ".");
+}
+
+void require_at_least(const char* name, int64_t value, int64_t least) {
+  require(value >= least,
+          std::string(name) + "=" + std::to_string(value) + ". It needs to be at least " + std::to_string(least) + ".");
+}
+
+void check(const Shape& shape) {
+  require_range("ranks", shape.ranks, 1, kMaxRanks + 1);
+  require_at_least("tokens", shape.tokens, 0);
+  require_at_least("hidden", shape.hidden, 1);
+  require_at_least("intermediate", shape.intermediate, 1);
+  require_at_least("num_experts", shape.num_experts, 1);
+  require_at_least("top_k", shape.top_k, 1);
+  require(shape.num_experts % shape.ranks == 0, "num_experts=" + std::to_string(shape.num_experts) +
+                                                    " cannot be spread over ranks=" + std::to_string(shape.ranks) +
+                                                    ". It needs to be a multiple of it.");
+  const int64_t slots = int64_t{shape.tokens} * shape.top_k;
+  require_range("tokens * top_k", slots, 0, int64_t{kMaxSlots} + 1);
+}
+
+void check(const Schedule& schedule) {
+  require_at_least("tile.rows", schedule.tile.rows, 1);
+  require_at_least("tile.hidden_columns", schedule.tile.hidden_columns, 1);
+  require_at_least("tile.output_columns", schedule.tile.output_columns, 1);
+  require_at_least("unit_tiles", schedule.unit_tiles, 1);
+  require_at_least("lag_units", schedule.lag_units, 0);
+  require_at_least("ring_tiles", schedule.ring_tiles, 1);
+  require_at_least("workers", schedule.workers, 1);
+  require_at_least("chunk_rows", schedule.chunk_rows, 1);
+  require_at_least("dispatchers", schedule.dispatchers, 1);
+}
+
+void check(const Rows& rows_per_expert) {
+  for (int32_t rows : rows_per_expert) require_at_least("rows_per_expert", rows, 0);
+}
+
+void check(const Shape& shape, const Schedule& schedule) {
+  check(shape);
+  check(schedule);
+}
+
+void check(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert) {
+  check(shape, schedule);
+  check(rows_per_expert);
+  require(rows_per_expert.size() == static_cast<size_t>(shape.local_experts()),
+          "rows_per_expert has " + std::to_string(rows_per_expert.size()) + " numbers. It needs one for each of the " +
+              std::to_string(shape.local_experts()) + " local experts.");
+}
+
+void check(const HeadCapacity& head) {
+  require_range("ranks", head.ranks, 1, kMaxRanks + 1);
+  require_at_least("local_experts", head.local_experts, 0);
+  require_at_least("row_tiles", head.row_tiles, 0);
+  require_at_least("slots", head.slots, 0);
+}
+
+// --- scheduler.h --------------------------------------------------------------------------------------------------------
+
+template <class Item, class Walk>
+std::vector<Item> all_of(Walk walk) {
+  std::vector<Item> items;
+  for (Item item; walk.next(item);) items.push_back(item);
+  return items;
+}
+
+std::vector<Unit> units(const Schedule& schedule, const Rows& rows_per_expert) {
+  check(schedule);
+  check(rows_per_expert);
+  return all_of<Unit>(UnitWalk(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size())));
+}
+
+std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert, int32_t worker) {
+  check(shape, schedule, rows_per_expert);
+  require_range("worker", worker, 0, schedule.workers);
+  return all_of<Task>(TaskWalk(shape, schedule, rows_per_expert.data(), worker));
+}
+
+std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,
+                          int32_t dispatcher) {
+  check(shape, schedule, rows_per_expert);
+  require_range("dispatcher", dispatcher, 0, schedule.dispatchers);
+  return all_of<Chunk>(ChunkWalk(shape, schedule, rows_per_expert.data(), dispatcher));
+}
+
+// None where the expert has no such row.
+std::optional<RowSource> source_of_row_in(const Rows& counts, int32_t row, int32_t first_source, int32_t stride) {
+  check(counts);
+  require_at_least("row", row, 0);
+  require_at_least("stride", stride, 1);
+  const int32_t ranks = ceil_div(static_cast<int32_t>(counts.size()), stride);
+  require_range("first_source", first_source, 0, ranks);
+  const RowSource from = source_of_row(counts.data(), stride, ranks, first_source, row);
+  if (from.source < 0) return std::nullopt;
+  return from;
+}
+
+void define_scheduler(py::module_& module) {
+  module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
+  module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),
+             "The tasks of one worker, in stream order.");
+  module.def("chunks", &chunks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"),
+             py::arg("dispatcher"), "The chunks of one dispatcher, in stream order.");
+  module.def("source_of_row", &source_of_row_in, py::arg("counts"), py::arg("row"), py::arg("first_source") = 0,
+             py::arg("stride") = 1, "Where a row of a local expert comes from; None where it has no such row.");
+}
+
+// --- protocol.h ---------------------------------------------------------------------------------------------------------
+
+// None where there is nothing to wait for.
+template <class Item>
+std::optional<Wait> wait_before_item(const Shape& shape, const Schedule& schedule, const Item& item) {
+  check(shape, schedule);
+  const Wait wait = wait_before(shape, schedule, item);
+  if (wait.index < 0) return std::nullopt;
+  return wait;
+}
+
+void define_protocol(py::module_& module) {
+  module.def("wait_before", &wait_before_item<Chunk>, py::arg("shape"), py::arg("schedule"), py::arg("chunk"),
+             "The wait before a chunk; None where there is nothing to wait for.");
+  module.def("wait_before", &wait_before_item<Task>, py::arg("shape"), py::arg("schedule"), py::arg("task"),
+             "The wait before a task.");
+  module.def("release_after", [](const Chunk& chunk) { return release_after(chunk); }, py::arg("chunk"));
+  module.def("release_after", [](const Task& task) { return release_after(task); }, py::arg("task"));
+  module.def("has_reached", &has_reached, py::arg("seen"), py::arg("target"));
+  module.def("describe", &describe, py::arg("failure"), py::arg("seconds"), py::arg("worker_name"));
+}
+
+// --- layout.h -----------------------------------------------------------------------------------------------------------
+
+using NamedRegion = std::pair<const char*, Region ArenaLayout::*>;
+constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
+                                        {"flags", &ArenaLayout::flags},
+                                        {"counters", &ArenaLayout::counters},
+                                        {"rows_from", &ArenaLayout::rows_from},
+                                        {"source_slots", &ArenaLayout::source_slots}};
+constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},           {"partials", &ArenaLayout::partials},
+                                        {"histograms", &ArenaLayout::histograms},   {"row_targets", &ArenaLayout::row_targets},
+                                        {"rows", &ArenaLayout::rows},               {"hidden", &ArenaLayout::hidden}};
+
+template <size_t kSize>
+py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {
+  py::dict regions;
+  for (const auto& [name, member] : named) {
+    const Region& region = layout.*member;
+    regions[name] = py::make_tuple(region.offset, region.bytes);
+  }
+  return regions;
+}
+
+ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+  check(shape, schedule);
+  check(head);
+  require_at_least("itemsize", itemsize, 1);
+  require(head.holds(needed_head(shape, schedule)), "the head is too small for the shape. It needs to hold needed_head().");
+  return layout_of(shape, schedule, head, itemsize);
+}
+
+int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, Signal signal, int32_t index) {
+  require_range("index", index, 0, is_from_peers(signal) ? head.ranks : is_per_tile(signal) ? head.row_tiles : 1);
+  return word_of(layout, head, epoch, signal, index);
+}
+
+int64_t rows_from_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, int32_t source) {
+  require_range("source", source, 0, head.ranks);
+  return rows_from_source(layout, head, epoch, source);
+}
+
+int64_t slots_from_offset(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
+  require_range("source", source, 0, head.ranks);
+  return slots_from_source(layout, head, source);
+}
+
+void define_layout(py::module_& module) {
+  define_struct(module, "HeadCapacity", "What the head of an arena has room for.", Field{"ranks", &HeadCapacity::ranks},
+                Field{"local_experts", &HeadCapacity::local_experts}, Field{"row_tiles", &HeadCapacity::row_tiles},
+                Field{"slots", &HeadCapacity::slots})
+      .def("holds", &HeadCapacity::holds, py::arg("other"));
+  py::class_<ArenaLayout>(module, "ArenaLayout", "Where everything in an arena lies; regions are {name: (offset, bytes)}.")
+      .def_readonly("head_bytes", &ArenaLayout::head_bytes)
+      .def_readonly("bytes", &ArenaLayout::bytes)
+      .def_property_readonly("head", [](const ArenaLayout& layout) { return regions_of(layout, kHeadRegions); })
+      .def_property_readonly("body", [](const ArenaLayout& layout) { return regions_of(layout, kBodyRegions); });
+
+  const auto counted = [&module](const char* name, auto count) {
+    module.def(
+        name,
+        [count](const Shape& shape, const Schedule& schedule) {
+          check(shape, schedule);
+          return count(shape, schedule);
+        },
+        py::arg("shape"), py::arg("schedule"));
+  };
+  counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
+  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return hidden_tiles(shape, s.tile); });
+  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
+  counted("num_planners", num_planners);
+  counted("needed_head", needed_head);
+
+  module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
+  module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
+  module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
+             py::arg("index"), "Byte offset of a signal's word.");
+  module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"),
+             py::arg("source"), "Byte offset of the row counts that a source wrote.");
+  module.def("slots_from_source", &slots_from_offset, py::arg("layout"), py::arg("head"), py::arg("source"),
+             "Byte offset of the slot list that a source wrote.");
+  module.def(
+      "pack_row_target",
+      [](int32_t source, int32_t slot) {
+        require_range("source", source, 0, kMaxRanks);
+        require_range("slot", slot, 0, kMaxSlots);
+        return RowTarget::of(source, slot).packed;
+      },
+      py::arg("source"), py::arg("slot"));
+  module.def(
+      "unpack_row_target",
+      [](uint32_t packed) {
+        const RowTarget target{packed};
+        return py::make_tuple(target.source(), target.slot());
+      },
+      py::arg("packed"), "(source, slot)");
+  module.attr("region_alignment") = kRegionAlignment;
+  module.attr("flag_bytes") = kFlagBytes;
+  module.attr("max_slots") = kMaxSlots;
+  module.attr("max_ranks") = kMaxRanks;
+}
+
+}  // namespace
+
+void define_part(py::module_& module) {
+  py::module_ schedule = module.def_submodule("schedule", "The order, the signals and the memory of one rank's work.");
+  define_names(schedule);
+  define_structs(schedule);
+  define_scheduler(schedule);
+  define_protocol(schedule);
+  define_layout(schedule);
+}
+
+}  // namespace jaxmoe
