@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BuildInfo", "CudaStatus", "DeviceInfo", "build_info", "cuda_status", "device_info", "report", "targets"]
+__all__ = [
+    "BuildInfo",
+    "CudaStatus",
+    "DeviceInfo",
+    "build_info",
+    "cuda_status",
+    "device_info",
+    "report",
+    "schedule",
+    "targets",
+]
 
 _REBUILD = (
     "Run `make test` in the project's folder, which builds it into .venv, or `pip install .` to build it into "
@@ -262,6 +272,44 @@ def device_info(device: jax.Device | None = None) -> DeviceInfo:  # pyright: ign
     call = jax.ffi.ffi_call("jaxmoe_device_info", jax.ShapeDtypeStruct((4,), jnp.int32))
     words = jax.jit(call, out_shardings=jax.sharding.SingleDeviceSharding(chosen))()
     return DeviceInfo(*(int(word) for word in np.asarray(words)))
+
+
+def executor() -> ModuleType:
+    """Returns the host executor as tests call it: layers back to back without XLA, with delays and faults.
+
+    Returns:
+        The submodule `executor` of jaxmoe._native.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+
+    >>> executor().Disturbance(delay_seed=1, most_delay_us=20) is not None
+    True
+    """
+    return _load_native().executor
+
+
+def schedule() -> ModuleType:
+    """Returns the integer code that decides what the native kernel does when and where.
+
+    It is the C++ of ffi/common, the same that kernels and host threads run: the order of work (`units`, `tasks` of a
+    worker, `chunks` of a dispatcher, `source_of_row`), the signals (`wait_before`, `release_after`, `describe`) and the
+    memory of a rank (`layout_of`, `word_of`). Nothing in it touches a device.
+
+    Returns:
+        The submodule `schedule` of jaxmoe._native.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+
+    >>> steps = schedule()
+    >>> shape = steps.Shape(ranks=1, tokens=8, hidden=64, intermediate=32, num_experts=2, top_k=1)
+    >>> tile = steps.TileSizes(rows=4, hidden_columns=32, output_columns=64)
+    >>> plan = steps.Schedule(tile, unit_tiles=2, lag_units=1, ring_tiles=4, workers=1, chunk_rows=4, dispatchers=1)
+    >>> [(task.gemm.name, task.row_tile, task.rows) for task in steps.tasks(shape, plan, [5, 3], worker=0)]
+    [('gate_up', 0, 4), ('gate_up', 1, 1), ('gate_up', 2, 3), ('down', 0, 4), ('down', 1, 1), ('down', 2, 3)]
+    """
+    return _load_native().schedule
 
 
 def report() -> str:

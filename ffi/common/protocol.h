@@ -25,6 +25,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <string>
 
 #include "common/scheduler.h"
@@ -104,9 +105,11 @@ struct WaitFailure {
 
 inline std::string describe(const WaitFailure& failure, double seconds, const char* worker_name) {
   const int32_t signal = static_cast<int32_t>(failure.wait.signal);
+  char waited[32];
+  std::snprintf(waited, sizeof(waited), "%g", seconds);  // 10, 0.5; std::to_string would say 10.000000
   std::string text = "jaxmoe: rank " + std::to_string(failure.rank) + " " + worker_name + " " +
                      std::to_string(failure.worker) + " " + kSiteNames[static_cast<int32_t>(failure.site)] +
-                     " waited " + std::to_string(seconds) + " s for " + kSignalNames[signal] + "[" +
+                     " waited " + waited + " s for " + kSignalNames[signal] + "[" +
                      std::to_string(failure.wait.index) + "]: seen " + std::to_string(failure.seen) + " of " +
                      std::to_string(failure.wait.target);
   if (is_from_peers(failure.wait.signal)) text += " (from rank " + std::to_string(failure.wait.index) + ")";

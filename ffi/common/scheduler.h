@@ -11,7 +11,7 @@
 // same NVLink. Within a unit the row tile varies fastest, so that workers side by side share a tile of weights. Tasks
 // are dealt to the workers in turn.
 //
-// Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, waits_for), and every worker
+// Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every worker
 // and dispatcher takes its items in stream order, so the first unfinished item can always go on.
 #pragma once
 

@@ -38,8 +38,7 @@ class Rank {
       threads.emplace_back([this, dispatcher] { guarded([&] { dispatch(dispatcher); }); });
     }
     for (std::thread& thread : threads) thread.join();
-    if (!failure_.empty()) return failure_;
-    if (launch_.abandoned->load()) return "jaxmoe: rank " + std::to_string(rank_) + " stopped: another rank gave up.";
+    if (!failures_.empty()) return failures_;
     at<Control>(rank_, layout_.control)->epoch = epoch_;
     return "";
   }
@@ -76,7 +75,6 @@ class Rank {
     if (!has_reached(seen, wait.target)) {
       const Clock::time_point deadline = Clock::now() + timeout_;
       for (int polls = 0; !has_reached(seen, wait.target); ++polls) {
-        if (launch_.abandoned->load(std::memory_order_relaxed)) throw GivenUp{};
         if (Clock::now() > deadline) give_up({rank_, worker, site, wait, seen});
         if (polls < 64) {
           std::this_thread::yield();
@@ -89,19 +87,18 @@ class Rank {
     delay();
   }
 
+  // Other threads go on until their own waits fail: what is missing is among what they say, whoever noticed first.
   [[noreturn]] void give_up(const WaitFailure& failure) {
-    {
-      const std::lock_guard lock(failure_mutex_);
-      if (failure_.empty()) failure_ = describe(failure, launch_.timeout_seconds, "worker");
-    }
-    launch_.abandoned->store(true);
+    launch_.given_up->store(true);
+    const std::lock_guard lock(failures_mutex_);
+    failures_ += (failures_.empty() ? "" : "\n") + describe(failure, launch_.timeout_seconds, "worker");
     throw GivenUp{};
   }
 
   void release(const Release& release) {
     delay();
     if (!dropped(release.signal, release.index)) {
-      word(rank_, release.signal, release.index).fetch_add(release.amount, std::memory_order_acq_rel);
+      word(rank_, release.signal, release.index).fetch_add(release.amount, std::memory_order_release);
     }
   }
 
@@ -131,7 +128,7 @@ class Rank {
   void guarded(Body body) {
     try {
       body();
-    } catch (const GivenUp&) {  // recorded by the wait that gave up first
+    } catch (const GivenUp&) {  // give_up() has recorded it
     }
   }
 
@@ -365,8 +362,8 @@ class Rank {
   const int32_t planners_;
   const uint32_t epoch_;
   const Clock::duration timeout_;
-  std::mutex failure_mutex_;
-  std::string failure_;
+  std::mutex failures_mutex_;
+  std::string failures_;  // a line for each thread that gave up
 };
 
 }  // namespace

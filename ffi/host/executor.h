@@ -57,7 +57,7 @@ struct Launch {
   Activation activation;
   std::span<std::byte* const> arenas;  // of all ranks
   double timeout_seconds;
-  std::atomic<bool>* abandoned;        // shared by the group: set by the first wait that is given up
+  std::atomic<bool>* given_up;         // shared by the group: some wait took too long
   Disturbance disturbance;
 };
 

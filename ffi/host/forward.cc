@@ -61,7 +61,7 @@ ffi::Error run(const ForwardBuffers& buffers, const ForwardAttributes& attribute
                       .activation = activation_of(attributes),
                       .arenas = meeting.arenas->of_ranks(),
                       .timeout_seconds = attributes.timeout_seconds,
-                      .abandoned = &meeting.abandoned,
+                      .given_up = &meeting.given_up,
                       .disturbance = {}};
   const std::string failure = run_rank<Format>(launch, rank, arrays_of<Format>(buffers));
   return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);

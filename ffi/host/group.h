@@ -38,7 +38,7 @@ class Arenas {
 // What the ranks of one call share.
 struct Meeting {
   std::unique_ptr<Arenas> arenas;
-  std::atomic<bool> abandoned = false;
+  std::atomic<bool> given_up = false;
 };
 
 // Names a call: one instruction of one executable, in one run, for one group of devices. `device` tells apart devices

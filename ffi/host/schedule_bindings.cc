@@ -15,6 +15,7 @@
 #include "common/protocol.h"
 #include "common/scheduler.h"
 #include "common/shape.h"
+#include "host/executor_bindings.h"
 
 namespace py = pybind11;
 
@@ -23,7 +24,7 @@ namespace {
 
 using Rows = std::vector<int32_t>;  // of each local expert
 
-// --- plain structs as Python classes ------------------------------------------------------------------------------------
+// --- plain structs as Python classes ---------------------------------------------------------------------------------
 
 template <class Struct, class Type>
 struct Field {
@@ -31,9 +32,11 @@ struct Field {
   Type Struct::*member;
 };
 
-// A class with one argument and one readable attribute per field, in the order of the struct; equal where all fields are.
+// A class with one argument and one readable attribute per field, in the order of the struct; values are equal where
+// all fields are.
 template <class Struct, class... Types>
-py::class_<Struct> define_struct(py::module_& module, const char* name, const char* doc, Field<Struct, Types>... fields) {
+py::class_<Struct> define_struct(py::module_& module, const char* name, const char* doc,
+                                 Field<Struct, Types>... fields) {
   const auto as_tuple = [=](const Struct& self) { return py::make_tuple(self.*(fields.member)...); };
   py::class_<Struct> type(module, name, doc);
   type.def(py::init([](Types... values) { return Struct{values...}; }), py::arg(fields.name)...);
@@ -103,7 +106,7 @@ void define_structs(py::module_& module) {
                 Field{"wait", &WaitFailure::wait}, Field{"seen", &WaitFailure::seen});
 }
 
-// --- checks -------------------------------------------------------------------------------------------------------------
+// --- checks ----------------------------------------------------------------------------------------------------------
 
 void require(bool holds, const std::string& complaint) {
   if (!holds) throw py::value_error("schedule: " + complaint);
@@ -169,7 +172,7 @@ void check(const HeadCapacity& head) {
   require_at_least("slots", head.slots, 0);
 }
 
-// --- scheduler.h --------------------------------------------------------------------------------------------------------
+// --- scheduler.h -----------------------------------------------------------------------------------------------------
 
 template <class Item, class Walk>
 std::vector<Item> all_of(Walk walk) {
@@ -219,7 +222,7 @@ void define_scheduler(py::module_& module) {
              py::arg("stride") = 1, "Where a row of a local expert comes from; None where it has no such row.");
 }
 
-// --- protocol.h ---------------------------------------------------------------------------------------------------------
+// --- protocol.h ------------------------------------------------------------------------------------------------------
 
 // None where there is nothing to wait for.
 template <class Item>
@@ -241,7 +244,7 @@ void define_protocol(py::module_& module) {
   module.def("describe", &describe, py::arg("failure"), py::arg("seconds"), py::arg("worker_name"));
 }
 
-// --- layout.h -----------------------------------------------------------------------------------------------------------
+// --- layout.h --------------------------------------------------------------------------------------------------------
 
 using NamedRegion = std::pair<const char*, Region ArenaLayout::*>;
 constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
@@ -249,9 +252,12 @@ constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
                                         {"counters", &ArenaLayout::counters},
                                         {"rows_from", &ArenaLayout::rows_from},
                                         {"source_slots", &ArenaLayout::source_slots}};
-constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},           {"partials", &ArenaLayout::partials},
-                                        {"histograms", &ArenaLayout::histograms},   {"row_targets", &ArenaLayout::row_targets},
-                                        {"rows", &ArenaLayout::rows},               {"hidden", &ArenaLayout::hidden}};
+constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
+                                        {"partials", &ArenaLayout::partials},
+                                        {"histograms", &ArenaLayout::histograms},
+                                        {"row_targets", &ArenaLayout::row_targets},
+                                        {"rows", &ArenaLayout::rows},
+                                        {"hidden", &ArenaLayout::hidden}};
 
 template <size_t kSize>
 py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {
@@ -267,7 +273,8 @@ ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadC
   check(shape, schedule);
   check(head);
   require_at_least("itemsize", itemsize, 1);
-  require(head.holds(needed_head(shape, schedule)), "the head is too small for the shape. It needs to hold needed_head().");
+  require(head.holds(needed_head(shape, schedule)),
+          "the head is too small for the shape. It needs to hold needed_head().");
   return layout_of(shape, schedule, head, itemsize);
 }
 
@@ -291,7 +298,7 @@ void define_layout(py::module_& module) {
                 Field{"local_experts", &HeadCapacity::local_experts}, Field{"row_tiles", &HeadCapacity::row_tiles},
                 Field{"slots", &HeadCapacity::slots})
       .def("holds", &HeadCapacity::holds, py::arg("other"));
-  py::class_<ArenaLayout>(module, "ArenaLayout", "Where everything in an arena lies; regions are {name: (offset, bytes)}.")
+  py::class_<ArenaLayout>(module, "ArenaLayout", "Where everything lies; head and body are {region: (offset, bytes)}.")
       .def_readonly("head_bytes", &ArenaLayout::head_bytes)
       .def_readonly("bytes", &ArenaLayout::bytes)
       .def_property_readonly("head", [](const ArenaLayout& layout) { return regions_of(layout, kHeadRegions); })
@@ -350,6 +357,7 @@ void define_part(py::module_& module) {
   define_scheduler(schedule);
   define_protocol(schedule);
   define_layout(schedule);
+  define_executor(module);
 }
 
 }  // namespace jaxmoe

@@ -1,0 +1,50 @@
+"""The host executor under ThreadSanitizer: its signals order all that is shared, and a wait left out is found."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc")
+RACES_FOUND = 66  # ThreadSanitizer's exit code
+
+# What each wait protects; `plan` waits for nothing here, since one planner sorts so few slots.
+SITES = ("publish", "walk", "dispatch", "gate_up", "down", "announce", "combine")
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    program = tmp_path_factory.mktemp("race") / "executor_race"
+    flags = ("-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{ROOT / 'ffi'}")
+    built = subprocess.run(
+        [compiler, *flags, *(ROOT / source for source in SOURCES), "-o", program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "cannot find" in built.stderr and "tsan" in built.stderr:
+        pytest.skip("needs the library of ThreadSanitizer (libtsan)")
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_layers_back_to_back_have_no_data_race(executor):
+    result = run(executor)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_wait_that_one_rank_leaves_out_is_found(executor, site):
+    result = run(executor, site)
+    assert result.returncode == RACES_FOUND
+    assert "WARNING: ThreadSanitizer: data race" in result.stderr
