@@ -1,14 +1,15 @@
 """Activations of the expert FFN: value and derivative, one table for every implementation.
 
 `api.py` resolves the user's `activation=` argument here once; `reference.py` uses `value` and lets JAX differentiate
-it, `xla_impl.py` uses the closed forms of `vjp`. All functions are elementwise and compute in the dtype they are given,
-which the callers make float32 (or float64).
+it, `xla_impl.py` uses the closed forms of `vjp`, `megakernel.py` passes the kind on to compiled code, which has the
+same table (ffi/common/activation.h). All functions are elementwise and compute in the dtype they are given, which the
+callers make float32 (or float64).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,12 @@ class Activation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Pointwise:
-    """`f(gate) * up`, or `f(gate)` where the experts have no up projection."""
+    """`f(gate) * up`, or `f(gate)` where the experts have no up projection; `kind` is its number in compiled code."""
 
     name: str
     function: Callable[[jax.Array], jax.Array] = dataclasses.field(repr=False)
     slope: Callable[[jax.Array], jax.Array] = dataclasses.field(repr=False)
+    kind: int | None = dataclasses.field(default=None, repr=False)
     needs_up = False
 
     def value(self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None) -> Float[Array, "*rows"]:
@@ -83,6 +85,7 @@ class SwiGLU:
     alpha: float = 1.0
     up_offset: float = 0.0
     needs_up = True
+    kind = 4
 
     def __post_init__(self) -> None:
         for name in ("limit", "alpha", "up_offset"):
@@ -158,13 +161,40 @@ def _gelu_tanh_slope(x: jax.Array) -> jax.Array:
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _TANH_SCALE * (1 + 3 * _TANH_CUBIC * x * x)
 
 
+# The kinds are those of ActivationKind in ffi/common/activation.h; SwiGLU is the one after them.
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": Pointwise("silu", lambda x: x * jax.nn.sigmoid(x), _silu_slope),
-    "gelu": Pointwise("gelu", _gelu, _gelu_slope),
-    "gelu_tanh": Pointwise("gelu_tanh", _gelu_tanh, _gelu_tanh_slope),
+    "silu": Pointwise("silu", lambda x: x * jax.nn.sigmoid(x), _silu_slope, kind=0),
+    "gelu": Pointwise("gelu", _gelu, _gelu_slope, kind=1),
+    "gelu_tanh": Pointwise("gelu_tanh", _gelu_tanh, _gelu_tanh_slope, kind=2),
     # `where` and not `maximum`: the slope at zero is zero, and NaN stays NaN.
-    "relu": Pointwise("relu", lambda x: jnp.where(x <= 0, 0, x), lambda x: jnp.where(x <= 0, 0, jnp.ones_like(x))),
+    "relu": Pointwise(
+        "relu", lambda x: jnp.where(x <= 0, 0, x), lambda x: jnp.where(x <= 0, 0, jnp.ones_like(x)), kind=3
+    ),
 }
+
+
+class CompiledForm(NamedTuple):
+    """An activation as compiled code takes it: one of its kinds, and the options of SwiGLU."""
+
+    kind: int
+    limit: float = math.inf
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+def compiled_form(activation: Activation) -> CompiledForm | None:
+    """Returns the form in which compiled code knows an activation; `None` for one that it does not have.
+
+    >>> compiled_form(SwiGLU(limit=7.0))
+    CompiledForm(kind=4, limit=7.0, alpha=1.0, up_offset=0.0)
+    """
+    # A subclass may compute something else.
+    if type(activation) is SwiGLU:
+        limit = math.inf if activation.limit is None else activation.limit
+        return CompiledForm(SwiGLU.kind, limit, activation.alpha, activation.up_offset)
+    if type(activation) is Pointwise and activation.kind is not None:
+        return CompiledForm(activation.kind)
+    return None
 
 
 def resolve(activation: "str | Activation") -> Activation:

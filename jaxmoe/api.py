@@ -2,7 +2,7 @@
 
 The user calls it with a routing made by `routing.route` and weights in an `Experts`. Everything is checked before
 anything runs (`call.py`), `shard_map` is entered where the caller has not (`sharding.py`), and each rank hands its
-tokens to `reference.py` (the truth) or `xla_impl.py` (portable).
+tokens to `reference.py` (the truth), `xla_impl.py` (portable) or `megakernel.py` (fused).
 """
 
 import functools
@@ -21,7 +21,8 @@ from jaxmoe.activation import Activation
 from jaxmoe.call import Call, Implementation
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.plan import Plan
+from jaxmoe.megakernel import megakernel
+from jaxmoe.plan import AnyPlan, KernelPlan
 from jaxmoe.reference import reference
 from jaxmoe.stats import MoEStats, int32_ids, load_stats
 from jaxmoe.xla_impl import xla
@@ -39,14 +40,14 @@ def moe_layer(
     token_valid: Bool[Array, "*batch"] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation | None = None,
-    plan: Plan | None = None,
+    plan: AnyPlan | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Sends every token through its chosen experts and returns the weighted sum of what they answer.
 
     `y[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(x[t])`, where expert e computes
     `activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e]`. No token is ever dropped. Differentiable in `x`,
-    `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values named
+    `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values of `"xla"` named
     `jaxmoe.CHECKPOINT_NAMES` (the inputs of the activation), so that the backward pass repeats no GEMM.
 
     Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
@@ -69,9 +70,11 @@ def moe_layer(
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
       mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it is not used.
-      implementation: `"xla"` (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose, see
-        `jaxmoe.explain`. A named one runs or raises.
-      plan: how to compute it, a `jaxmoe.Plan`; `None` is `jaxmoe.default_plan`.
+      implementation: `"xla"` (portable), `"megakernel"` (one call of compiled code per rank; its gradients are those of
+        `"xla"`, computed again from the inputs), `"reference"` (dense, float32: the truth, slow), or `None` to choose,
+        see `jaxmoe.explain`. A named one runs or raises.
+      plan: how to compute it, a `jaxmoe.Plan`, for `"megakernel"` a `jaxmoe.KernelPlan`; `None` is
+        `jaxmoe.default_plan`.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
 
     Returns:
@@ -80,7 +83,8 @@ def moe_layer(
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
       TypeError: wrong types or dtypes.
-      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`.
+      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; a named implementation that does not exist for
+        the platform, the build or the activation.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)
@@ -173,6 +177,18 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
         y = jnp.zeros_like(x)
     elif call.implementation == "reference":
         y = reference(x, ids, weights, arguments.experts, activation=call.activation, group=group)
+    elif isinstance(call.plan, KernelPlan):
+        y = megakernel(
+            x,
+            ids,
+            weights,
+            arguments.experts,
+            activation=call.activation,
+            group=group,
+            plan=call.plan,
+            shape=call.shape,
+            platform=call.platform,
+        )
     else:
         y = xla(x, ids, weights, arguments.experts, activation=call.activation, group=group, plan=call.plan)
     return y.reshape(*batch, call.shape.hidden), stats

@@ -1,7 +1,7 @@
 """One call of `moe_layer` with its arguments checked: all that is known before anything runs.
 
 `api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in
-`experts.check` or in `sharding.place`.
+`experts.check`, in `sharding.place` or, for what one implementation cannot do, in `limits.check_megakernel`.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
-from jaxmoe import sharding
-from jaxmoe.plan import Plan, Shape, default_plan
+from jaxmoe import limits, sharding
+from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape, default_plan
 
-Implementation = Literal["xla", "reference"]
+Implementation = Literal["megakernel", "xla", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
@@ -46,7 +46,7 @@ class Call:
     platform: str
     shape: Shape
     dtype: Any
-    plan: Plan
+    plan: AnyPlan
 
 
 def check(
@@ -78,22 +78,39 @@ def check(
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
-    if plan is None:
-        plan = default_plan(shape, platform, x.dtype)
-    elif not isinstance(plan, Plan):
-        raise TypeError(f"moe_layer: plan is a {type(plan).__name__}; it must be a jaxmoe.Plan or None.")
+    plan = _check_plan(plan, implementation, chosen) or default_plan(shape, platform, x.dtype, chosen)
+    if isinstance(plan, KernelPlan):
+        limits.check_megakernel(shape, platform, jnp.dtype(x.dtype), resolved, plan)
     return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan)
 
 
 def _choose(implementation: str | None) -> tuple[Implementation, str]:
     if implementation is None:
-        return "xla", "implementation=None: 'xla' is the fastest that this version has for any backend and size"
+        return "xla", (
+            "implementation=None: 'xla', which runs on every backend and size; 'megakernel' is not the default yet, "
+            "name it to use it"
+        )
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"moe_layer: implementation={implementation!r} is not known. Use one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
         )
     return implementation, f"implementation={implementation!r} was asked for"
+
+
+def _check_plan(plan: Any, implementation: str | None, chosen: Implementation) -> AnyPlan | None:
+    kind = KernelPlan if chosen == "megakernel" else Plan
+    if plan is None or isinstance(plan, kind):
+        return plan
+    if implementation is None and isinstance(plan, KernelPlan):
+        raise TypeError(
+            f"moe_layer: plan is a KernelPlan, and implementation=None chooses {chosen!r}, which takes a jaxmoe.Plan. "
+            "Name the implementation that the plan is for: implementation='megakernel'."
+        )
+    raise TypeError(
+        f"moe_layer: plan is a {type(plan).__name__}; implementation={chosen!r} takes a jaxmoe.{kind.__name__}, or "
+        "None for its default."
+    )
 
 
 def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 from jax.sharding import AxisType
 
 from jaxmoe import call as calls
+from jaxmoe import native
 from jaxmoe.call import Call, Implementation
+from jaxmoe.plan import KernelPlan, Plan, granularity, most_row_tiles
+
+# Thread blocks of the GPU kernel: one for each multiprocessor of an H100 (SXM) or H200.
+_GPU_WORKERS = 132
+_MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +23,8 @@ class Explanation:
     Args:
       call: the checked call: implementation, placement, shape, plan.
       reasons: why this implementation and this plan.
-      memory_bytes: bytes per rank of each temporary array of the forward pass, by name.
+      memory_bytes: bytes per rank of each temporary array of the forward pass, by name; for `"megakernel"` the regions
+        of the memory that peers reach, which is kept between calls.
       worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
       wire_bytes: bytes each rank receives from its peers in one forward pass.
       flops: floating-point operations per rank of a balanced forward pass.
@@ -45,8 +52,8 @@ class Explanation:
             f"{self.call.dtype}",
             *(f"  {reason}" for reason in self.reasons),
             f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
-            f"  temporary memory of a forward pass per rank, whatever the routing: "
-            f"{sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
+            f"  {_MEMORY_OF.get(self.implementation, 'temporary memory of a forward pass')} per rank, whatever the "
+            f"routing: {sum(self.memory_bytes.values()) / 2**20:.1f} MiB "
             f"(with buffers for the worst routing: {self.worst_case_bytes / 2**20:.1f} MiB)",
             *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
         ]
@@ -85,6 +92,7 @@ def explain(
     Raises:
       ValueError: as `moe_layer` would.
       TypeError: as `moe_layer` would.
+      NotImplementedError: as `moe_layer` would.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), 8, 4096, 14336, dtype=jnp.bfloat16))
@@ -106,9 +114,11 @@ def explain(
         implementation=implementation,
         plan=plan,
     )
+    if isinstance(call.plan, KernelPlan):
+        return _megakernel(call, call.plan)
     if call.implementation == "reference":
         return _reference(call)
-    memory, worst_case = _xla_memory(call, call.plan.chunk_rows), _xla_memory(call, max(call.shape.all_slots, 1))
+    memory, worst_case = _xla_memory(call, call.plan), _xla_memory(call, Plan(max(call.shape.all_slots, 1)))
     shape = call.shape
     token_bytes = shape.tokens * shape.hidden * shape.itemsize
     return Explanation(
@@ -143,13 +153,13 @@ def _flops(shape: Any) -> int:
     return 2 * gemms * shape.balanced_rows * shape.hidden * shape.intermediate
 
 
-def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
+def _xla_memory(call: Call, plan: Plan) -> dict[str, int]:
     """Bytes of the temporary arrays of `xla_impl`, each counted once although the compiler lets some share memory."""
-    shape = call.shape
+    shape, chunk_rows = call.shape, plan.chunk_rows
     all_tokens, token_bytes = shape.ranks * shape.tokens, shape.hidden * shape.itemsize
     projections = 2 if shape.gated else 1
     # XLA:CPU multiplies a copy of the rows for every local expert, zero but for the expert's own.
-    copies = shape.num_experts // shape.ranks if call.plan.grouped_gemm == "ragged_dot" else 0
+    copies = shape.num_experts // shape.ranks if plan.grouped_gemm == "ragged_dot" else 0
     return {
         "tokens of all ranks": all_tokens * token_bytes if shape.ranks > 1 else 0,
         "rows of one pass: tokens and outputs": 2 * chunk_rows * token_bytes,
@@ -161,6 +171,45 @@ def _xla_memory(call: Call, chunk_rows: int) -> dict[str, int]:
         "sums of all tokens, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * token_bytes,
         "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
     }
+
+
+def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
+    shape, most = call.shape, most_row_tiles(call.shape, call.platform)
+    # Under uniform routing every rank holds an equal share of the experts that a token chooses.
+    remote_rows = shape.balanced_rows * (shape.ranks - 1) // shape.ranks
+    return Explanation(
+        call=call,
+        reasons=(
+            call.implementation_reason,
+            *plan.reasons,
+            "backward: that of 'xla', which computes its forward pass again from the inputs",
+            *_unsplit_axes(call),
+        ),
+        memory_bytes=_arena(call, plan, min(plan.ring_tiles, most)),
+        worst_case_bytes=sum(_arena(call, plan, most).values()),
+        # Rows in, outputs of rows back, and a slot number of 4 bytes for each row.
+        wire_bytes=remote_rows * (2 * shape.hidden * shape.itemsize + 4),
+        flops=_flops(shape),
+    )
+
+
+def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
+    """Bytes of the regions of a rank's arena, from the code that lays it out."""
+    layout, shape, pieces = native.schedule(), call.shape, granularity(call.platform, call.shape.gated)
+    workers = pieces.workers or _GPU_WORKERS
+    sizes = layout.Shape(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    schedule = layout.Schedule(
+        tile=layout.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns),
+        unit_tiles=plan.unit_tiles,
+        lag_units=plan.lag_units,
+        ring_tiles=ring_tiles,
+        workers=workers,
+        chunk_rows=pieces.chunk_rows,
+        dispatchers=workers * pieces.dispatchers_per_worker,
+        narrow_rows=pieces.tile_rows // 2,
+    )
+    arena = layout.layout_of(sizes, schedule, layout.needed_head(sizes, schedule), shape.itemsize)
+    return {f"arena: {name}": size for name, (_, size) in {**arena.head, **arena.body}.items()}
 
 
 def _reference(call: Call) -> Explanation:

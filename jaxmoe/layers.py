@@ -25,7 +25,7 @@ from jaxmoe.api import moe_layer
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
 from jaxmoe.call import Implementation
 from jaxmoe.experts import Experts
-from jaxmoe.plan import Plan
+from jaxmoe.plan import AnyPlan
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing import RouterConfig, Routing, route
 from jaxmoe.sharding import axis_tuple, reshard_explicit
@@ -77,7 +77,7 @@ class LayerConfig:
     intermediate_axis: AxisName
     mesh: Mesh | AbstractMesh | None
     implementation: Implementation | None
-    plan: Plan | None
+    plan: AnyPlan | None
     dtype: DTypeLike | None
     param_dtype: DTypeLike
 

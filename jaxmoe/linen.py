@@ -14,7 +14,7 @@ from jaxmoe import layers
 from jaxmoe.activation import Activation
 from jaxmoe.call import Implementation
 from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
-from jaxmoe.plan import Plan
+from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
 from jaxmoe.stats import MoEStats
 
@@ -84,7 +84,7 @@ class MoE(nn.Module):
     intermediate_axis: AxisName = None
     mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation | None = None
-    plan: Plan | None = None
+    plan: AnyPlan | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = layers.default_init

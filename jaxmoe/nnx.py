@@ -13,7 +13,7 @@ from jaxmoe import layers
 from jaxmoe.activation import Activation
 from jaxmoe.call import Implementation
 from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
-from jaxmoe.plan import Plan
+from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
 from jaxmoe.stats import MoEStats
 
@@ -68,7 +68,7 @@ class MoE(nnx.Module):
       hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
       intermediate_axis: the same for their intermediate dimension. The router is replicated.
       mesh: where none is set by `jax.set_mesh`.
-      implementation: `"xla"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
+      implementation: `"xla"`, `"megakernel"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
       plan: how to compute it; `None` is `jaxmoe.default_plan`.
       dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
       param_dtype: of the parameters.
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         intermediate_axis: AxisName = None,
         mesh: Mesh | AbstractMesh | None = None,
         implementation: Implementation | None = None,
-        plan: Plan | None = None,
+        plan: AnyPlan | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = layers.default_init,

@@ -1,12 +1,13 @@
 """How a layer of one shape is computed: everything that may be swept without changing the result beyond rounding.
 
-`api.py` asks `default_plan` unless the user passes a `Plan`; the implementations read it, `explain` prints it.
+`call.py` asks `default_plan` unless the user passes a plan; the implementations read it, `explain` prints it. There is
+one kind of plan for each implementation that has choices: `Plan` for `"xla"`, `KernelPlan` for `"megakernel"`.
 """
 
 import dataclasses
 import importlib.util
 import operator
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
@@ -22,6 +23,21 @@ WORST_CASE_ROWS = 4096
 ROWS_OVER_BALANCED = 1.25
 # What a TMA copy of one row needs: 16 bytes of a 16-bit type.
 TOKAMAX_MULTIPLE = 8
+
+# Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
+# the unit's tiles share stay there as well.
+UNIT_BYTES = 24 * 2**20
+FEWEST_UNIT_TILES = 4
+UNIT_TILES_ON_CPU = 2
+# Pairs of the 132 thread blocks of an H100 or H200, and how many rounds of them lie between the GEMMs of a unit. On one
+# H200, DeepSeek-V3 with 128 rows an expert: 327 TFLOP/s with a lag of one unit, 385 with three (docs/performance.md).
+WORKERS_OF_A_GPU = 66
+LAG_WAVES = 1.5
+MOST_LAG_UNITS = 16
+# Units of ring beyond the lag: one that is being pulled, one that gate_up reads, one that down reads. Small units take
+# more of them, so that pulls keep ahead.
+RING_UNITS_BEYOND_LAG = 3
+FEWEST_TILES_BEYOND_LAG = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +74,11 @@ class Shape:
         """Rows of a rank when all ranks have equally many."""
         return self.tokens * self.top_k
 
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.ranks
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -65,7 +86,8 @@ class Plan:
 
     Args:
       chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank
-        whose experts are chosen more often than others) take further passes, so that none is dropped.
+        whose experts are chosen more often than others) take further passes, so that none is dropped. With tokamax it
+        is rounded up to a multiple of 128: its weight gradients fail for some other numbers (96, tokamax 0.0.17).
       grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
         kernel.
       reasons: why, one sentence per choice; not compared.
@@ -79,32 +101,186 @@ class Plan:
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            rows = 0 if isinstance(self.chunk_rows, bool) else operator.index(self.chunk_rows)
-        except TypeError:
-            rows = 0
-        if rows < 1:
+        rows = _integer(self.chunk_rows)
+        if rows is None or rows < 1:
             raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive integer, a number of rows.")
-        object.__setattr__(self, "chunk_rows", rows)
         if self.grouped_gemm not in GROUPED_GEMMS:
             raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
+        object.__setattr__(self, "chunk_rows", _whole_tiles(rows) if self.grouped_gemm == "tokamax" else rows)
 
 
-def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16) -> Plan:
+@dataclasses.dataclass(frozen=True)
+class KernelPlan:
+    """Choices of the `"megakernel"` implementation. Any legal values give the same bits.
+
+    The rows of a rank's experts are cut into row tiles (256 rows on a GPU). Tiles of one expert form units, and with a
+    lag of one unit the GEMMs come in the order `gate_up(u0) gate_up(u1) down(u0) gate_up(u2) down(u1) ...`. Rows and
+    hidden values of a tile lie in rings until its down GEMM has read them.
+
+    Args:
+      unit_tiles: most row tiles of one expert that are worked on together, so that they share its weights; at least 1.
+      lag_units: units by which the down GEMM of a unit comes later than its gate and up GEMM; at least 0. A lag keeps
+        the pull of tokens apart from the push of results, which use the same links.
+      ring_tiles: row tiles that the rings hold: memory grows with it. At least `(lag_units + 1) * unit_tiles`, or as
+        many as a rank can have: with fewer, a pull would wait for a tile that waits for that pull. More than a rank can
+        have are not allocated.
+      reasons: why, one sentence per choice; not compared.
+
+    >>> KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4).ring_tiles
+    4
+    """
+
+    unit_tiles: int
+    lag_units: int
+    ring_tiles: int
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        # The product of the first two has to fit in int32.
+        bounds = {"unit_tiles": (1, 2**15 - 1), "lag_units": (0, 2**15 - 1), "ring_tiles": (1, 2**31 - 1)}
+        for name, (least, most) in bounds.items():
+            value = _integer(given := getattr(self, name))
+            if value is None or not least <= value <= most:
+                raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
+            object.__setattr__(self, name, value)
+
+    @property
+    def fewest_ring_tiles(self) -> int:
+        """Ring tiles without which the kernel would wait for ever, unless the ring holds all tiles of a rank."""
+        return (self.lag_units + 1) * self.unit_tiles
+
+
+AnyPlan = Plan | KernelPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Granularity:
+    """Into what pieces the megakernel cuts its work on a platform, and among how many it deals them; not to be chosen.
+
+    Args:
+      tile_rows: rows of a row tile.
+      hidden_columns: columns between the two GEMMs of one task.
+      output_columns: output columns of one task.
+      chunk_rows: rows that a dispatcher pulls at a time.
+      workers: thread blocks of a GPU, 0 for one on each multiprocessor; threads of a CPU, per rank.
+      dispatchers_per_worker: warps of a thread block, or threads of a CPU, that pull rows.
+    """
+
+    tile_rows: int
+    hidden_columns: int
+    output_columns: int
+    chunk_rows: int
+    workers: int
+    dispatchers_per_worker: int
+
+
+def granularity(platform: str, gated: bool) -> Granularity:
+    """Returns the pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated."""
+    if platform == "cpu":  # small, so that a test of a few rows has many tiles
+        return Granularity(16, 32 if gated else 64, 64, 4, workers=2, dispatchers_per_worker=1)
+    # A worker is a pair of thread blocks, which share a tile of 2 x 128 rows and have 3 warps each for dispatch.
+    return Granularity(256, 128 if gated else 256, 256, 16, workers=0, dispatchers_per_worker=6)
+
+
+def most_row_tiles(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of a rank whose experts get every slot, each expert's last tile partly filled."""
+    return shape.all_slots // granularity(platform, shape.gated).tile_rows + shape.local_experts
+
+
+@overload
+def default_plan(
+    shape: Shape, platform: str, dtype: Any = ..., implementation: Literal["xla", "reference"] = ...
+) -> Plan: ...
+@overload
+def default_plan(shape: Shape, platform: str, dtype: Any, implementation: Literal["megakernel"]) -> KernelPlan: ...
+@overload
+def default_plan(shape: Shape, platform: str, dtype: Any, implementation: str) -> AnyPlan: ...
+
+
+def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, implementation: str = "xla") -> AnyPlan:
     """Returns the plan for a shape on a platform, with the reason of every choice.
 
     Args:
       shape: sizes of the call.
       platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
       dtype: of tokens and weights.
+      implementation: that the plan is for: a `KernelPlan` for `"megakernel"`, a `Plan` for the others.
 
     >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
     >>> default_plan(mixtral, "cpu").chunk_rows
     20480
+    >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
+    12
     """
-    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
+    if implementation == "megakernel":
+        return _kernel_plan(shape, platform)
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
+    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS, grouped_gemm)
     return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
+
+
+def _integer(value: Any) -> int | None:
+    """Returns an integer of any type as int; `None` for anything else, `True` included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _kernel_plan(shape: Shape, platform: str) -> KernelPlan:
+    unit_tiles, unit_reason = _unit_tiles(shape, platform)
+    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
+    most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
+    ring_tiles = max(min(wanted, most), 1)
+    ring_reason = f"ring_tiles={ring_tiles}: " + (
+        "as many row tiles as a rank can have, so that none waits for room"
+        if wanted >= most
+        else f"the lag and {beyond} more, of {most} row tiles that a rank can have"
+    )
+    return KernelPlan(unit_tiles, lag_units, ring_tiles, (unit_reason, lag_reason, ring_reason))
+
+
+def _tiles_per_expert(shape: Shape, platform: str) -> int:
+    """Row tiles of an expert where all have equally many rows."""
+    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
+    return max(-(-rows // granularity(platform, shape.gated).tile_rows), 1)
+
+
+def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return UNIT_TILES_ON_CPU, (
+            f"unit_tiles={UNIT_TILES_ON_CPU}: the fewest that share weights; on a CPU this implementation is for tests"
+        )
+    tile_bytes = granularity(platform, shape.gated).tile_rows * shape.hidden * shape.itemsize
+    expected = _tiles_per_expert(shape, platform)
+    whole_expert = expected + 1 if expected > 1 else 1  # one more than the average has
+    in_cache = max(UNIT_BYTES // tile_bytes, FEWEST_UNIT_TILES)
+    if whole_expert <= in_cache:
+        return (
+            whole_expert,
+            f"unit_tiles={whole_expert}: all rows of an expert, about {expected} tiles, use its weights together",
+        )
+    return in_cache, (
+        f"unit_tiles={in_cache}: tiles of {tile_bytes / 2**20:.2g} MiB of tokens, as many as fit in "
+        f"{UNIT_BYTES // 2**20} MiB of L2 cache, {FEWEST_UNIT_TILES} at least"
+    )
+
+
+def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
+    """A down task that comes too early waits for gate and up tasks of its unit that other workers have just begun."""
+    if platform == "cpu":
+        return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
+    pieces = granularity(platform, shape.gated)
+    columns = -(-shape.intermediate // pieces.hidden_columns)
+    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
+    narrow = unit_tiles == 1 and rows <= pieces.tile_rows // 2
+    tasks = -(-columns // 2) if narrow else min(unit_tiles, _tiles_per_expert(shape, platform)) * columns
+    lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
+    return lag, (
+        f"lag_units={lag}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "
+        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {MOST_LAG_UNITS} units at most"
+    )
 
 
 def has_tokamax() -> bool:
@@ -112,20 +288,26 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def _chunk_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
+def _whole_tiles(rows: int) -> int:
+    return -(-rows // ROW_TILE) * ROW_TILE
+
+
+def _chunk_rows(shape: Shape, worst_case_rows: int, grouped_gemm: GroupedGemm) -> tuple[int, str]:
+    all_rows = max(shape.all_slots, 1)
+    everything, of_tiles = all_rows, ""
+    if grouped_gemm == "tokamax":
+        everything, of_tiles = _whole_tiles(all_rows), f" in tiles of {ROW_TILE}"
     if shape.all_slots <= worst_case_rows:
-        rows = max(shape.all_slots, 1)
-        return (
-            rows,
-            f"chunk_rows={rows}: all slots of all ranks, since they are at most {worst_case_rows}: always one pass",
+        return everything, (
+            f"chunk_rows={everything}: all slots of all ranks{of_tiles}, since they are at most {worst_case_rows}: "
+            "always one pass"
         )
-    roomy = int(shape.balanced_rows * ROWS_OVER_BALANCED)
-    rows = max(min(shape.all_slots, -(-roomy // ROW_TILE) * ROW_TILE), 1)
-    if rows >= shape.all_slots:
-        return rows, f"chunk_rows={rows}: all slots of all ranks: always one pass"
+    rows = max(min(all_rows, _whole_tiles(int(shape.balanced_rows * ROWS_OVER_BALANCED))), 1)
+    if rows >= all_rows:
+        return everything, f"chunk_rows={everything}: all slots of all ranks{of_tiles}: always one pass"
     return rows, (
         f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
-        f"a busier rank takes up to {-(-shape.all_slots // rows)} passes over the same memory"
+        f"a busier rank takes up to {-(-all_rows // rows)} passes over the same memory"
     )
 
 

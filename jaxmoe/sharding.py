@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
@@ -39,6 +40,26 @@ class ExpertGroup:
         """Sends the i-th of `size` equal parts to rank i and returns what the ranks sent here, `[ranks, rows, ...]`."""
         parts = array.reshape(self.size, array.shape[0] // self.size, *array.shape[1:])
         return jax.lax.all_to_all(parts, self.axis_names, 0, 0) if self.axis_names else parts
+
+
+def replica_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh) -> np.ndarray:
+    """Returns the devices of every group that shares experts, as XLA numbers the devices of a program.
+
+    Args:
+      group: the ranks of the experts; without axes every device is a group of its own.
+      mesh: the whole mesh, axes that the compiler handles included.
+
+    Returns:
+      `[groups, ranks]` int64, ranks in the order of `ExpertGroup.index`. A device's number is its place in the mesh,
+      last axis fastest.
+
+    >>> replica_groups(ExpertGroup(("expert",), 2), AbstractMesh((2, 2), ("expert", "data"))).tolist()
+    [[0, 2], [1, 3]]
+    """
+    numbers = np.arange(math.prod(mesh.axis_sizes), dtype=np.int64).reshape(mesh.axis_sizes)
+    expert_axes = [mesh.axis_names.index(name) for name in group.axis_names]
+    last = range(numbers.ndim - len(expert_axes), numbers.ndim)
+    return np.moveaxis(numbers, expert_axes, list(last)).reshape(-1, group.size)
 
 
 def vary_alike(tree: Pytree) -> Pytree:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.api import Arguments
+from jaxmoe.plan import AnyPlan
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error, tolerance
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 24, 40, 8, 3
@@ -138,8 +139,12 @@ class LayerSuite:
     implementation: ClassVar[str]
     # Of tokens and weights, where a test does not say otherwise.
     dtype: ClassVar[Any] = jnp.float32
+    # That one call of the suite may have: what an 8-bit id can name.
+    most_experts: ClassVar[int] = 256
+    # Of which the widths of tokens and hidden rows are multiples, where the implementation wants it.
+    width_multiple: ClassVar[int] = 1
     # Plans that the suite must hold for besides the default; None where the implementation has no choices.
-    plans: ClassVar[tuple[jaxmoe.Plan | None, ...]] = (None,)
+    plans: ClassVar[tuple[AnyPlan | None, ...]] = (None,)
 
     def run(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
         options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
@@ -148,6 +153,16 @@ class LayerSuite:
     def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
         options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
         return jitted(placement, True, tuple(sorted(options.items())))(arguments)
+
+    def plan_of(self, number: int) -> AnyPlan | None:
+        """A plan that is legal for every size, another one for each number from 1."""
+        if self.implementation == "xla":
+            return jaxmoe.Plan(chunk_rows=number)
+        if self.implementation == "megakernel":
+            unit_tiles, lag_units = 1 + number % 3, number // 3 % 4
+            room = number // 12 % 3
+            return jaxmoe.KernelPlan(unit_tiles, lag_units, (lag_units + 1) * unit_tiles + room)
+        return None
 
     def inputs(self, seed: int, **options: Any) -> Arguments:
         return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
@@ -202,25 +217,24 @@ class LayerSuite:
         top_k=st.integers(1, 4),
         routing=st.sampled_from(ROUTING_KINDS),
         structure=st.sampled_from(sorted(STRUCTURES)),
-        chunk_rows=st.integers(1, 200),
+        plan_number=st.integers(1, 200),
         seed=st.integers(0, 99),
     )
     def test_output_and_gradients_equal_the_reference_for_any_size(
-        self, tokens, hidden, intermediate, experts_per_rank, top_k, routing, structure, chunk_rows, seed
+        self, tokens, hidden, intermediate, experts_per_rank, top_k, routing, structure, plan_number, seed
     ):
         arguments = make_inputs(
             seed,
             dtype=self.dtype,
             tokens=8 * tokens,
-            hidden=hidden,
-            intermediate=intermediate,
+            hidden=self.width_multiple * hidden,
+            intermediate=self.width_multiple * intermediate,
             num_experts=4 * experts_per_rank,
             top_k=min(top_k, 4 * experts_per_rank),
             routing=routing,
             **STRUCTURES[structure],
         )
-        plan = jaxmoe.Plan(chunk_rows) if self.implementation == "xla" else None
-        self.check(arguments, plan=plan)
+        self.check(arguments, plan=self.plan_of(plan_number))
 
     @pytest.mark.parametrize("structure", ["gated with biases and a mask", "plain with biases"])
     def test_gradients_equal_finite_differences_in_float64(self, structure):
@@ -261,11 +275,11 @@ class LayerSuite:
 
     @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.uint32])
     def test_ids_of_every_integer_type_name_the_same_experts(self, dtype):
-        num_experts = 256 if jnp.iinfo(dtype).bits == 8 else EXPERTS
+        num_experts = self.most_experts if jnp.iinfo(dtype).bits == 8 else EXPERTS
         arguments = self.inputs(27, num_experts=num_experts)
         ids = jnp.minimum(arguments.topk_ids, min(jnp.iinfo(dtype).max, 2**31 - 1))
-        y, stats = self.run(arguments._replace(topk_ids=ids.astype(dtype)), return_stats=True)
-        expected, counted = self.run(arguments._replace(topk_ids=ids), return_stats=True)
+        y, stats = self.run(arguments._replace(topk_ids=ids.astype(dtype)), "all devices", return_stats=True)
+        expected, counted = self.run(arguments._replace(topk_ids=ids), "all devices", return_stats=True)
         np.testing.assert_array_equal(y, expected)
         np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
         assert np.asarray(y).any()

@@ -1,5 +1,5 @@
-// The FFI target jaxmoe_forward as it arrives from jaxmoe/megakernel.py: buffers, attributes, and what must hold of them.
-// The same on both platforms; host/forward.cc and cuda/forward_handler.cu decode their calls with it.
+// The FFI target jaxmoe_forward as it arrives from jaxmoe/megakernel.py: buffers, attributes, and what must hold of
+// them. The same on both platforms; host/forward.cc and cuda/forward_handler.cu decode their calls with it.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +45,7 @@ struct ForwardAttributes {
   int32_t workers;  // 0: all that the device has
   int32_t dispatchers_per_worker;
   float timeout_seconds;
+  xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
 };
 
 inline Shape shape_of(const ForwardBuffers& b, const ForwardAttributes& a) {
@@ -64,11 +65,25 @@ inline Schedule schedule_of(const ForwardAttributes& a, int32_t workers) {
           .ring_tiles = a.ring_tiles,
           .workers = workers,
           .chunk_rows = a.chunk_rows,
-          .dispatchers = workers * a.dispatchers_per_worker};
+          .dispatchers = workers * a.dispatchers_per_worker,
+          .narrow_rows = a.tile_rows / 2};
 }
 
 inline Activation activation_of(const ForwardAttributes& a) {
   return {static_cast<ActivationKind>(a.activation), a.limit, a.alpha, a.up_offset};
+}
+
+// What is wrong with the attributes alone; empty where nothing is.
+inline std::string attributes_error(const ForwardAttributes& a) {
+  if (a.ranks < 1 || a.ranks > kMaxRanks || a.num_experts < 1 || a.num_experts % a.ranks != 0) {
+    return "jaxmoe_forward: num_experts=" + std::to_string(a.num_experts) + " over ranks=" + std::to_string(a.ranks) +
+           " is no whole number of experts per rank, or more than " + std::to_string(kMaxRanks) + " ranks.";
+  }
+  if (a.groups.size() == 0 || a.groups.size() % a.ranks != 0) {
+    return "jaxmoe_forward: groups names " + std::to_string(a.groups.size()) + " devices, ranks is " +
+           std::to_string(a.ranks) + ". It has to name all devices of the mesh, group by group.";
+  }
+  return "";
 }
 
 // What makes a call impossible; empty where nothing does. Python has checked the same before: this keeps a call that
@@ -79,10 +94,7 @@ inline std::string forward_error(const ForwardBuffers& b, const ForwardAttribute
     return "jaxmoe_forward: place must be [2], x [tokens, hidden], topk_ids [tokens, top_k], w_gate [experts, hidden, "
            "intermediate].";
   }
-  if (a.ranks < 1 || a.ranks > kMaxRanks || a.num_experts < 1 || a.num_experts % a.ranks != 0) {
-    return "jaxmoe_forward: num_experts=" + std::to_string(a.num_experts) + " over ranks=" + std::to_string(a.ranks) +
-           " is no whole number of experts per rank, or more than " + std::to_string(kMaxRanks) + " ranks.";
-  }
+  if (const std::string error = attributes_error(a); !error.empty()) return error;
   const int64_t tokens = b.x.dimensions()[0], hidden = b.x.dimensions()[1], top_k = b.topk_ids.dimensions()[1];
   const int64_t experts = a.num_experts / a.ranks, intermediate = b.w_gate.dimensions()[2];
   const int64_t matrix = experts * hidden * intermediate;
@@ -112,7 +124,8 @@ inline std::string forward_error(const ForwardBuffers& b, const ForwardAttribute
            "positive, lag_units and workers not negative.";
   }
   if (a.ring_tiles < schedule.min_ring_tiles() && a.ring_tiles < max_row_tiles(shape, schedule.tile)) {
-    return "jaxmoe_forward: ring_tiles=" + std::to_string(a.ring_tiles) + " is less than (lag_units + 1) * unit_tiles = " +
+    return "jaxmoe_forward: ring_tiles=" + std::to_string(a.ring_tiles) +
+           " is less than (lag_units + 1) * unit_tiles = " +
            std::to_string(schedule.min_ring_tiles()) + ".";
   }
   return "";
@@ -128,4 +141,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("output_columns"), xla::ffi::StructMember<int32_t>("unit_tiles"),
     xla::ffi::StructMember<int32_t>("lag_units"), xla::ffi::StructMember<int32_t>("ring_tiles"),
     xla::ffi::StructMember<int32_t>("chunk_rows"), xla::ffi::StructMember<int32_t>("workers"),
-    xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<float>("timeout_seconds"));
+    xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<float>("timeout_seconds"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

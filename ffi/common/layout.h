@@ -20,7 +20,7 @@ struct Region {
   JAXMOE_ANY constexpr int64_t end() const { return offset + bytes; }
 };
 
-inline constexpr int64_t kRegionAlignment = 1024;  // a TMA tile with 128-byte swizzle wants this of shared memory and no more
+inline constexpr int64_t kRegionAlignment = 1024;  // more than any copy wants
 inline constexpr int64_t kFlagBytes = 128;         // a word that peers write has a cache line of its own
 
 class Packer {
@@ -56,7 +56,9 @@ JAXMOE_ANY constexpr HeadCapacity needed_head(const Shape& shape, const Schedule
 // Launch state of a rank; written by that rank's kernel alone.
 struct Control {
   uint32_t epoch;         // of the last launch that ended
-  uint32_t workers_left;  // workers that have left the running launch; the last one sets it to zero
+  uint32_t workers_left;  // thread blocks that have left the running launch; the last one sets it to zero
+  uint32_t tasks_taken[2];  // number of the next task, by parity of the epoch like the banks of counters
+  uint32_t given_up;      // not zero once a wait took too long: the arena is not used again
 };
 
 struct ArenaLayout {

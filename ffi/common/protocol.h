@@ -1,14 +1,14 @@
 // The signals between roles, workers and ranks: who releases, who waits, for how much, and when a word starts anew.
-// The roles of the GPU kernel (cuda/kernel/), the host executor (host/executor.cc) and the property tests all take their
-// waits and releases from here.
+// The roles of the GPU kernel (cuda/kernel/), the host executor (host/executor.cc) and the property tests all take
+// their waits and releases from here.
 //
 //   signal               word at     released by (amount)                  waited for by (target)
 //   histograms_written   this rank   plan, per planner (1)                 plan, all planners (planners)
 //   inputs_staged        this rank   plan and stage, per worker (1)        the worker that publishes (workers)
 //   inputs_ready         each peer   publish, per source (the epoch)       dispatch, gate_up, down of every worker
 //   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
-//   hidden_written       this rank   gate_up, per column tile (1)          down (column tiles of h)
-//   outputs_written      this rank   down, per column tile (1)             dispatch of the tile that takes the ring slot
+//   hidden_written       this rank   gate_up, per task (its column tiles)  down (column tiles of h)
+//   outputs_written      this rank   down, per task (its column tiles)     dispatch of the tile that has the ring slot
 //                                                                          next (column tiles of the output)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   partials_written     each peer   announce, per source (the epoch)      combine of every worker
@@ -16,12 +16,13 @@
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
 // clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
+// On a GPU each warp of a task releases its own part, so three of the counters count warps (cuda/device/signals.cuh).
 //
-// Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that is,
-// has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one launch
-// ahead may write at a peer that is still in combine are row counts (two banks, by parity), slot lists (read by tasks
-// only, all done) and flags (epochs). It writes partials only after that peer's inputs_ready of the new epoch. No rank can
-// be two launches ahead.
+// Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
+// is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one
+// launch ahead may write at a peer that is still in combine are row counts (two banks, by parity: a dispatcher that
+// gets no chunk may be late and still read them), slot lists (read by pulls only, all done) and flags (epochs). It
+// writes partials only after that peer's inputs_ready of the new epoch. No rank can be two launches ahead.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +87,8 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
              : Wait{Signal::kHiddenWritten, task.row_tile, static_cast<uint32_t>(hidden_tiles(shape, schedule.tile))};
 }
 JAXMOE_ANY constexpr Release release_after(const Task& task) {
-  return {task.gemm == Gemm::kGateUp ? Signal::kHiddenWritten : Signal::kOutputsWritten, task.row_tile, 1};
+  return {task.gemm == Gemm::kGateUp ? Signal::kHiddenWritten : Signal::kOutputsWritten, task.row_tile,
+          static_cast<uint32_t>(task.column_tiles)};
 }
 
 // Counters may wrap around after 2^32 launches' worth of epochs: "at least" is a signed distance.

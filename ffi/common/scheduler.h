@@ -1,6 +1,6 @@
 // The order of all work of one rank, as integers: which row goes where, and which worker computes which tile when.
-// Every role of the kernel, every thread of the host executor and the property tests in tests/unit/test_schedule.py walk
-// this same stream. Nothing here waits or touches memory other than the row counts it is given.
+// Every role of the kernel, every thread of the host executor and the property tests in tests/unit/test_schedule.py
+// walk this same stream. Nothing here waits or touches memory other than the row counts it is given.
 //
 // The rows of a local expert are cut into row tiles, numbered over all experts; up to `unit_tiles` of one expert form a
 // unit. The stream of units u0, u1, ... with a lag of two:
@@ -8,11 +8,16 @@
 //   gate_up(u0)  gate_up(u1)  gate_up(u2) down(u0)  gate_up(u3) down(u1)  ...  down(last - 1)  down(last)
 //
 // The lag keeps the pull of rows, which feeds gate_up, ahead of the push of results, which follows down: both use the
-// same NVLink. Within a unit the row tile varies fastest, so that workers side by side share a tile of weights. Tasks
-// are dealt to the workers in turn.
+// same NVLink. Within a unit the row tile varies fastest, so that workers side by side share a tile of weights. A
+// worker that is free takes the next task of the stream.
 //
-// Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every worker
-// and dispatcher takes its items in stream order, so the first unfinished item can always go on.
+// The last tile of an expert may have few rows. Where two thread blocks share a task, each taking half of the rows, the
+// second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
+// every pair of columns it comes behind the wide tiles, whose weights it uses.
+//
+// Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every
+// worker and dispatcher takes its items in stream order, so the first unfinished item can always go on. Which worker
+// takes which task depends on timing; no bit of the result does.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +36,7 @@ struct Task {
   int32_t ring_slot;    // where the tile's rows lie in both rings
   int32_t rows;         // 1 .. tile.rows
   int32_t column_tile;  // of h or of the output
+  int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
 };
 
 // Rows that one dispatcher pulls at a time, of one row tile.
@@ -60,15 +66,15 @@ struct Unit {
 // of one or two tiles reads as many weights as a full one.
 class UnitWalk {
  public:
+  // The schedule and the rows have to outlive the walk.
   JAXMOE_ANY UnitWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
-      : rows_per_expert_(rows_per_expert), num_experts_(num_experts), tile_rows_(schedule.tile.rows),
-        unit_tiles_(schedule.unit_tiles) {}
+      : schedule_(schedule), rows_per_expert_(rows_per_expert), num_experts_(num_experts) {}
 
   JAXMOE_ANY bool next(Unit& unit) {
     while (tiles_left_ == 0) {
       if (++expert_ >= num_experts_) return false;
-      tiles_left_ = ceil_div(rows_per_expert_[expert_], tile_rows_);
-      units_left_ = ceil_div(tiles_left_, unit_tiles_);
+      tiles_left_ = ceil_div(rows_per_expert_[expert_], schedule_.tile.rows);
+      units_left_ = ceil_div(tiles_left_, schedule_.unit_tiles);
       tile_of_expert_ = 0;
     }
     const int32_t tiles = ceil_div(tiles_left_, units_left_);
@@ -81,10 +87,9 @@ class UnitWalk {
   }
 
  private:
+  const Schedule& schedule_;
   const int32_t* rows_per_expert_;
   int32_t num_experts_;
-  int32_t tile_rows_;
-  int32_t unit_tiles_;
   int32_t expert_ = -1;
   int32_t first_tile_ = 0;
   int32_t tile_of_expert_ = 0;
@@ -92,30 +97,35 @@ class UnitWalk {
   int32_t units_left_ = 0;
 };
 
-// The tasks of one worker, in stream order.
+// The tasks of a rank, numbered in stream order. The arguments have to outlive the walk.
 class TaskWalk {
  public:
-  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert, int32_t worker)
-      : ahead_(schedule, rows_per_expert, shape.local_experts()),
-        behind_(schedule, rows_per_expert, shape.local_experts()),
-        hidden_tiles_(hidden_tiles(shape, schedule.tile)),
-        output_tiles_(output_tiles(shape, schedule.tile)),
-        tile_rows_(schedule.tile.rows),
-        ring_tiles_(schedule.ring_tiles),
-        workers_(schedule.workers),
-        lag_units_(schedule.lag_units),
-        position_(worker) {}
+  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert)
+      : shape_(shape), schedule_(schedule), ahead_(schedule, rows_per_expert, shape.local_experts()),
+        behind_(schedule, rows_per_expert, shape.local_experts()) {}
 
-  JAXMOE_ANY bool next(Task& task) {
-    while (position_ >= segment_tasks_) {
-      position_ -= segment_tasks_;
+  // The task with that number; false behind the last. The numbers asked of one walk must not fall.
+  JAXMOE_ANY bool seek(int32_t number, Task& task) {
+    while (number - passed_tasks_ >= segment_tasks_) {
+      passed_tasks_ += segment_tasks_;
       if (!next_segment()) return false;
     }
-    const int32_t tile = position_ % unit_.tiles;
+    const int32_t position = number - passed_tasks_;
+    // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile.
+    const int32_t wide = unit_.tiles - narrow_;
+    const int32_t pair = position / (2 * wide + narrow_);
+    const int32_t in_pair = position % (2 * wide + narrow_);
+    const int32_t columns = at_most(columns_ - 2 * pair, 2);
+    const bool is_narrow = in_pair >= wide * columns;
+    const int32_t tile = is_narrow ? wide : in_pair % wide;
     const int32_t row_tile = unit_.first_tile + tile;
-    task = {gemm_, unit_.expert, row_tile, row_tile % ring_tiles_, unit_.rows_of_tile(tile, tile_rows_),
-            position_ / unit_.tiles};
-    position_ += workers_;
+    task = {gemm_,
+            unit_.expert,
+            row_tile,
+            row_tile % schedule_.ring_tiles,
+            unit_.rows_of_tile(tile, schedule_.tile.rows),
+            2 * pair + (is_narrow ? 0 : in_pair / wide),
+            is_narrow ? columns : 1};
     return true;
   }
 
@@ -127,30 +137,36 @@ class TaskWalk {
       ++step_;
       gemm_ = Gemm::kGateUp;
       if (ahead_.next(unit_)) {
-        segment_tasks_ = unit_.tiles * hidden_tiles_;
+        begin_segment(hidden_tiles(shape_, schedule_.tile));
         return true;
       }
     }
     gemm_ = Gemm::kDown;
-    if (step_ < lag_units_) return true;  // an empty segment
+    if (step_ < schedule_.lag_units) return true;  // an empty segment
     if (!behind_.next(unit_)) return false;
-    segment_tasks_ = unit_.tiles * output_tiles_;
+    begin_segment(output_tiles(shape_, schedule_.tile));
     return true;
   }
 
+  JAXMOE_ANY void begin_segment(int32_t columns) {
+    columns_ = columns;
+    // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
+    const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
+    narrow_ = rows_left <= schedule_.narrow_rows ? 1 : 0;
+    segment_tasks_ = (unit_.tiles - narrow_) * columns + narrow_ * ceil_div(columns, 2);
+  }
+
+  const Shape& shape_;
+  const Schedule& schedule_;
   UnitWalk ahead_;   // of the gate/up GEMM
   UnitWalk behind_;  // of the down GEMM
   Unit unit_{};
-  int32_t hidden_tiles_;
-  int32_t output_tiles_;
-  int32_t tile_rows_;
-  int32_t ring_tiles_;
-  int32_t workers_;
-  int32_t lag_units_;
   int32_t step_ = -1;
   Gemm gemm_ = Gemm::kDown;
+  int32_t columns_ = 0;  // column tiles of the segment's GEMM
+  int32_t narrow_ = 0;   // narrow tiles of the unit: its last one, or none
   int32_t segment_tasks_ = 0;
-  int32_t position_;  // of the next task of this worker, from the start of the segment
+  int32_t passed_tasks_ = 0;  // of the segments before
 };
 
 // The chunks of one dispatcher, in stream order: the row tiles in order, the rows of a tile in order.
@@ -205,8 +221,8 @@ struct RowSource {
   int32_t position;
 };
 
-// The rows of an expert take one slot of each source in turn while the sources last, so that a pull of neighbouring rows
-// spreads over all peers. `counts[source * stride]` is the number of slots of each source; the turns begin with
+// The rows of an expert take one slot of each source in turn while the sources last, so that a pull of neighbouring
+// rows spreads over all peers. `counts[source * stride]` is the number of slots of each source; the turns begin with
 // `first_source`, which differs from rank to rank. At most `ranks` steps.
 JAXMOE_ANY inline RowSource source_of_row(const int32_t* counts, int32_t stride, int32_t ranks, int32_t first_source,
                                           int32_t row) {

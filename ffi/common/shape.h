@@ -1,5 +1,5 @@
-// Sizes of one layer as one rank sees them, and the sizes of the tiles it is computed in. Everything in common/ is plain
-// C++20 that the GPU kernel, the host executor and Python (through bindings.cc) share.
+// Sizes of one layer as one rank sees them, and the sizes of the tiles it is computed in. Everything in common/ is
+// plain C++20 that the GPU kernel, the host executor and Python (through bindings.cc) share.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +54,7 @@ struct Schedule {
   int32_t workers;     // thread blocks (clusters, where several share a task); CPU threads on the host
   int32_t chunk_rows;  // rows that a dispatcher pulls at a time
   int32_t dispatchers;  // over all workers
+  int32_t narrow_rows;  // an expert's last tile of at most this many rows is computed two column tiles at a time
 
   // With fewer ring tiles a pull would wait for a down task that comes after the tile it pulls: a deadlock.
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const { return (lag_units + 1) * unit_tiles; }

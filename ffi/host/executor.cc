@@ -145,8 +145,9 @@ class Rank {
       release_to_all(Signal::kInputsReady);
     }
     const RowCounts counts = wait_for_counts(worker);
-    TaskWalk walk(shape_, schedule_, counts.rows_per_expert.data(), worker);
-    for (Task task; walk.next(task);) {
+    TaskWalk walk(shape_, schedule_, counts.rows_per_expert.data());
+    const std::atomic_ref<uint32_t> taken(at<Control>(rank_, layout_.control)->tasks_taken[epoch_ & 1]);
+    for (Task task; walk.seek(static_cast<int32_t>(taken.fetch_add(1, std::memory_order_relaxed)), task);) {
       // Gate/up pairs with the release in dispatch, down with that of gate/up below.
       wait(wait_before(shape_, schedule_, task), task.gemm == Gemm::kGateUp ? Site::kGateUp : Site::kDown, worker);
       if (task.gemm == Gemm::kGateUp) {
@@ -177,9 +178,11 @@ class Rank {
     const Span words = share(counter_words(launch_.head), worker, schedule_.workers);
     uint32_t* bank = at<uint32_t>(rank_, word_of(layout_, launch_.head, epoch_ + 1, Signal::kHistogramsWritten, 0));
     std::fill(bank + words.begin, bank + words.end, 0);
+    if (worker == 0) at<Control>(rank_, layout_.control)->tasks_taken[(epoch_ + 1) & 1] = 0;
   }
 
-  // --- plan: sorts this rank's slots by expert, stably, and writes each owner its list and counts ---------------------
+  // --- plan: sorts this rank's slots by expert, stably, and writes each owner its list and counts
+  // ---------------------
 
   void plan(int32_t planner) {
     if (planner >= planners_) return;
@@ -218,7 +221,8 @@ class Rank {
     }
   }
 
-  // --- stage: copies tokens to where peers can read them ---------------------------------------------------------------
+  // --- stage: copies tokens to where peers can read them
+  // ---------------------------------------------------------------
 
   void stage(int32_t worker) {
     if (shape_.ranks == 1) return;
@@ -227,7 +231,8 @@ class Rank {
               at<Storage>(rank_, layout_.tokens) + tokens.begin * shape_.hidden);
   }
 
-  // --- what the walks need ----------------------------------------------------------------------------------------------
+  // --- what the walks need
+  // ----------------------------------------------------------------------------------------------
 
   struct RowCounts {
     std::vector<int32_t> from_source;      // [ranks][local_experts]
@@ -254,7 +259,8 @@ class Rank {
     return counts;
   }
 
-  // --- dispatch: pulls rows from their owners into the ring --------------------------------------------------------------
+  // --- dispatch: pulls rows from their owners into the ring
+  // --------------------------------------------------------------
 
   void dispatch(int32_t dispatcher) {
     const int32_t worker = dispatcher / launch_.dispatchers_per_worker;
@@ -283,7 +289,8 @@ class Rank {
 
   static Number bias_of(const Storage* bias, int64_t index) { return bias == nullptr ? 0 : Format::load(bias[index]); }
 
-  // sums[c] = sum over k of row[k] * weights[k, first + c], for one row and `columns` columns of a [depth, width] matrix.
+  // sums[c] = sum over k of row[k] * weights[k, first + c], for one row and `columns` columns of a [depth, width]
+  // matrix.
   static void multiply_row(const Storage* row, const Storage* weights, int32_t depth, int32_t width, int32_t first,
                            int32_t columns, Number* sums) {
     std::fill(sums, sums + columns, Number{0});
@@ -297,7 +304,7 @@ class Rank {
   void gate_up(const Task& task) {
     const int32_t width = shape_.intermediate;
     const int32_t first = task.column_tile * schedule_.tile.hidden_columns;
-    const int32_t columns = std::min(schedule_.tile.hidden_columns, width - first);
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.hidden_columns, width - first);
     const int64_t matrix = int64_t{task.expert} * shape_.hidden * width;
     const int64_t bias = int64_t{task.expert} * width + first;
     std::vector<Number> gate(columns), up(columns);
@@ -318,7 +325,7 @@ class Rank {
 
   void down(const Task& task) {
     const int32_t first = task.column_tile * schedule_.tile.output_columns;
-    const int32_t columns = std::min(schedule_.tile.output_columns, shape_.hidden - first);
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.output_columns, shape_.hidden - first);
     const Storage* weights = arrays_.w_down + int64_t{task.expert} * shape_.intermediate * shape_.hidden;
     const int64_t bias = int64_t{task.expert} * shape_.hidden + first;
     std::vector<Number> sums(columns);
@@ -331,7 +338,8 @@ class Rank {
     }
   }
 
-  // --- combine: adds up the answers of each token's experts, in the order of its slots ------------------------------------
+  // --- combine: adds up the answers of each token's experts, in the order of its slots
+  // ------------------------------------
 
   void combine(int32_t worker) {
     for (int32_t source = 0; source < shape_.ranks; ++source) {

@@ -1,6 +1,6 @@
-// The submodule `executor` of jaxmoe._native: layers back to back on the host executor, without XLA between them, for the
-// tests in tests/host/test_executor.py. Ranks are threads that never wait for each other between layers, so that a rank
-// may be one launch ahead, and tests can make signals late, missing or ignored.
+// The submodule `executor` of jaxmoe._native: layers back to back on the host executor, without XLA between them, for
+// the tests in tests/host/test_executor.py. Ranks are threads that never wait for each other between layers, so that a
+// rank may be one launch ahead, and tests can make signals late, missing or ignored.
 #include <cstdint>
 #include <optional>
 #include <stdexcept>

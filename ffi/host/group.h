@@ -2,8 +2,8 @@
 // every rank of a group knows. Caller: host/forward.cc.
 //
 // Handlers of one call run on as many threads as the group has ranks, in any order and beside those of other calls; all
-// handlers of one call get the same `Meeting`. Arenas outlive calls: the next call of a group of that size takes them as
-// the last one left them, as on a GPU.
+// handlers of one call get the same `Meeting`. Arenas outlive calls: the next call of a group of that size takes them
+// as the last one left them, as on a GPU.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// The number formats of the host executor: how one element is stored, and what it is computed in. A format is a policy of
-// executor.cc, as it is of the GPU kernel (cuda/kernel/precision/).
+// The number formats of the host executor: how one element is stored, and what it is computed in. A format is a policy
+// of executor.cc, as it is of the GPU kernel (cuda/kernel/precision/).
 #pragma once
 
 #include <bit>

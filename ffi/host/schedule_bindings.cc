@@ -81,16 +81,17 @@ void define_structs(py::module_& module) {
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
-                Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers})
+                Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
+                Field{"narrow_rows", &Schedule::narrow_rows})
       .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
   define_struct(module, "Unit", "Row tiles of one expert that are worked on together.", Field{"expert", &Unit::expert},
                 Field{"first_tile", &Unit::first_tile}, Field{"tiles", &Unit::tiles},
                 Field{"tile_of_expert", &Unit::tile_of_expert}, Field{"rows_of_expert", &Unit::rows_of_expert})
       .def("rows_of_tile", &Unit::rows_of_tile, py::arg("tile"), py::arg("tile_rows"));
-  define_struct(module, "Task", "One output tile of one GEMM.", Field{"gemm", &Task::gemm},
+  define_struct(module, "Task", "One output tile of one GEMM, or two of a narrow row tile.", Field{"gemm", &Task::gemm},
                 Field{"expert", &Task::expert}, Field{"row_tile", &Task::row_tile},
                 Field{"ring_slot", &Task::ring_slot}, Field{"rows", &Task::rows},
-                Field{"column_tile", &Task::column_tile});
+                Field{"column_tile", &Task::column_tile}, Field{"column_tiles", &Task::column_tiles});
   define_struct(module, "Chunk", "Rows that one dispatcher pulls at a time.", Field{"expert", &Chunk::expert},
                 Field{"row_tile", &Chunk::row_tile}, Field{"ring_slot", &Chunk::ring_slot},
                 Field{"first_row", &Chunk::first_row}, Field{"tile_row", &Chunk::tile_row},
@@ -146,6 +147,7 @@ void check(const Schedule& schedule) {
   require_at_least("workers", schedule.workers, 1);
   require_at_least("chunk_rows", schedule.chunk_rows, 1);
   require_at_least("dispatchers", schedule.dispatchers, 1);
+  require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
 }
 
 void check(const Rows& rows_per_expert) {
@@ -190,7 +192,12 @@ std::vector<Unit> units(const Schedule& schedule, const Rows& rows_per_expert) {
 std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert, int32_t worker) {
   check(shape, schedule, rows_per_expert);
   require_range("worker", worker, 0, schedule.workers);
-  return all_of<Task>(TaskWalk(shape, schedule, rows_per_expert.data(), worker));
+  std::vector<Task> items;
+  TaskWalk walk(shape, schedule, rows_per_expert.data());
+  Task item;
+  // Dealt in turn. In a launch a worker takes the next task when it is free.
+  for (int32_t number = worker; walk.seek(number, item); number += schedule.workers) items.push_back(item);
+  return items;
 }
 
 std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
+from jaxmoe import native
 from jaxmoe.plan import has_tokamax
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import LayerSuite
@@ -45,6 +46,22 @@ class TestXlaWithLaxRaggedDot(OnGpu):
 class TestXlaWithTokamax(OnGpu):
     implementation = "xla"
     plans = (
+        None,
         jaxmoe.Plan(chunk_rows=1000, grouped_gemm="tokamax"),
         jaxmoe.Plan(chunk_rows=40, grouped_gemm="tokamax"),
+    )
+
+
+@pytest.mark.skipif(
+    not native.cuda_status().available, reason=f"the CUDA part cannot run: {native.cuda_status().reason}"
+)
+class TestMegakernel(OnGpu):
+    implementation = "megakernel"
+    width_multiple = 8  # 16 bytes, what a bulk copy wants
+    most_experts = min(64 * jax.device_count(), 256)  # 64 a rank
+    plans = (
+        None,
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=41),
+        jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4),
     )

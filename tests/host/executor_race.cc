@@ -22,7 +22,8 @@ constexpr Schedule kSchedule{.tile = {4, 8, 8},
                              .ring_tiles = 4,
                              .workers = 3,  // odd, or each would always meet the same tile of a unit
                              .chunk_rows = 3,
-                             .dispatchers = 3};
+                             .dispatchers = 3,
+                             .narrow_rows = 2};
 constexpr int kLaunches = 25;
 
 int32_t site_named(const char* name) {

@@ -155,7 +155,7 @@ def test_jaxmoe_imports_without_its_compiled_parts_and_says_how_to_build_them():
         sys.modules["jaxmoe._cuda"] = None
         import jaxmoe
         import jaxmoe.native as native
-        for ask in native.build_info, native.device_info:
+        for ask in native.build_info, native.device_info, native.schedule:
             try:
                 ask()
             except ModuleNotFoundError as error:
@@ -163,7 +163,7 @@ def test_jaxmoe_imports_without_its_compiled_parts_and_says_how_to_build_them():
         print(native.cuda_status())
         print(native.report())
     """).splitlines()
-    assert len(output) == 4
+    assert len(output) == 5
     for line in output:
         assert "jaxmoe._native is missing" in line
         assert "pip install ." in line

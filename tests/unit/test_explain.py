@@ -39,7 +39,7 @@ def test_it_says_what_runs_why_and_what_it_costs_without_running_anything():
 
 def test_a_named_implementation_is_the_one_that_runs():
     arguments = make_inputs(0)[:4]
-    for name in ("xla", "reference"):
+    for name in ("megakernel", "xla", "reference"):
         told = jaxmoe.explain(*arguments, axis_name=None, implementation=name)
         assert told.implementation == name
         assert "was asked for" in str(told)
@@ -48,6 +48,11 @@ def test_a_named_implementation_is_the_one_that_runs():
 def test_a_passed_plan_is_the_one_that_is_used():
     plan = jaxmoe.Plan(chunk_rows=77)
     assert jaxmoe.explain(*make_inputs(0)[:4], axis_name=None, plan=plan).call.plan == plan
+
+
+def test_a_plan_with_tokamax_has_whole_tiles_of_rows():
+    assert jaxmoe.Plan(chunk_rows=96, grouped_gemm="tokamax").chunk_rows == 128
+    assert jaxmoe.Plan(chunk_rows=96).chunk_rows == 96
 
 
 @given(
@@ -60,10 +65,38 @@ def test_a_passed_plan_is_the_one_that_is_used():
 def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(tokens, top_k, ranks, platform, dtype):
     shape = Shape(tokens, hidden=64, intermediate=64, num_experts=64, top_k=top_k, ranks=ranks)
     plan = default_plan(shape, platform, dtype)
-    assert 1 <= plan.chunk_rows <= max(shape.all_slots, 1)
+    in_tiles = plans.ROW_TILE if plan.grouped_gemm == "tokamax" else 1
+    assert plan.chunk_rows % in_tiles == 0
+    assert 1 <= plan.chunk_rows < max(shape.all_slots, 1) + in_tiles
     roomy = plans.ROWS_OVER_BALANCED * shape.balanced_rows + plans.ROW_TILE
     assert plan.chunk_rows <= max(plans.WORST_CASE_ROWS, roomy)
     assert [reason.split("=")[0] for reason in plan.reasons] == ["chunk_rows", "grouped_gemm"]
+    assert all(": " in reason for reason in plan.reasons)
+
+
+@given(
+    tokens=st.integers(0, 70_000),
+    hidden=st.integers(1, 20_000),
+    experts_per_rank=st.integers(1, 64),
+    top_k=st.integers(1, 32),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    gated=st.booleans(),
+    platform=st.sampled_from(["cpu", "gpu"]),
+)
+def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_every_choice(
+    tokens, hidden, experts_per_rank, top_k, ranks, gated, platform
+):
+    shape = Shape(tokens, hidden, 64, ranks * experts_per_rank, top_k, ranks, gated=gated)
+    plan = default_plan(shape, platform, jnp.bfloat16, "megakernel")
+    most = plans.most_row_tiles(shape, platform)
+    assert min(plan.fewest_ring_tiles, most) <= plan.ring_tiles <= most
+    rows = plan.unit_tiles * plans.granularity(platform, gated).tile_rows
+    if platform == "gpu":
+        assert plan.unit_tiles <= plans.FEWEST_UNIT_TILES or rows * hidden * shape.itemsize <= plans.UNIT_BYTES
+    # Whatever the number of tokens, the rings hold a few units beyond the lag.
+    assert plan.lag_units <= plans.MOST_LAG_UNITS
+    assert plan.ring_tiles <= plan.lag_units * plan.unit_tiles + max(3 * plan.unit_tiles, 16)
+    assert [reason.split("=")[0] for reason in plan.reasons] == ["unit_tiles", "lag_units", "ring_tiles"]
     assert all(": " in reason for reason in plan.reasons)
 
 

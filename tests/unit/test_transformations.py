@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.call import IMPLEMENTATIONS
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import mesh_of
 
@@ -17,7 +18,7 @@ ARGUMENTS = make_inputs(0, biases=True)[:4]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_numpy_arrays_are_taken_as_jax_takes_them(implementation):
     x, ids, weights, experts = jax.tree.map(np.asarray, ARGUMENTS)
     y = jaxmoe.moe_layer(
@@ -37,7 +38,7 @@ def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
     np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_expert_axis_of_one_rank_needs_nothing_split_over_it(implementation):
     mesh = jax.make_mesh((8, 1), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 

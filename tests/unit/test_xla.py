@@ -43,6 +43,7 @@ def test_temporary_memory_is_what_explain_states_and_not_that_of_the_worst_routi
     arguments = make_inputs(1, **SIZES | {"num_experts": num_experts})
     stated = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"))
     slots, balanced = 4096 * 2, 4096 * 2 // 8
+    assert isinstance(stated.call.plan, jaxmoe.Plan)
     assert stated.call.plan.chunk_rows < 2 * balanced < slots
     measured = temporary_bytes(compiled(num_experts=num_experts))
     worst = temporary_bytes(compiled(jaxmoe.Plan(chunk_rows=slots), num_experts=num_experts))
@@ -57,6 +58,7 @@ def test_one_rank_that_receives_every_row_drops_none_in_that_memory(routing):
     assert relative_error(compiled()(arguments), dense(arguments)) < 5e-6
     rows = np.bincount(np.asarray(arguments.topk_ids).reshape(-1), minlength=8)
     plan = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert")).call.plan
+    assert isinstance(plan, jaxmoe.Plan)
     assert rows.max() > 2 * plan.chunk_rows
 
 

@@ -1,0 +1,296 @@
+#include "cuda/arena.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "cuda/launch.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmoe {
+namespace {
+
+constexpr int64_t kMemoryStep = int64_t{1} << 21;  // in which devices hand out memory that can be shared
+
+std::string bytes_text(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), bytes < (int64_t{1} << 30) ? "%.1f MiB" : "%.2f GiB",
+                static_cast<double>(bytes) / (bytes < (int64_t{1} << 30) ? 1 << 20 : 1 << 30));
+  return text;
+}
+
+ffi::Error cuda_error(const char* what, cudaError_t status) {
+  return ffi::Error::Internal(std::string("jaxmoe_forward: ") + what + ": " + cudaGetErrorString(status) + ".");
+}
+
+// Small changes of shape find room.
+int64_t rounded(int64_t count) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count))); }
+
+HeadCapacity larger_head(const HeadCapacity& present, const HeadCapacity& needed) {
+  return {.ranks = needed.ranks,
+          .local_experts = std::max(present.local_experts, needed.local_experts),
+          .row_tiles = std::max(present.row_tiles, rounded(needed.row_tiles)),
+          .slots = std::max(present.slots, rounded(needed.slots))};
+}
+
+// What to do about memory that is not there. XLA's pool takes its share when JAX starts, used or not.
+std::string no_memory_text(int32_t rank, int64_t bytes, const Schedule& schedule, int64_t ring_bytes,
+                           const std::string& reason) {
+  std::size_t free = 0, all = 0;
+  cudaMemGetInfo(&free, &all);
+  return "jaxmoe_forward: rank " + std::to_string(rank) + " needs " + bytes_text(bytes) +
+         " of GPU memory outside of XLA's pool, " + bytes_text(static_cast<int64_t>(free)) + " of " +
+         bytes_text(static_cast<int64_t>(all)) + " are free: " + reason +
+         " Set XLA_PYTHON_CLIENT_MEM_FRACTION lower before jax starts (0.75 where it is not set), or lower the "
+         "plan's ring_tiles: " + std::to_string(schedule.ring_tiles) + " of them take " + bytes_text(ring_bytes) + ".";
+}
+
+}  // namespace
+
+bool Arena::holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) const {
+  return memory_.own != nullptr && head_.holds(needed_head(shape, schedule)) &&
+         layout_of(shape, schedule, head_, itemsize).bytes <= memory_.bytes;
+}
+
+ffi::Error Arena::claim(std::unique_lock<std::mutex>* lock) {
+  *lock = std::unique_lock(claimed_, std::try_to_lock);
+  if (lock->owns_lock()) return ffi::Error::Success();
+  if (ranks_ == 1) {  // whoever has it waits for this device alone
+    lock->lock();
+    return ffi::Error::Success();
+  }
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                    "jaxmoe_forward: two threads of this process run programs with experts over " +
+                        std::to_string(ranks_) + " ranks on device " + std::to_string(device_) +
+                        " at the same time; the other ranks could run them in another order and wait for ever. Run "
+                        "them from one thread.");
+}
+
+ffi::Error Arena::failure() {
+  const bool seen_before = !failure_text_.empty();
+  if (!seen_before && failure_record_ != nullptr &&
+      std::atomic_ref(failure_record_->complete).load(std::memory_order_acquire) != 0) {
+    failure_text_ = describe(failure_record_->failure, timeout_seconds_, "sm");
+  }
+  if (failure_text_.empty()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
+                    failure_text_ +
+                        (seen_before ? " That was an earlier call; the memory of its group cannot be used again."
+                                     : " The output of that call is not valid.") +
+                        " Restart all processes of the group. A rank that did not run the same program as the others, "
+                        "or that stopped, is the usual reason.");
+}
+
+ffi::Error Arena::prepare_launches() {
+  if (last_launch_ == nullptr) {
+    const cudaError_t status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
+    if (status != cudaSuccess) return cuda_error("cudaEventCreate", status);
+  }
+  if (failure_record_ == nullptr) {
+    void* record = nullptr;
+    constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
+    const cudaError_t status = cudaHostAlloc(&record, sizeof(FailureRecord), kFlags);
+    if (status != cudaSuccess) return cuda_error("host memory that the GPU can write", status);
+    failure_record_ = new (record) FailureRecord{};
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Arena::reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
+                          cudaStream_t stream) {
+  std::unique_lock<std::mutex> lock;
+  if (ffi::Error error = claim(&lock); error.failure()) return error;
+  if (ffi::Error error = failure(); error.failure()) return error;
+  if (holds(shape, schedule, itemsize)) return ffi::Error::Success();
+  if (ffi::Error error = prepare_launches(); error.failure()) return error;
+
+  const HeadCapacity head = larger_head(head_, needed_head(shape, schedule));
+  const ArenaLayout layout = layout_of(shape, schedule, head, itemsize);
+  const int64_t body_bytes = std::max(body_bytes_, layout.bytes - layout.head_bytes);
+  const int64_t bytes = ceil_div(layout.head_bytes + body_bytes, kMemoryStep) * kMemoryStep;
+
+  // All ranks have enqueued the same launches before they come here, so those in flight end. After them no peer touches
+  // this rank's arena (protocol.h), and the old one can go before the new one comes.
+  if (const cudaError_t status = cudaDeviceSynchronize(); status != cudaSuccess) {
+    return cuda_error("earlier work of this device failed", status);
+  }
+  if (ffi::Error error = failure(); error.failure()) return error;
+  release(&memory_);
+  head_ = {};
+  body_bytes_ = 0;
+  const int64_t ring_bytes = layout.rows.bytes + layout.hidden.bytes;
+  if (ffi::Error error = replace_memory(communicator, bytes, schedule, ring_bytes, stream); error.failure()) {
+    release(&memory_);
+    return error;
+  }
+  head_ = head;
+  body_bytes_ = body_bytes;
+  return ffi::Error::Success();
+}
+
+ffi::Error Arena::replace_memory(void* communicator, int64_t bytes, const Schedule& schedule, int64_t ring_bytes,
+                                 cudaStream_t stream) {
+  const auto no_memory = [&](const std::string& reason) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      no_memory_text(rank_, bytes, schedule, ring_bytes, reason));
+  };
+  // First, so that a rank can say that it has no memory for the arena.
+  SharedMemory board;
+  if (ranks_ > 1) {
+    if (const std::string error = allocate(kBoardBytes, true, &board); !error.empty()) return no_memory(error);
+  }
+  const std::string shortage = allocate(bytes, ranks_ > 1, &memory_);
+  if (ranks_ > 1) {
+    std::vector<Note> notes;
+    const Note own{.gpu = {}, .bytes = bytes, .allocated = shortage.empty()};
+    if (const std::string error = exchange(communicator, ranks_, own, stream, &board, &notes); !error.empty()) {
+      return ffi::Error::Internal("jaxmoe_forward: the ranks could not agree on their memory. " + error);
+    }
+    for (int32_t rank = 0; rank < ranks_; ++rank) {
+      if (notes[rank].bytes != bytes) {
+        return ffi::Error::Internal("jaxmoe_forward: rank " + std::to_string(rank_) + " wants an arena of " +
+                                    std::to_string(bytes) + " bytes, rank " + std::to_string(rank) + " one of " +
+                                    std::to_string(notes[rank].bytes) +
+                                    ". All ranks have to run the same programs in the same order.");
+      }
+      if (!notes[rank].allocated && rank != rank_ && shortage.empty()) {
+        return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                          "jaxmoe_forward: rank " + std::to_string(rank) + " has no memory for its arena of " +
+                              bytes_text(bytes) + "; its own error says more.");
+      }
+    }
+  }
+  if (!shortage.empty()) return no_memory(shortage);
+
+  // Before any peer can reach it: epochs and counters start from zero.
+  cudaError_t status = cudaMemsetAsync(memory_.own, 0, bytes, stream);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+  if (status != cudaSuccess) return cuda_error("the arena could not be cleared", status);
+  if (ranks_ > 1) {
+    if (const std::string error = share(communicator, ranks_, stream, &memory_); !error.empty()) {
+      return ffi::Error::Internal("jaxmoe_forward: the ranks could not share their memory. " + error);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
+                         const void* w_down, int32_t itemsize, cudaStream_t stream) {
+  std::unique_lock<std::mutex> lock;
+  if (ffi::Error error = claim(&lock); error.failure()) return error;
+  if (ffi::Error error = failure(); error.failure()) return error;
+  if (!holds(params->shape, params->schedule, itemsize)) {
+    return ffi::Error::Internal("jaxmoe_forward: execute without an initialize that made room for it.");
+  }
+  params->head = head_;
+  params->layout = layout_of(params->shape, params->schedule, head_, itemsize);
+  params->rank = rank_;
+  params->failure = failure_record_;
+  std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
+  if (const std::string error = make_tensor_maps(params, type, w_gate, w_up, w_down); !error.empty()) {
+    return ffi::Error::InvalidArgument(error);
+  }
+  timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
+
+  // The launches of an arena have an order of their own: XLA may put two calls on two streams.
+  cudaError_t status = cudaSuccess;
+  if (last_stream_ != nullptr && last_stream_ != stream) status = cudaStreamWaitEvent(stream, last_launch_);
+  if (status == cudaSuccess) status = launch_forward(*params, type, stream);
+  if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
+  last_stream_ = stream;
+  return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
+}
+
+namespace {
+
+// GPUs of a group by UUID, in the order of their ranks.
+using Members = std::vector<std::vector<unsigned char>>;
+
+struct Table {
+  std::mutex mutex;
+  // XLA keeps a communicator for as long as the process lives, so its address names it.
+  std::map<std::pair<int32_t, void*>, Arena*> of_communicator;
+  std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>> of_group;
+
+  static Table& get() {
+    static Table* table = new Table;  // never destroyed: handlers may still run while the process ends
+    return *table;
+  }
+
+  Arena* known(int32_t device, void* communicator) {
+    const std::lock_guard lock(mutex);
+    const auto found = of_communicator.find({device, communicator});
+    return found == of_communicator.end() ? nullptr : found->second;
+  }
+
+  Arena* add(int32_t device, void* communicator, const Members& members, int32_t ranks, int32_t rank) {
+    const std::lock_guard lock(mutex);
+    std::unique_ptr<Arena>& arena = of_group[{device, members}];
+    if (arena == nullptr) arena = std::make_unique<Arena>(device, ranks, rank);
+    of_communicator[{device, communicator}] = arena.get();
+    return arena.get();
+  }
+};
+
+std::string check_membership(const Membership& found, int32_t device, int32_t ranks) {
+  if (found.ranks != ranks || found.rank < 0 || found.rank >= ranks || found.device != device) {
+    return "jaxmoe_forward: XLA's communicator has " + std::to_string(found.ranks) + " ranks and is rank " +
+           std::to_string(found.rank) + " on device " + std::to_string(found.device) + "; this call has " +
+           std::to_string(ranks) + " ranks and runs on device " + std::to_string(device) + ".";
+  }
+  if (found.in_reach != ranks) {
+    return "jaxmoe_forward: the experts are spread over " + std::to_string(ranks) + " GPUs, of which " +
+           std::to_string(found.in_reach) +
+           " reach each other's memory through NVLink. Spread them over the GPUs of one NVLink domain (one host) and "
+           "use the other mesh axes for data, or pass implementation=\"xla\".";
+  }
+  return "";
+}
+
+}  // namespace
+
+Arena* known_arena(int32_t device, void* communicator) { return Table::get().known(device, communicator); }
+
+ffi::ErrorOr<Arena*> find_arena(int32_t device, int32_t ranks, void* communicator, cudaStream_t stream) {
+  Table& table = Table::get();
+  if (Arena* arena = table.known(device, communicator)) return arena;
+  if (communicator == nullptr) return table.add(device, nullptr, {}, 1, 0);
+
+  Membership found{};
+  if (const std::string error = membership(communicator, &found); !error.empty()) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe_forward: " + error));
+  }
+  if (const std::string error = check_membership(found, device, ranks); !error.empty()) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, error));
+  }
+  // Not beside a kernel that waits for peers: what follows may allocate, map memory and load a kernel.
+  cudaDeviceProp properties{};
+  cudaError_t status = cudaDeviceSynchronize();
+  if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, device);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("earlier work of this device failed", status));
+  SharedMemory board;
+  if (const std::string error = allocate(kBoardBytes, true, &board); !error.empty()) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxmoe_forward: " + error));
+  }
+  Note own{};
+  static_assert(sizeof(own.gpu) == sizeof(properties.uuid));
+  std::memcpy(own.gpu, &properties.uuid, sizeof(own.gpu));
+  std::vector<Note> notes;
+  if (const std::string error = exchange(communicator, ranks, own, stream, &board, &notes); !error.empty()) {
+    return ffi::Unexpected(
+        ffi::Error::Internal("jaxmoe_forward: the ranks could not tell each other who they are. " + error));
+  }
+  Members members;
+  for (const Note& note : notes) members.emplace_back(std::begin(note.gpu), std::end(note.gpu));
+  return table.add(device, communicator, members, ranks, found.rank);
+}
+
+}  // namespace jaxmoe

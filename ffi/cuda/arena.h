@@ -1,0 +1,72 @@
+// The arenas of this process: for every device and every group that the device is a rank of, one block of memory that
+// all ranks of the group reach (common/layout.h says what lies in it). All layers and all programs of a group use the
+// same arena, one launch after the other. Caller: cuda/forward_handler.cu.
+//
+// A group is known by its GPUs in the order of their ranks. XLA may hand out several communicators for one group, and
+// the same numbers of devices can stand for other devices in another program, so neither of them names it.
+//
+// Locks: the table of arenas has a mutex that is never held while anything waits. An arena is claimed by one thread at
+// a time; where other ranks are involved, a thread that finds it claimed gets an error instead of waiting.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "common/layout.h"
+#include "common/shape.h"
+#include "cuda/kernel/params.cuh"
+#include "cuda/symmetric_memory.h"
+#include "cuda/tensor_map.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmoe {
+
+class Arena {
+ public:
+  Arena(int32_t device, int32_t ranks, int32_t rank) : device_(device), ranks_(ranks), rank_(rank) {}
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
+  // and the same history, so all of them come here together. Waits for the work of this device then.
+  xla::ffi::Error reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
+                          cudaStream_t stream);
+
+  // Launches the forward kernel after the last launch on this arena, whatever stream that was on. `params` has
+  // everything that does not depend on the arena. Neither allocates nor waits.
+  xla::ffi::Error launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
+                         const void* w_down, int32_t itemsize, cudaStream_t stream);
+
+ private:
+  bool holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) const;
+  xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
+  xla::ffi::Error failure();
+  xla::ffi::Error prepare_launches();
+  xla::ffi::Error replace_memory(void* communicator, int64_t bytes, const Schedule& schedule, int64_t ring_bytes,
+                                 cudaStream_t stream);
+
+  const int32_t device_;
+  const int32_t ranks_;
+  const int32_t rank_;
+  std::mutex claimed_;
+  SharedMemory memory_;
+  HeadCapacity head_{};
+  int64_t body_bytes_ = 0;
+  cudaEvent_t last_launch_ = nullptr;
+  cudaStream_t last_stream_ = nullptr;
+  double timeout_seconds_ = 0;             // of the last launch
+  FailureRecord* failure_record_ = nullptr;  // in host memory; written by the kernel
+  std::string failure_text_;               // not empty: a launch has failed
+};
+
+// The arena of the current device `device` in the group of `communicator`, an ncclComm_t of XLA; null for a group of
+// one. Collective where the communicator is seen for the first time.
+xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, int32_t ranks, void* communicator, cudaStream_t stream);
+
+// The same where find_arena() has been called before; null where it has not.
+Arena* known_arena(int32_t device, void* communicator);
+
+}  // namespace jaxmoe

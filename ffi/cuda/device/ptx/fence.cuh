@@ -1,0 +1,68 @@
+// Fences between the generic proxy (ordinary loads and stores) and the async proxy (bulk copies, tensor cores), and the
+// barrier of all threads of a cluster.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxmoe::ptx {
+
+// Makes initialised mbarriers visible to the async proxy and to the other blocks of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory of its block before asynchronous ones that follow, its own or
+// those of a thread that it then meets at a barrier.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory: between the acquire of a signal and bulk loads of what it announced, and between bulk
+// stores that have completed and the release of the signal that announces them.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Every kind of memory.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// A barrier of kThreads threads of the block, whole warps; 0 is that of __syncthreads().
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier() {
+  static_assert(kBarrier > 0 && kBarrier < 16 && kThreads % 32 == 0);
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// One word to the same place in the shared memory of block `cta_rank` of the cluster, and a look at what came that way.
+// Ordered with nothing else.
+__device__ __forceinline__ void store_cluster(int32_t* word, uint32_t cta_rank, int32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.relaxed.cluster.shared::cluster.s32 [remote], %2;\n"
+      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))),
+      "r"(cta_rank), "r"(value)
+      : "memory");
+}
+__device__ __forceinline__ int32_t load_cluster(const int32_t* word) {
+  int32_t value;
+  asm volatile("ld.relaxed.cluster.shared::cta.s32 %0, [%1];"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
+               : "memory");
+  return value;
+}
+
+// Every thread of every block of the cluster; release before, acquire behind. All lanes of a warp together.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+}  // namespace jaxmoe::ptx

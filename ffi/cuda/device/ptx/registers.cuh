@@ -1,0 +1,44 @@
+// Registers: how many a warpgroup owns, and moving 8 x 8 tiles from them to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/ptx/mbarrier.cuh"
+
+namespace jaxmoe::ptx {
+
+// Gives registers back, or waits until that many can be had. All four warps of a warpgroup, once each, in the branch of
+// its role; kCount is a multiple of 8. The launch gives every thread the same number, so what some take others release.
+template <int kCount>
+__device__ __forceinline__ void release_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Four 8 x 8 tiles of 16-bit elements. Register i of a lane holds row lane / 4, columns 2 (lane % 4) and the next, of
+// tile i; lane l names the address of the 16 bytes of row l % 8 of tile l / 8.
+__device__ __forceinline__ void store_tiles(void* row, const uint32_t (&tiles)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+               : "memory");
+}
+
+// True in one lane of a warp whose lanes are all here; the compiler then knows that a single thread runs the branch.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+}  // namespace jaxmoe::ptx

@@ -1,0 +1,114 @@
+// wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
+// product to its float32 accumulators. Used by kernel/gemm_math.cuh through the precision policies.
+//
+// Order of calls: wgmma_fence() before the first product of a group, commit_products() behind the last,
+// wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/ptx/mbarrier.cuh"
+
+namespace jaxmoe::ptx {
+
+// A thread's share of a 64 x 256 product. values[4 b + 2 h + i] is row 16 w + 8 h + lane / 4, column
+// 8 b + 2 (lane % 4) + i, for warp w of the warpgroup.
+struct Accumulators {
+  float values[128];
+};
+
+// Where and how a tile lies in shared memory. Bits: 0-13 address, 16-29 leading offset, 32-45 stride offset (all in
+// units of 16 bytes), 62-63 swizzle (1: 128 bytes). Tiles begin at multiples of 1024 bytes, the period of that swizzle;
+// slices of a tile are named by adding to the address. What the two offsets mean depends on the major dimension.
+__device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, uint32_t leading_bytes,
+                                                        uint32_t stride_bytes) {
+  return uint64_t{(shared_address(tile) & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
+         uint64_t{stride_bytes >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// A tile whose rows are 64 16-bit elements of the K dimension, 128 bytes each: 8 rows are 1024 bytes. The leading
+// offset is not used, since a slice of 16 elements lies within one row.
+__device__ __forceinline__ uint64_t k_major_descriptor(const void* tile) { return swizzled_descriptor(tile, 16, 1024); }
+
+// A tile whose rows are 64 16-bit elements of the N dimension, one row for each k: 8 rows (values of k) are 1024 bytes,
+// and `block_bytes` lie between one block of 64 columns and the next.
+__device__ __forceinline__ uint64_t n_major_descriptor(const void* tile, uint32_t block_bytes) {
+  return swizzled_descriptor(tile, block_bytes, 1024);
+}
+
+// The descriptor of what lies `bytes` further on.
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
+  return descriptor + (bytes >> 4);
+}
+
+// Orders earlier accesses to the accumulators before the products that follow.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Behind wait_products<0>(): keeps the compiler from reading accumulators before that wait, of which it knows nothing.
+__device__ __forceinline__ void own_accumulators(Accumulators& accumulators) {
+#pragma unroll
+  for (float& value : accumulators.values) asm volatile("" : "+f"(value)::"memory");
+}
+
+// Sets all sums to zero, 64 instructions. The alternative, a first product that does not add, leaves the registers
+// undefined before it; ptxas 13.0 then runs the products of some callers one after the other and says so in a line of
+// information that is no warning ("C7515 ... wgmma.mma_async instructions are serialized"). No build may print it.
+__device__ __forceinline__ void clear_accumulators(Accumulators& accumulators) {
+#pragma unroll
+  for (float& value : accumulators.values) value = 0.0f;
+}
+
+// accumulators += a * b; a K-major, b N-major. PTX takes the 128 registers one by
+// one, and the element type is part of the instruction's name: both are spelled once, here.
+#define JAXMOE_EIGHT(first)                                                                                    \
+  "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
+      "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
+#define JAXMOE_WGMMA_64X256X16(types)                                                                          \
+  asm volatile(                                                                                                \
+      "{\n"                                                                                                    \
+      ".reg .pred accumulate;\n"                                                                               \
+      "setp.ne.b32 accumulate, %130, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." types " {"                                                \
+      "%0, %1, %2, %3, %4, %5, %6, %7, "                                                                       \
+      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                                 \
+      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                               \
+      "%24, %25, %26, %27, %28, %29, %30, %31, "                                                               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, "                                                               \
+      "%40, %41, %42, %43, %44, %45, %46, %47, "                                                               \
+      "%48, %49, %50, %51, %52, %53, %54, %55, "                                                               \
+      "%56, %57, %58, %59, %60, %61, %62, %63, "                                                               \
+      "%64, %65, %66, %67, %68, %69, %70, %71, "                                                               \
+      "%72, %73, %74, %75, %76, %77, %78, %79, "                                                               \
+      "%80, %81, %82, %83, %84, %85, %86, %87, "                                                               \
+      "%88, %89, %90, %91, %92, %93, %94, %95, "                                                               \
+      "%96, %97, %98, %99, %100, %101, %102, %103, "                                                           \
+      "%104, %105, %106, %107, %108, %109, %110, %111, "                                                       \
+      "%112, %113, %114, %115, %116, %117, %118, %119, "                                                       \
+      "%120, %121, %122, %123, %124, %125, %126, %127"                                                         \
+      "}, %128, %129, accumulate, 1, 1, 0, 1;\n"                                                               \
+      "}"                                                                                                      \
+      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32),                \
+        JAXMOE_EIGHT(40), JAXMOE_EIGHT(48), JAXMOE_EIGHT(56), JAXMOE_EIGHT(64), JAXMOE_EIGHT(72),              \
+        JAXMOE_EIGHT(80), JAXMOE_EIGHT(88), JAXMOE_EIGHT(96), JAXMOE_EIGHT(104), JAXMOE_EIGHT(112),            \
+        JAXMOE_EIGHT(120)                                                                                      \
+      : "l"(a), "l"(b), "n"(1)                                                                                 \
+      : "memory")
+
+__device__ __forceinline__ void multiply_bf16(Accumulators& accumulators, uint64_t a, uint64_t b) {
+  float(&d)[128] = accumulators.values;
+  JAXMOE_WGMMA_64X256X16("bf16.bf16");
+}
+__device__ __forceinline__ void multiply_f16(Accumulators& accumulators, uint64_t a, uint64_t b) {
+  float(&d)[128] = accumulators.values;
+  JAXMOE_WGMMA_64X256X16("f16.f16");
+}
+
+#undef JAXMOE_WGMMA_64X256X16
+#undef JAXMOE_EIGHT
+
+}  // namespace jaxmoe::ptx

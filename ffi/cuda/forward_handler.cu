@@ -1,0 +1,237 @@
+// Handlers of jaxmoe_forward on CUDA devices. XLA calls all three for every run and device:
+//
+//   prepare      asks for the communicator of the group; there is no stream and no memory yet
+//   initialize   loads the kernel, and sees to it that the group's arena is large enough (cuda/arena.h)
+//   execute      enqueues the kernel and does nothing else
+//
+// No device of this process executes before all of them have ended initialize: XLA holds them back. So nothing there
+// that allocates, maps or loads runs beside a kernel of the same run, which would wait for it for ever.
+//
+// A wait of the kernel that takes too long ends the kernel; the next call of that group reports it.
+//
+// Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "common/forward_call.h"
+#include "cuda/arena.h"
+#include "cuda/collectives.h"
+#include "cuda/launch.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmoe {
+namespace {
+
+constexpr int32_t kItemsize = 2;  // of both element types
+
+ffi::Error cuda_error(const char* what, cudaError_t status) {
+  return ffi::Error::Internal(std::string("jaxmoe_forward: ") + what + ": " + cudaGetErrorString(status) + ".");
+}
+
+ReplicaGroups groups_of(const ForwardAttributes& a) {
+  ReplicaGroups groups;
+  for (const int64_t* group = a.groups.begin(); group != a.groups.end(); group += a.ranks) {
+    groups.emplace_back(group, group + a.ranks);
+  }
+  return groups;
+}
+
+// What this kernel cannot do, beyond what no part of jaxmoe can.
+std::string limits_error(const ForwardAttributes& a) {
+  if (a.ranks <= kMaxPeers && a.num_experts <= kMaxExperts && a.num_experts / a.ranks <= kMaxLocalExperts) return "";
+  return "jaxmoe_forward: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
+         " ranks; on GPUs there can be " + std::to_string(kMaxExperts) + " experts, " +
+         std::to_string(kMaxLocalExperts) + " per rank, and " + std::to_string(kMaxPeers) + " ranks.";
+}
+
+std::string types_error(const ForwardBuffers& b) {
+  const ffi::DataType type = b.x.element_type();
+  if (type != ffi::BF16 && type != ffi::F16) return "jaxmoe_forward: on GPUs x must be bfloat16 or float16.";
+  for (const ffi::AnyBuffer& buffer : {b.w_gate, b.w_up, b.w_down, b.b_gate, b.b_up, b.b_down, b.y}) {
+    if (buffer.element_type() != type) return "jaxmoe_forward: weights, biases and y must be of the type of x.";
+  }
+  if (b.topk_ids.element_type() != ffi::S32 || b.topk_weights.element_type() != ffi::F32) {
+    return "jaxmoe_forward: topk_ids must be int32, topk_weights float32.";
+  }
+  return "";
+}
+
+// Makes `device` the current one of this thread for a while.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    cudaGetDevice(&previous_);
+    if (previous_ != device) cudaSetDevice(device);
+    current_ = device;
+  }
+  ~CurrentDevice() {
+    if (previous_ != current_) cudaSetDevice(previous_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_ = 0;
+  int current_ = 0;
+};
+
+// Workers of the kernel for an element type on the current device; the first call loads it.
+ffi::ErrorOr<int32_t> workers_of(int device, ElementType type) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, ElementType>, int32_t>* known = new std::map<std::pair<int, ElementType>, int32_t>;
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = known->find({device, type}); found != known->end()) return found->second;
+  }
+  // Without the lock: loading may wait for kernels that wait for peers, whose handlers come through here too.
+  int major = 0, minor = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("the device cannot be asked what it is", status));
+  if (major != 9 || minor != 0) {
+    return ffi::Unexpected(ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "jaxmoe_forward: device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+            std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
+  }
+  int32_t workers = 0;
+  if (const std::string error = prepare_forward(type, &workers); !error.empty()) {
+    return ffi::Unexpected(ffi::Error::Internal(error));
+  }
+  const std::lock_guard lock(mutex);
+  return (*known)[{device, type}] = workers;
+}
+
+// A call as initialize and execute see it.
+struct Call {
+  int device;  // as the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see
+  ElementType type;
+  Shape shape;
+  Schedule schedule;
+  void* communicator;  // null for a group of one
+};
+
+ffi::ErrorOr<int> device_of(cudaStream_t stream) {
+  int device = 0;
+  const cudaError_t status = cudaStreamGetDevice(stream, &device);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("cudaStreamGetDevice", status));
+  return device;
+}
+
+// Checks a call; `device` is current.
+ffi::ErrorOr<Call> call_of(const ffi::Context& context, int device, const ForwardBuffers& buffers,
+                           const ForwardAttributes& attributes) {
+  for (const std::string& error :
+       {forward_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
+    if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
+  }
+  const ElementType type = buffers.x.element_type() == ffi::BF16 ? ElementType::kBf16 : ElementType::kF16;
+  ffi::ErrorOr<int32_t> workers = workers_of(device, type);
+  if (workers.has_error()) return ffi::Unexpected(workers.error());
+  if (attributes.workers > *workers) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe_forward: workers=" + std::to_string(attributes.workers) +
+                                                       "; this device has room for " + std::to_string(*workers) + "."));
+  }
+  void* communicator = nullptr;
+  if (attributes.ranks > 1) {
+    ffi::ErrorOr<void*> found = get_communicator(context, groups_of(attributes));
+    if (found.has_error()) return ffi::Unexpected(found.error());
+    communicator = *found;
+  }
+  return Call{.device = device,
+              .type = type,
+              .shape = shape_of(buffers, attributes),
+              .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers),
+              .communicator = communicator};
+}
+
+ffi::Error prepare(ffi::Context context, ForwardAttributes attributes) {
+  for (const std::string& error : {attributes_error(attributes), limits_error(attributes)}) {
+    if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  }
+  return attributes.ranks == 1 ? ffi::Error::Success() : request_communicator(context, groups_of(attributes));
+}
+
+// Buffers are there, what they hold is not.
+ffi::Error initialize(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+                      ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
+                      ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
+                      ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
+  const ForwardBuffers buffers{place, x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, *y};
+  ffi::ErrorOr<int> device = device_of(stream);
+  if (device.has_error()) return device.error();
+  const CurrentDevice current(*device);
+  ffi::ErrorOr<Call> call = call_of(context, *device, buffers, attributes);
+  if (call.has_error()) return call.error();
+  ffi::ErrorOr<Arena*> arena = find_arena(call->device, call->shape.ranks, call->communicator, stream);
+  if (arena.has_error()) return arena.error();
+  return (*arena)->reserve(call->communicator, call->shape, call->schedule, kItemsize, stream);
+}
+
+// Device and rank follow from the stream and the communicator: `place`, which is on the GPU, is not read.
+ffi::Error execute(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+                   ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
+                   ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
+                   ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
+  const ForwardBuffers buffers{place, x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, *y};
+  ffi::ErrorOr<int> device = device_of(stream);
+  if (device.has_error()) return device.error();
+  const CurrentDevice current(*device);
+  ffi::ErrorOr<Call> call = call_of(context, *device, buffers, attributes);
+  if (call.has_error()) return call.error();
+  Arena* arena = known_arena(call->device, call->communicator);
+  if (arena == nullptr) return ffi::Error::Internal("jaxmoe_forward: execute without an initialize for its group.");
+
+  const auto data = [](const ffi::AnyBuffer& buffer) -> const void* {
+    return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
+  };
+  ForwardParams params{};
+  params.shape = call->shape;
+  params.schedule = call->schedule;
+  params.activation = activation_of(attributes);
+  params.timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
+  params.x = data(x);
+  params.topk_ids = static_cast<const int32_t*>(data(topk_ids));
+  params.topk_weights = static_cast<const float*>(data(topk_weights));
+  params.b_gate = data(b_gate);
+  params.b_up = data(b_up);
+  params.b_down = data(b_down);
+  params.y = y->untyped_data();
+  params.gated = w_up.element_count() > 0;
+  return arena->launch(&params, call->type, data(w_gate), data(w_up), data(w_down), kItemsize, stream);
+}
+
+// Operands, result and attributes of the call, which initialize and execute both declare.
+template <class Binding>
+auto with_call(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::Context>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()   // place
+      .template Arg<ffi::AnyBuffer>()   // x
+      .template Arg<ffi::AnyBuffer>()   // topk_ids
+      .template Arg<ffi::AnyBuffer>()   // topk_weights
+      .template Arg<ffi::AnyBuffer>()   // w_gate
+      .template Arg<ffi::AnyBuffer>()   // w_up
+      .template Arg<ffi::AnyBuffer>()   // w_down
+      .template Arg<ffi::AnyBuffer>()   // b_gate
+      .template Arg<ffi::AnyBuffer>()   // b_up
+      .template Arg<ffi::AnyBuffer>()   // b_down
+      .template Ret<ffi::AnyBuffer>()   // y
+      .template Attrs<ForwardAttributes>();
+}
+
+}  // namespace
+}  // namespace jaxmoe
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxmoeForwardPrepareCuda, jaxmoe::prepare,
+    xla::ffi::Ffi::BindPrepare().Ctx<xla::ffi::Context>().Attrs<jaxmoe::ForwardAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardInitializeCuda, jaxmoe::initialize,
+                              jaxmoe::with_call(xla::ffi::Ffi::BindInitialize()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardCuda, jaxmoe::execute, jaxmoe::with_call(xla::ffi::Ffi::Bind()));

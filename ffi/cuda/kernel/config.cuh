@@ -1,0 +1,84 @@
+// Everything about a kernel that is fixed when it is compiled. A kernel takes it as a type,
+//
+//   struct Variant {
+//     using Precision = Bf16;                                  // kernel/precision/
+//     static constexpr KernelConfig config{.cluster_size = 2};
+//   };
+//
+// because a struct as a non-type template argument of a __global__ function does not compile with nvcc 13.0 and g++ 12.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/device/pipeline.cuh"
+
+namespace jaxmoe {
+
+struct KernelConfig {
+  int tile_rows = 128;      // of an output tile: 64 for each math warpgroup
+  int tile_columns = 256;   // accumulator columns: 256 outputs, or 128 of the gate and the same 128 of up
+  int tile_depth = 64;      // of K, for each stage: 128 bytes, the width of the swizzle
+  int stages = 4;
+  int math_warpgroups = 2;
+  // Blocks that take neighbouring row tiles and share their loads of weights: 1 or 2. With single blocks 48 KiB a step
+  // through L2 are the limit: on one H200, 590 to 700 TFLOP/s where pairs reach 760 to 800 (gate/up, BF16).
+  int cluster_size = 1;
+  // Results leave by the copy engine, or by 16-byte stores of a whole warp: the latter 1 to 3 % faster in the down GEMM
+  // where all targets are local (one H200), but a release behind them has to wait for them itself.
+  bool bulk_row_stores = true;
+  // Registers of a thread. The kernel is compiled for 168 (65536 over 384 threads); all together stay within that.
+  int control_registers = 40;   // warpgroup 0: producer, dispatch
+  int math_registers = 232;
+
+  constexpr int threads() const { return 128 * (1 + math_warpgroups); }
+};
+
+// Most dynamic shared memory of a block on sm_90.
+inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
+
+// The shared memory of the GEMM roles, and the numbers that follow from a config.
+template <class Variant>
+struct GemmShape {
+  static constexpr KernelConfig config = Variant::config;
+  using Element = typename Variant::Precision::Element;
+
+  static constexpr int kTileRows = config.tile_rows;
+  static constexpr int kTileColumns = config.tile_columns;
+  static constexpr int kTileDepth = config.tile_depth;
+  static constexpr int kClusterSize = config.cluster_size;
+  static constexpr int kBoxColumns = 64;  // of a box of weights: 128 bytes
+  static constexpr int kBoxes = kTileColumns / kBoxColumns;
+  static constexpr int kFewRows = 16;     // of a box of rows where a tile is not full
+  static constexpr int kMathWarps = 4 * config.math_warpgroups;
+  static constexpr int kWarpRows = 16;    // of a tile: what one warp owns of a 64-row product
+
+  static_assert(sizeof(Element) == 2 && kTileDepth == 64, "a row of a stage is one swizzle period of 128 bytes");
+  static_assert(kTileColumns == 256 && kTileRows == 64 * config.math_warpgroups, "one 64 x 256 product per warpgroup");
+  static_assert(kClusterSize == 1 || kClusterSize == 2);
+
+  struct Stage {
+    Element rows[kTileRows][kTileDepth];               // K-major, swizzled
+    Element weights[kBoxes][kTileDepth][kBoxColumns];  // N-major, swizzled, block by block
+  };
+  static_assert(sizeof(Stage) % 1024 == 0, "every stage begins a period of the 128-byte swizzle");
+
+  using Ring = Pipeline<Stage, config.stages, kMathWarps, kClusterSize>;
+
+  // Where one math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. Lines are
+  // 16 bytes longer than they need be: the 8 rows that a store touches at once then lie in 8 different groups of
+  // banks.
+  struct Staging {
+    static constexpr int kLines = 8;
+    static constexpr int kLineBytes = kTileColumns * sizeof(Element) + 16;
+    alignas(16) std::byte bytes[kLines * kLineBytes - 16];
+  };
+
+  // At the start of dynamic shared memory, which has to be aligned to 1024 bytes.
+  struct Storage {
+    typename Ring::Storage ring;
+    Staging staging[kMathWarps];
+  };
+  static_assert(sizeof(Storage) + 2048 <= kMaxSharedBytes, "2 KiB are left for the other roles");
+};
+
+}  // namespace jaxmoe

@@ -1,0 +1,93 @@
+// What every role of the forward kernel is handed: parameters, this block's shared memory, its place in the schedule.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/layout.h"
+#include "common/scheduler.h"
+#include "cuda/device/signals.cuh"
+#include "cuda/kernel/config.cuh"
+#include "cuda/kernel/params.cuh"
+
+namespace jaxmoe {
+
+// Warpgroup 0: one producer warp, the others dispatch. The math warpgroups follow.
+inline constexpr int kDispatchWarps = 3;
+
+// Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
+// task is written before the commit of its first stage and read behind the wait for that stage; the producer is never
+// more tasks ahead than there are stages.
+inline constexpr int kQueuedTasks = 8;
+inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
+
+template <class Variant>
+struct ForwardStorage {
+  static_assert(Variant::config.stages < kQueuedTasks);
+  typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
+  Task tasks[kQueuedTasks];                                 // this block's parts
+  int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
+  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
+  int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
+};
+
+template <class Variant>
+struct Cta {
+  using Element = typename Variant::Precision::Element;
+  static constexpr KernelConfig config = Variant::config;
+  // Warps that release a task, each for the part it has stored.
+  static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
+
+  __device__ Cta(const ForwardParams& params, ForwardStorage<Variant>& shared)
+      : params(params), shared(shared), signals(params),
+        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
+
+  template <class T>
+  __device__ __forceinline__ T* at(int32_t rank, int64_t offset) const {
+    return reinterpret_cast<T*>(params.arenas[rank] + offset);
+  }
+  template <class T>
+  __device__ __forceinline__ T* at(const Region& region) const {
+    return at<T>(params.rank, region.offset);
+  }
+
+  // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.
+  __device__ __forceinline__ bool is_narrow(const Task& task) const {
+    return config.cluster_size > 1 && task.rows <= params.schedule.narrow_rows;
+  }
+
+  // This block's part of a task of its cluster. A wide tile of the schedule is one tile of rows of every block, one
+  // below the other; of a narrow one each block takes all rows and another column tile. The part's rows may be none. It
+  // keeps the column tiles of the whole task, since that is what its release amounts to.
+  __device__ __forceinline__ Task own_part(Task task) const {
+    if constexpr (config.cluster_size > 1) {
+      const int32_t rank = static_cast<int32_t>(cta_rank);
+      const bool narrow = is_narrow(task);
+      const int32_t rows_above = narrow ? 0 : rank * config.tile_rows;
+      const bool has_columns = !narrow || rank < task.column_tiles;
+      task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(config.tile_rows)) : 0;
+      task.rows = task.rows < 0 ? 0 : task.rows;
+      task.ring_slot = task.ring_slot * config.cluster_size + (narrow ? 0 : rank);
+      task.column_tile += narrow ? rank : 0;
+    }
+    return task;
+  }
+
+  const ForwardParams& params;
+  ForwardStorage<Variant>& shared;
+  const Signals signals;
+  const uint32_t cta_rank;  // in the cluster
+};
+
+// An even share of `count` for part `part` of `parts`.
+struct Share {
+  int64_t begin, end;
+};
+__device__ __forceinline__ Share share_of(int64_t count, int32_t part, int32_t parts) {
+  const int64_t size = ceil_div(count, int64_t{parts});
+  return {at_most(size * part, count), at_most(size * (part + 1), count)};
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,132 @@
+// Dispatch: pulls the rows of this rank's experts from the ranks that own the tokens into the ring, sorted by expert,
+// and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile.
+//
+// Rows move through registers, 16 bytes a lane with kUnroll loads in flight. Shared memory is all taken by the GEMM's
+// stages, and 396 warps with 4 KiB in flight each cover NVLink's latency.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/layout.h"
+#include "common/scheduler.h"
+#include "cuda/kernel/cta.cuh"
+
+namespace jaxmoe::dispatch {
+
+inline constexpr int kVectorBytes = 16;
+inline constexpr int kUnroll = 4;
+
+// Read once, by this warp alone: no use to keep it in L1.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void copy_row(uint4* target, const uint4* source, int32_t vectors, int lane) {
+#pragma unroll 1
+  for (int32_t first = lane; first < vectors; first += 32 * kUnroll) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + 32 * i < vectors) values[i] = load_once(source + first + 32 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + 32 * i < vectors) target[first + 32 * i] = values[i];
+    }
+  }
+}
+
+// How the slots of each source lie in its list: lane s keeps it for source s. Experts come in order.
+class Segments {
+ public:
+  template <class Variant>
+  __device__ void move_to(const Cta<Variant>& cta, int32_t expert, int lane) {
+    const ForwardParams& p = cta.params;
+    for (int32_t source = 0; source < p.shape.ranks; ++source) {
+      const int32_t* counts =
+          cta.template at<int32_t>(p.rank, rows_from_source(p.layout, p.head, cta.signals.epoch(), source));
+      int32_t passed = 0;
+      for (int32_t e = expert_ + lane; e < expert; e += 32) passed += __ldcg(counts + e);
+      passed = __reduce_add_sync(0xffffffff, passed);
+      if (lane == source) {
+        start_ += passed;
+        count_ = __ldcg(counts + expert);
+      }
+    }
+    expert_ = expert;
+  }
+
+  __device__ int32_t start() const { return start_; }
+  __device__ int32_t count() const { return count_; }
+
+ private:
+  int32_t expert_ = 0;
+  int32_t start_ = 0;
+  int32_t count_ = 0;
+};
+
+template <class Variant>
+__device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
+  using Element = typename Cta<Variant>::Element;
+  const ForwardParams& p = cta.params;
+  const Schedule& schedule = p.schedule;
+  const int lane = threadIdx.x % 32;
+  const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+  const int32_t slots = p.shape.slots();
+  int32_t* counts = cta.shared.source_counts[dispatch_warp];
+  uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
+  uint4* ring = cta.template at<uint4>(p.layout.rows);
+  Segments segments;
+
+  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, blockIdx.x * kDispatchWarps + dispatch_warp);
+  for (Chunk chunk; walk.next(chunk);) {
+    segments.move_to(cta, chunk.expert, lane);
+    __syncwarp();
+    if (lane < p.shape.ranks) counts[lane] = segments.count();
+    __syncwarp();
+    RowSource from{-1, 0};
+    if (lane < chunk.rows) from = source_of_row(counts, 1, p.shape.ranks, p.rank, chunk.first_row + lane);
+    const int32_t start = __shfl_sync(0xffffffff, segments.start(), from.source < 0 ? 0 : from.source);
+    int32_t slot = -1;
+    if (from.source >= 0) {
+      slot = __ldcg(cta.template at<int32_t>(p.rank, slots_from_source(p.layout, p.head, from.source)) + start +
+                    from.position);
+      if (slot < 0 || slot >= slots) slot = -1;  // only where a wait was given up
+    }
+    const bool is_row = slot >= 0;
+    const void* tokens = !is_row ? nullptr
+                         : p.shape.ranks == 1 ? p.x
+                                              : cta.template at<void>(from.source, p.layout.tokens.offset);
+    const unsigned long long source =
+        is_row ? reinterpret_cast<unsigned long long>(static_cast<const uint4*>(tokens) +
+                                                      int64_t{slot / p.shape.top_k} * vectors)
+               : 0;
+
+    // The ring slot is free once the tile that had it has left. Pairs with the releases behind down tasks in
+    // math::run().
+    const Wait freed = wait_before(p.shape, schedule, chunk);
+    if (freed.index >= 0) {
+      if (lane == 0) cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
+      __syncwarp();
+    }
+    const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
+    if (lane < chunk.rows) {
+      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : ~0u;
+    }
+    for (int32_t i = 0; i < chunk.rows; ++i) {
+      const auto* row = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffff, source, i));
+      if (row != nullptr) copy_row(ring + (ring_row + i) * vectors, row, vectors, lane);
+    }
+    __syncwarp();
+    if (lane == 0) cta.signals.release(release_after(chunk));
+  }
+}
+
+}  // namespace jaxmoe::dispatch

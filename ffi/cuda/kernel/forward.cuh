@@ -1,0 +1,63 @@
+// The forward kernel: one launch from tokens to outputs. This file is its table of contents.
+//
+//   plan, stage        all warps of every block     slots sorted by expert, tokens where peers reach them
+//   producer           warp 0, one thread           what the GEMMs read, into shared memory
+//   dispatch           warps 1 to 3                 rows from their owners into the ring
+//   math, then combine the two warpgroups behind    both GEMMs, answers to their owners; sums of answers
+//
+// Launched cooperatively, one block on every multiprocessor: blocks wait for each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/kernel/combine.cuh"
+#include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/dispatch.cuh"
+#include "cuda/kernel/math.cuh"
+#include "cuda/kernel/plan.cuh"
+#include "cuda/kernel/producer.cuh"
+#include "cuda/kernel/stage.cuh"
+
+namespace jaxmoe {
+
+template <class Variant>
+__global__ void __launch_bounds__(Variant::config.threads(), 1)
+    moe_forward(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(1024) std::byte shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardStorage<Variant>*>(shared_bytes);
+  const Cta<Variant> cta(params, shared);
+
+  stage::clear_other_bank(cta);
+  stage::copy_tokens(cta);
+  plan::run(cta);
+  stage::publish(cta);
+  if (threadIdx.x == 0) {
+    GemmShape<Variant>::Ring::init(shared.gemm.ring);
+    ptx::fence_mbarrier_init();
+    for (int32_t& number : shared.task_numbers) number = -1;
+  }
+  ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
+  stage::wait_for_inputs(cta);      // ends with a barrier of the block
+  if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
+
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < 4) {
+    ptx::release_registers<Variant::config.control_registers>();
+    if (warp == 0) {
+      if (ptx::elect_lane()) producer::run(cta);
+    } else {
+      dispatch::run(cta, warp - 1);
+      if (blockIdx.x == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
+    }
+  } else {
+    ptx::take_registers<Variant::config.math_registers>();
+    math::run(cta);
+    combine::run(cta, warp - 4, threadIdx.x % 32);
+  }
+  if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
+  stage::leave(cta);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,261 @@
+// The consumers' half of a GEMM: two warpgroups multiply the stages of one output tile, 64 rows each, and turn their
+// accumulators into 16-bit rows that the copy engine stores wherever the caller says. The role file around it signals
+// what was written; gemm_producer.cuh has the half that fills the stages.
+//
+//   multiply_tile    accumulators = rows x weights
+//   add_bias         accumulators += bias of a column
+//   store_*_tile     activation, rounding, rows to global memory
+//   wait_rows_stored they are there: a signal may be released
+//
+// The epilogue has no barrier: a warp stages, stores and waits for its own 16 rows. While one warpgroup is in it, the
+// other multiplies what the stages still hold.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/scheduler.h"
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/tma.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/config.cuh"
+
+namespace jaxmoe {
+
+// Which part of the tiles this thread computes; all fields but `lane` are the same in a whole warp.
+struct MathThread {
+  int warpgroup;  // 0 or 1: rows 64 * warpgroup and on
+  int warp;       // 0 .. 7: rows 16 * warp and on
+  int lane;
+
+  // The row of the tile whose address this thread has to know in the epilogue; lanes 16 and on repeat it, unused.
+  __device__ __forceinline__ int32_t tile_row() const { return 16 * warp + lane % 16; }
+
+  // For threads behind the first warpgroup of the block.
+  static __device__ __forceinline__ MathThread of_this_thread() {
+    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    return {warp / 4, warp, static_cast<int>(threadIdx.x) % 32};
+  }
+};
+
+// Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
+// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
+// Returns whether the accumulators were computed, the same answer in the whole warpgroup.
+// meanwhile(step) is called in every step while its products run.
+template <class Variant, class Meanwhile>
+__device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>::Ring& ring,
+                                              typename GemmShape<Variant>::Ring::Position& position,
+                                              const MathThread& thread, int32_t rows, int32_t depth_steps,
+                                              ptx::Accumulators& sums, const Meanwhile& meanwhile) {
+  using Shape = GemmShape<Variant>;
+  using Stage = typename Shape::Stage;
+  using Position = typename Shape::Ring::Position;
+  constexpr int kSliceDepth = 16;
+  constexpr uint32_t kRowsSliceBytes = kSliceDepth * sizeof(typename Shape::Element);
+  constexpr uint32_t kWeightsSliceBytes = kSliceDepth * sizeof(Stage::weights[0][0]);
+
+  if (rows <= 0) {
+    for (int32_t step = 0; step < depth_steps; ++step) {
+      ring.wait(position);
+      meanwhile(step);
+      ring.release(position, thread.lane);
+      position.advance();
+    }
+    return false;
+  }
+  // Invariant: the products of stages before `previous` are complete and released, those of `previous` are under way.
+  Position previous = position;
+  ptx::clear_accumulators(sums);
+  for (int32_t step = 0; step < depth_steps; ++step) {
+    ring.wait(position);
+    Stage& stage = ring.stage(position);
+    const uint64_t a = ptx::k_major_descriptor(stage.rows[64 * thread.warpgroup]);
+    const uint64_t b = ptx::n_major_descriptor(stage.weights, sizeof(Stage::weights[0]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Shape::kTileDepth / kSliceDepth; ++slice) {
+      Variant::Precision::multiply(sums, ptx::advance_descriptor(a, slice * kRowsSliceBytes),
+                                   ptx::advance_descriptor(b, slice * kWeightsSliceBytes));
+    }
+    ptx::commit_products();
+    meanwhile(step);
+    ptx::wait_products<1>();
+    if (step > 0) ring.release(previous, thread.lane);
+    previous = position;
+    position.advance();
+  }
+  ptx::wait_products<0>();
+  ptx::own_accumulators(sums);
+  ring.release(previous, thread.lane);
+  return true;
+}
+
+// Which columns of the result a tile holds.
+struct TileColumns {
+  int32_t first;  // of the tile
+  int32_t count;  // of the whole result, a multiple of 8; those of the tile beyond it are not stored
+};
+
+// Adds bias[column] to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum.
+// `bias` is one expert's row of `columns.count` elements.
+template <class Variant, int kFirstSum, int kSums>
+__device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThread& thread, TileColumns columns,
+                                         const typename Variant::Precision::Element* bias) {
+#pragma unroll
+  for (int block = 0; block < kSums / 8; ++block) {
+    const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
+    if (column >= columns.count) continue;
+    const float2 pair = Variant::Precision::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
+    float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
+    of_block[0] += pair.x;
+    of_block[1] += pair.y;
+    of_block[2] += pair.x;
+    of_block[3] += pair.y;
+  }
+}
+
+namespace epilogue {
+
+// This warp's staging can be written again. Pairs with the end of store_lines().
+template <class Variant>
+__device__ __forceinline__ void acquire_staging() {
+  if constexpr (Variant::config.bulk_row_stores) ptx::wait_stores_read<0>();
+  __syncwarp();
+}
+
+// Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp, or, with two rows to a
+// line, row l in its first half and row l + 8 in its second. `row` is that of tile_row() of each lane.
+template <class Variant, int kRowsPerLine>
+__device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging& staging, int lane,
+                                            TileColumns columns, typename GemmShape<Variant>::Element* row,
+                                            int first_row) {
+  using Shape = GemmShape<Variant>;
+  using Element = typename Shape::Element;
+  constexpr int kLines = Shape::Staging::kLines;
+  constexpr int kLineBytes = Shape::Staging::kLineBytes;
+  constexpr int kColumns = Shape::kTileColumns / kRowsPerLine;
+  const auto row_of = [&](int warp_row) {
+    return reinterpret_cast<Element*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), warp_row));
+  };
+  if constexpr (Variant::config.bulk_row_stores) {
+    constexpr int kStores = kLines * kRowsPerLine;
+    ptx::fence_proxy_async_shared();
+    Element* target = row_of(first_row + lane % kStores);  // also where all lanes meet, behind their fences
+    if (lane < kStores && target != nullptr) {
+      const std::byte* source = staging.bytes + lane % kLines * kLineBytes + lane / kLines * kColumns * sizeof(Element);
+      ptx::store_bytes(target + columns.first, source,
+                       at_most(columns.count - columns.first, kColumns) * sizeof(Element));
+    }
+    ptx::commit_stores();
+  } else {
+    constexpr int kLanesPerRow = 32 / kRowsPerLine;
+    const int32_t column = columns.first + lane % kLanesPerRow * 8;
+    __syncwarp();
+#pragma unroll
+    for (int line = 0; line < kLines; ++line) {
+      Element* target = row_of(first_row + line + lane / kLanesPerRow * kLines);
+      const int4 elements = *reinterpret_cast<const int4*>(staging.bytes + line * kLineBytes + lane * 16);
+      if (target != nullptr && column < columns.count) *reinterpret_cast<int4*>(target + column) = elements;
+    }
+  }
+}
+
+// 256 columns of transform(sum), 8 rows of the warp at a time.
+template <class Variant, class Transform>
+__device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread,
+                                           typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                           typename GemmShape<Variant>::Element* row, const Transform& transform) {
+  using Shape = GemmShape<Variant>;
+  using Precision = typename Variant::Precision;
+  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    acquire_staging<Variant>();
+#pragma unroll
+    for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
+      uint32_t tiles[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = sums.values + 4 * (block + i) + 2 * half;
+        tiles[i] = Precision::pack(transform(pair[0]), transform(pair[1]));
+      }
+      ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
+    }
+    store_lines<Variant, 1>(staging, thread.lane, columns, row, 8 * half);
+  }
+}
+
+}  // namespace epilogue
+
+// The epilogues. `row` is where this thread's row, thread.tile_row(), begins: column 0 of the result, anywhere in
+// global memory, a multiple of 16; null where that row is not to be stored (task.rows and beyond). Look it up before
+// multiply_tile(), which then hides how long that takes.
+
+// h = activation(gate, up): 128 columns, gate of a column in accumulator column j and up in j + 128. All 16 rows of the
+// warp are staged at once, row r and row r + 8 in the two halves of line r.
+template <class Variant>
+__device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, const MathThread& thread,
+                                                 typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                 typename GemmShape<Variant>::Element* row,
+                                                 const Activation& activation) {
+  using Shape = GemmShape<Variant>;
+  using Precision = typename Variant::Precision;
+  constexpr int kColumns = Shape::kTileColumns / 2;
+  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Element);
+  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
+  epilogue::acquire_staging<Variant>();
+  with_activation_kind(activation.kind, [&](auto kind) {
+#pragma unroll
+    for (int block = 0; block < kColumns / 8; block += 2) {
+      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* gate = sums.values + 4 * (block + i / 2) + 2 * (i % 2);
+        const float* up = gate + 4 * (kColumns / 8);
+        tiles[i] = Precision::pack(activate_as<decltype(kind)::value>(activation, gate[0], up[0]),
+                                   activate_as<decltype(kind)::value>(activation, gate[1], up[1]));
+      }
+      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
+    }
+  });
+  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+}
+
+// h = activation(gate) of experts without an up projection: 256 columns.
+template <class Variant>
+__device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& sums, const MathThread& thread,
+                                                     typename GemmShape<Variant>::Staging& staging,
+                                                     TileColumns columns,
+                                                     typename GemmShape<Variant>::Element* row,
+                                                     const Activation& activation) {
+  with_activation_kind(activation.kind, [&](auto kind) {
+    const auto transform = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
+    epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
+  });
+}
+
+// The down GEMM: 256 columns as they are.
+template <class Variant>
+__device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, const MathThread& thread,
+                                                 typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                 typename GemmShape<Variant>::Element* row) {
+  const auto unchanged = [](float sum) { return sum; };
+  epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);
+}
+
+// All rows that this warp has stored are in memory and visible to the lanes that stored them. A release by one lane
+// behind this orders them before whatever acquires it; readers by bulk copy put ptx::fence_proxy_async_global() behind
+// their acquire.
+template <class Variant>
+__device__ __forceinline__ void wait_rows_stored() {
+  if constexpr (Variant::config.bulk_row_stores) {
+    ptx::wait_stores_complete<0>();
+    ptx::fence_proxy_async_global();
+  }
+  __syncwarp();
+}
+
+}  // namespace jaxmoe

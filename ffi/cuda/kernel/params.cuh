@@ -1,0 +1,60 @@
+// What a launch of the forward kernel is given: sizes, where everything lies, and the tensor maps of what the copy
+// engine reads. Filled by the host (cuda/launch.cu), read-only for every role.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/layout.h"
+#include "common/protocol.h"
+#include "common/shape.h"
+
+namespace jaxmoe {
+
+// Most ranks of a group on one NVLink domain that this kernel is written for.
+inline constexpr int32_t kMaxPeers = 8;
+// Most experts of a rank: their row counts are kept in shared memory.
+inline constexpr int32_t kMaxLocalExperts = 64;
+// Most experts of a group: a planner counts them in shared memory.
+inline constexpr int32_t kMaxExperts = 512;
+
+// In host memory that the GPU can write, one per arena; the first wait that is given up fills it.
+struct FailureRecord {
+  uint32_t complete;  // 1: `failure` is all there; 0: nothing has failed
+  WaitFailure failure;
+};
+
+// Pointers to 16-bit elements of the variant's type; null where there is no such array.
+struct ForwardParams {
+  Shape shape;
+  Schedule schedule;
+  HeadCapacity head;
+  ArenaLayout layout;
+  Activation activation;
+  int32_t rank;
+  uint64_t timeout_ns;
+  FailureRecord* failure;
+  std::byte* arenas[kMaxPeers];  // of all ranks, as this device sees them; arenas[rank] is its own
+
+  const void* x;              // [tokens, hidden]
+  const int32_t* topk_ids;    // [tokens, top_k]
+  const float* topk_weights;  // [tokens, top_k]
+  const void* b_gate;         // [local_experts, intermediate]
+  const void* b_up;           // the same
+  const void* b_down;         // [local_experts, hidden]
+  void* y;                    // [tokens, hidden]
+  bool gated;
+
+  CUtensorMap rows;         // [ring rows, hidden], box {64, 128}
+  CUtensorMap few_rows;     // the same, box {64, 16}
+  CUtensorMap hidden;       // [ring rows, intermediate], box {64, 128}
+  CUtensorMap few_hidden;   // the same, box {64, 16}
+  CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
+  CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
+  CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
+};
+
+}  // namespace jaxmoe

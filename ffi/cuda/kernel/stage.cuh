@@ -1,0 +1,95 @@
+// The ends of a launch that concern the whole block: staging tokens where peers reach them, publishing that they and
+// the plan are there, waiting for everyone else's, and leaving. All threads of a block call these together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/layout.h"
+#include "cuda/kernel/cta.cuh"
+
+namespace jaxmoe::stage {
+
+inline constexpr int kVectorBytes = 16;
+
+// The counters that the next launch will use. Nobody else touches them in this one.
+template <class Variant>
+__device__ void clear_other_bank(const Cta<Variant>& cta) {
+  const ForwardParams& p = cta.params;
+  uint32_t* bank = cta.template at<uint32_t>(
+      p.rank, word_of(p.layout, p.head, cta.signals.epoch() + 1, Signal::kHistogramsWritten, 0));
+  const int64_t words = counter_words(p.head);
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
+    bank[i] = 0;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
+}
+
+// Copies tokens into the arena. One rank alone reads them where they are.
+template <class Variant>
+__device__ void copy_tokens(const Cta<Variant>& cta) {
+  const ForwardParams& p = cta.params;
+  if (p.shape.ranks == 1) return;
+  const int64_t vectors = p.layout.tokens.bytes / kVectorBytes;
+  const uint4* source = static_cast<const uint4*>(p.x);
+  uint4* target = cta.template at<uint4>(p.layout.tokens);
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (; i + 3 * stride < vectors; i += 4 * stride) {
+    const uint4 a = source[i], b = source[i + stride], c = source[i + 2 * stride], d = source[i + 3 * stride];
+    target[i] = a;
+    target[i + stride] = b;
+    target[i + 2 * stride] = c;
+    target[i + 3 * stride] = d;
+  }
+  for (; i < vectors; i += stride) target[i] = source[i];
+}
+
+// This block's part of tokens and lists is written; the first block tells all ranks once every block's is.
+template <class Variant>
+__device__ void publish(const Cta<Variant>& cta) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
+  cta.signals.release({Signal::kInputsStaged, 0, 1});
+  if (blockIdx.x != 0) return;
+  // Pairs with the release above, of every block.
+  cta.signals.wait({Signal::kInputsStaged, 0, gridDim.x}, Site::kPublish);
+  cta.signals.release_to_all(Signal::kInputsReady);
+}
+
+// Waits for the inputs of all ranks and adds up how many rows each local expert gets.
+template <class Variant>
+__device__ void wait_for_inputs(const Cta<Variant>& cta) {
+  const ForwardParams& p = cta.params;
+  if (threadIdx.x < static_cast<uint32_t>(p.shape.ranks)) {
+    // Pairs with release_to_all(kInputsReady) in publish() of that source.
+    const int32_t source = threadIdx.x;
+    cta.signals.wait({Signal::kInputsReady, source, cta.signals.epoch()}, Site::kWalk);
+  }
+  __syncthreads();
+  const bool usable = !cta.signals.given_up();  // counts of a rank that never came would be those of another launch
+  for (int32_t e = threadIdx.x; e < p.shape.local_experts(); e += blockDim.x) {
+    int32_t rows = 0;
+    for (int32_t source = 0; source < p.shape.ranks; ++source) {
+      const int64_t counts = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
+      rows += __ldcg(cta.template at<int32_t>(p.rank, counts) + e);
+    }
+    cta.shared.rows_per_expert[e] = usable ? rows : 0;
+  }
+  __syncthreads();
+}
+
+// The last block to leave makes the arena ready for the next launch.
+template <class Variant>
+__device__ void leave(const Cta<Variant>& cta) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Control* control = cta.signals.control();
+  if (atomicAdd(&control->workers_left, 1u) != gridDim.x - 1) return;
+  control->workers_left = 0;
+  control->epoch = cta.signals.epoch();
+}
+
+}  // namespace jaxmoe::stage

@@ -1,0 +1,116 @@
+"""What `implementation="megakernel"` cannot do, said before anything runs. Called by `call.py`.
+
+The numbers are those of the compiled part: ffi/common/layout.h packs a rank and a slot into one word, the planners keep
+one counter per expert.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import native
+from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
+from jaxmoe.megakernel import FORWARD
+from jaxmoe.plan import KernelPlan, Shape, most_row_tiles
+
+# Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
+MOST_RANKS = {"cpu": 256, "gpu": 8}
+MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 512, 64, 32
+# Slots of a rank are numbered by 24 bits.
+SLOTS_END = 2**24
+# A row must be whole pieces of 16 bytes, which is what a bulk copy moves.
+GPU_MULTIPLE = 8
+DTYPES = {"cpu": ("bfloat16", "float16", "float32", "float64"), "gpu": ("bfloat16", "float16")}
+
+_ANY_SIZE = "Or pass implementation='xla', which has no such limit."
+
+
+def check_megakernel(shape: Shape, platform: str, dtype: Any, activation: Activation, plan: KernelPlan) -> None:
+    """Raises where the megakernel cannot run a call.
+
+    Raises:
+      NotImplementedError: it does not exist for the platform, its build, the processes or the activation.
+      TypeError: dtype.
+      ValueError: sizes, or a plan that would wait for ever.
+    """
+    _check_platform(platform, shape.ranks)
+    if jnp.dtype(dtype).name not in DTYPES[platform]:
+        raise TypeError(
+            f"moe_layer: x is {dtype}; implementation='megakernel' on {platform} takes "
+            f"{' and '.join(DTYPES[platform])}. Cast x and experts, or pass implementation='xla'."
+        )
+    if compiled_form(activation) is None:
+        raise NotImplementedError(
+            f"moe_layer: activation={activation!r} exists in Python only; implementation='megakernel' has "
+            f"{', '.join(map(repr, ACTIVATIONS))} and jaxmoe.SwiGLU. Use one of those, or pass implementation='xla'."
+        )
+    _check_sizes(shape, platform)
+    most = most_row_tiles(shape, platform)
+    if plan.ring_tiles < min(plan.fewest_ring_tiles, most):
+        raise ValueError(
+            f"moe_layer: plan has ring_tiles={plan.ring_tiles}, with which the kernel would wait for ever. With "
+            f"lag_units={plan.lag_units} and unit_tiles={plan.unit_tiles} it needs (lag_units + 1) * unit_tiles = "
+            f"{plan.fewest_ring_tiles}, or {most}, all row tiles that a rank can have. Raise ring_tiles, or lower the "
+            "others."
+        )
+
+
+def _check_platform(platform: str, ranks: int) -> None:
+    if platform not in DTYPES:
+        raise NotImplementedError(
+            f"moe_layer: implementation='megakernel' runs on cpu and gpu; this call is for {platform!r}. "
+            "Pass implementation='xla'."
+        )
+    try:
+        registered = native.targets(platform)
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"moe_layer: implementation='megakernel' is compiled code. {error} Or pass implementation='xla'."
+        ) from error
+    if platform == "gpu" and not (status := native.cuda_status()).available:
+        raise NotImplementedError(
+            f"moe_layer: implementation='megakernel' cannot run on this GPU. {status.reason} "
+            "Or pass implementation='xla'."
+        )
+    if FORWARD not in registered:
+        raise NotImplementedError(
+            "moe_layer: implementation='megakernel' has no forward kernel for platform "
+            f"{platform!r} in this build of jaxmoe yet. Pass implementation='xla'."
+        )
+    if platform == "cpu" and ranks > 1 and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"moe_layer: {jax.process_count()} processes and experts over {ranks} ranks; on CPUs "
+            "implementation='megakernel' reaches other ranks in its own process only. Run one with virtual devices "
+            "(jaxmoe.testing.use_virtual_devices), or pass implementation='xla'."
+        )
+
+
+def _check_sizes(shape: Shape, platform: str) -> None:
+    where = f"implementation='megakernel' on {platform}"
+    if shape.ranks > MOST_RANKS[platform]:
+        raise ValueError(
+            f"moe_layer: the experts are spread over {shape.ranks} ranks; {where} takes at most "
+            f"{MOST_RANKS[platform]}. Spread them over fewer and use the other mesh axes as data_axes. {_ANY_SIZE}"
+        )
+    if shape.num_experts > MOST_EXPERTS or shape.local_experts > MOST_LOCAL_EXPERTS:
+        raise ValueError(
+            f"moe_layer: num_experts={shape.num_experts} over {shape.ranks} ranks, {shape.local_experts} per rank; "
+            f"{where} takes at most {MOST_EXPERTS}, and {MOST_LOCAL_EXPERTS} per rank. Spread them over more ranks. "
+            f"{_ANY_SIZE}"
+        )
+    if shape.top_k > MOST_TOP_K:
+        raise ValueError(
+            f"moe_layer: topk_ids has top_k={shape.top_k} slots per token; {where} takes at most {MOST_TOP_K}. "
+            f"{_ANY_SIZE}"
+        )
+    if shape.tokens * shape.top_k >= SLOTS_END:
+        raise ValueError(
+            f"moe_layer: {shape.tokens} tokens per rank x {shape.top_k} slots; {where} takes fewer than {SLOTS_END} "
+            f"slots per rank. Split the tokens into several calls, or over more ranks. {_ANY_SIZE}"
+        )
+    if platform == "gpu" and (shape.hidden % GPU_MULTIPLE or shape.intermediate % GPU_MULTIPLE):
+        raise ValueError(
+            f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; {where} needs multiples of "
+            f"{GPU_MULTIPLE}: rows are copied in pieces of 16 bytes. Pad the weights with zeros. {_ANY_SIZE}"
+        )

@@ -1,0 +1,203 @@
+"""The fused implementation: one call of compiled code per rank and layer. From pytrees to buffers to that call.
+
+`api.py` calls `megakernel` for `implementation="megakernel"`, with ids outside the experts already -1 and masked tokens
+already zero, after `limits.py` has checked what the compiled code relies on. On a CPU the call is served by threads
+that walk the task stream of the GPU kernel (ffi/host/).
+
+There is no compiled backward pass yet: gradients are those of `"xla"`, which computes its forward pass again for them.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compute_on import compute_on
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxmoe.activation import Activation, compiled_form
+from jaxmoe.experts import Experts
+from jaxmoe.guard import not_mapped
+from jaxmoe.plan import KernelPlan, Shape, default_plan, granularity, most_row_tiles
+from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
+from jaxmoe.xla_impl import Inputs, xla
+
+FORWARD = "jaxmoe_forward"
+# A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
+# this process; on GPUs of several processes a rank may wait while another one's host reads data or writes a checkpoint.
+TIMEOUT_SECONDS = {"cpu": 60.0, "gpu": 600.0}
+# Environment variable that replaces both; read when a layer is traced.
+TIMEOUT_VARIABLE = "JAXMOE_TIMEOUT_SECONDS"
+
+
+class Static(NamedTuple):
+    """What is known when the layer is traced."""
+
+    activation: Activation
+    group: ExpertGroup
+    plan: KernelPlan
+    shape: Shape
+    platform: str
+
+
+def megakernel(
+    x: Float[Array, "tokens hidden"],
+    topk_ids: Int[Array, "tokens top_k"],
+    topk_weights: Float[Array, "tokens top_k"],
+    experts: Experts,
+    *,
+    activation: Activation,
+    group: ExpertGroup,
+    plan: KernelPlan,
+    shape: Shape,
+    platform: str,
+) -> Float[Array, "tokens hidden"]:
+    """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
+
+    Its gradients are those of `xla` with its default plan, computed from the inputs alone: the values named
+    `CHECKPOINT_NAMES` do not exist here, so a backward pass repeats the gate and up GEMMs whatever the policy.
+
+    Args:
+      x: tokens of this rank.
+      topk_ids: expert of each slot among all experts of the group, -1 for an unused slot.
+      topk_weights: routing weight of each slot.
+      experts: experts of this rank.
+      activation: between the GEMMs, one that compiled code has.
+      group: the ranks that hold the experts.
+      plan: order of the work and size of the rings.
+      shape: sizes of the call.
+      platform: `"cpu"` or `"gpu"`.
+    """
+    inputs = vary_alike(Inputs(x, topk_ids, topk_weights, experts))
+    return _layer(Static(activation, group, plan, shape, platform), inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(static: Static, inputs: Inputs) -> jax.Array:
+    return _launch(static, inputs)
+
+
+def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Inputs]:
+    return _launch(static, inputs), inputs
+
+
+def _layer_bwd(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[Inputs]:
+    dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
+    plan = default_plan(static.shape, static.platform, inputs.x.dtype)
+
+    def layer(x: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
+        return xla(
+            x, inputs.topk_ids, topk_weights, experts, activation=static.activation, group=static.group, plan=plan
+        )
+
+    _, vjp = jax.vjp(layer, inputs.x, inputs.topk_weights, inputs.experts)
+    dx, dweights, dexperts = vjp(dy)
+    no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
+    return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
+
+
+_layer.defvjp(_layer_fwd, _layer_bwd)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _launch(static: Static, inputs: Inputs) -> jax.Array:
+    """The call of compiled code. What it may assume is what `limits.py` has checked."""
+    x, experts = inputs.x, inputs.experts
+    nothing = {3: jnp.zeros((0, 0, 0), x.dtype), 2: jnp.zeros((0, 0), x.dtype)}
+    operands = (
+        _place(static.group),
+        x,
+        inputs.topk_ids,
+        inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        experts.w_gate,
+        nothing[3] if experts.w_up is None else experts.w_up,
+        experts.w_down,
+        *(nothing[2] if bias is None else bias for bias in (experts.b_gate, experts.b_up, experts.b_down)),
+    )
+    # The number of the group varies over every manual axis, and operands must vary alike. The result does not depend on
+    # that number, so it varies as the tokens do.
+    call = functools.partial(jax.ffi.ffi_call(FORWARD, jax.typeof(x)), **_attributes(static))
+    if static.platform == "gpu" and static.group.size > 1:
+        call = _on_collective_stream(call)
+    return call(*vary_alike(operands))
+
+
+def _on_collective_stream(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Puts a call that waits for its peers on the stream of XLA's own collectives.
+
+    On a stream of its own it could hold all multiprocessors of one GPU while a collective holds those of another, each
+    waiting for its peer.
+    """
+    annotate = compute_on(compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
+    return annotate(call)
+
+
+@_launch.defjvp
+def _no_jvp(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[jax.Array, jax.Array]:
+    raise NotImplementedError(
+        "moe_layer: implementation='megakernel' has first derivatives only (jax.grad, jax.vjp), and this asks for "
+        "second ones. Pass implementation='xla' for those."
+    )
+
+
+def _place(group: ExpertGroup) -> Int32[Array, "2"]:
+    """Returns this rank's position in its group, and the number of the group among those of the mesh."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    others = tuple(name for name in manual if name not in group.axis_names)
+    number = jax.lax.axis_index(others) if others else jnp.int32(0)
+    return jnp.stack(vary_alike((group.index(), number)))
+
+
+def timeout_seconds(platform: str) -> float:
+    """Returns how long a wait inside the kernel may take, from `JAXMOE_TIMEOUT_SECONDS` where that is set.
+
+    Raises:
+      ValueError: the variable is not a positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return TIMEOUT_SECONDS[platform]
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r} must be a positive number of seconds, such as 600.")
+    return seconds
+
+
+def _attributes(static: Static) -> dict[str, np.int32 | np.float32 | np.ndarray]:
+    """Returns the attributes of the call: ForwardAttributes in ffi/common/forward_call.h, by name."""
+    form, plan = compiled_form(static.activation), static.plan
+    assert form is not None, "limits.py rejects activations that compiled code does not have"
+    pieces = granularity(static.platform, static.shape.gated)
+    integers = {
+        "ranks": static.group.size,
+        "num_experts": static.shape.num_experts,
+        "activation": form.kind,
+        "tile_rows": pieces.tile_rows,
+        "hidden_columns": pieces.hidden_columns,
+        "output_columns": pieces.output_columns,
+        "unit_tiles": plan.unit_tiles,
+        "lag_units": plan.lag_units,
+        "ring_tiles": min(plan.ring_tiles, most_row_tiles(static.shape, static.platform)),
+        "chunk_rows": pieces.chunk_rows,
+        "workers": pieces.workers,
+        "dispatchers_per_worker": pieces.dispatchers_per_worker,
+    }
+    floats = {
+        "limit": form.limit,
+        "alpha": form.alpha,
+        "up_offset": form.up_offset,
+        "timeout_seconds": timeout_seconds(static.platform),
+    }
+    groups = replica_groups(static.group, jax.sharding.get_abstract_mesh())
+    return (
+        {name: np.int32(value) for name, value in integers.items()}
+        | {name: np.float32(value) for name, value in floats.items()}
+        | {"groups": groups.reshape(-1)}
+    )

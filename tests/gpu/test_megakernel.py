@@ -1,0 +1,123 @@
+"""The fused kernel on GPUs, beyond the suite: real sizes, the same bits for every plan and timing, its place in XLA."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import native
+from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
+from tests.layer_suite import layer, mesh_of, widened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+]
+
+# Several row tiles of an expert, narrow ones, widths that fill no tile.
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"tokens": 1500, "hidden": 2880, "intermediate": 2880, "num_experts": 8, "top_k": 4},
+    "many experts": {"tokens": 2048, "hidden": 512, "intermediate": 768, "num_experts": 64, "top_k": 8},
+    "few rows": {"tokens": 8, "hidden": 1024, "intermediate": 520, "num_experts": 16, "top_k": 2},
+    "odd numbers of columns": {"tokens": 777 * 4, "hidden": 712, "intermediate": 1160, "num_experts": 16, "top_k": 3},
+}
+PLANS = (
+    None,
+    jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
+    jaxmoe.KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=9),
+    jaxmoe.KernelPlan(unit_tiles=32, lag_units=1, ring_tiles=10_000),
+)
+
+
+@functools.cache
+def jitted(**options: Any) -> Any:
+    return jax.jit(layer("all devices", implementation="megakernel", **options))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot", "unused-slots"])
+@pytest.mark.parametrize("size", SIZES)
+def test_real_sizes_cost_at_most_twice_the_error_of_the_same_maths(size, routing, dtype):
+    arguments = make_inputs(1, **SIZES[size], routing=routing, biases=True, token_valid=True, dtype=dtype)
+    truth, rough = dense(widened(arguments)), dense(arguments, compute_dtype=dtype)
+    y = jitted()(arguments)
+    assert relative_error(y, truth) <= tolerance(rough, truth, dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_plan_gives_the_same_bits(size):
+    arguments = make_inputs(2, **SIZES[size], routing="zipf", dtype=jnp.bfloat16)
+    expected = np.asarray(jitted()(arguments))
+    for plan in PLANS:
+        np.testing.assert_array_equal(np.asarray(jitted(plan=plan)(arguments)), expected)
+
+
+def test_a_thousand_layers_back_to_back_give_the_bits_of_a_thousand_calls():
+    arguments = make_inputs(3, tokens=512, hidden=256, intermediate=384, num_experts=16, top_k=2, dtype=jnp.bfloat16)
+    mesh, tokens = mesh_of("expert"), P("expert")
+
+    def one(x, ids, weights, experts):
+        y = jaxmoe.moe_layer(x, ids, weights, experts, implementation="megakernel")
+        # In float32, so that XLA rounds once in both programs.
+        return (x.astype(jnp.float32) + y.astype(jnp.float32) / 8).astype(x.dtype)
+
+    def over(function: Any) -> Any:
+        specs = (tokens, tokens, tokens, tokens)
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=tokens))
+
+    def scanned(x, ids, weights, experts):
+        return jax.lax.scan(lambda c, _: (one(c, ids, weights, experts), None), x, None, length=1000)[0]
+
+    _, ids, weights, experts, _ = arguments
+    step, x = over(one), arguments.x
+    for _ in range(1000):
+        x = step(x, ids, weights, experts)
+    np.testing.assert_array_equal(np.asarray(over(scanned)(arguments.x, ids, weights, experts)), np.asarray(x))
+
+
+def test_shapes_may_change_from_call_to_call():
+    """A larger shape gets a larger arena; the smaller one before it finds its place in that."""
+    first = None
+    for tokens in (64, 4096, 64, 8192, 64):
+        arguments = make_inputs(
+            4, tokens=tokens, hidden=256, intermediate=256, num_experts=8, top_k=2, dtype=jnp.bfloat16
+        )
+        y = np.asarray(jitted()(arguments))
+        assert relative_error(y, dense(widened(arguments))) < 1e-2
+        if tokens == 64:
+            first = y if first is None else first
+            np.testing.assert_array_equal(y, first)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device has no collectives")
+def test_the_call_is_on_the_stream_of_the_collectives():
+    arguments = make_inputs(5, tokens=64, hidden=64, intermediate=64, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    text = jitted().lower(arguments).compile().as_text()
+    lines = [line for line in text.splitlines() if "jaxmoe_forward" in line]
+    assert lines
+    assert '_xla_stream_annotation="collective"' in text
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device has no collectives")
+def test_it_runs_beside_independent_collectives():
+    arguments = make_inputs(6, tokens=2048, hidden=512, intermediate=512, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    mesh, tokens = mesh_of("expert"), P("expert")
+
+    def mixed(x, ids, weights, experts):
+        total = jax.lax.psum(x * 2, "expert")
+        y = jaxmoe.moe_layer(x, ids, weights, experts, implementation="megakernel")
+        everything = jax.lax.all_gather(x * 3, "expert")
+        z = jaxmoe.moe_layer(y, ids, weights, experts, implementation="megakernel")
+        return z + (total + everything.sum(0)).astype(z.dtype)
+
+    run = jax.jit(jax.shard_map(mixed, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens))
+    y = run(*arguments[:4])
+    expected = np.asarray(y)
+    for _ in range(300):
+        y = run(*arguments[:4])
+    np.testing.assert_array_equal(np.asarray(y), expected)

@@ -1,0 +1,224 @@
+"""`implementation="megakernel"` on a CPU, where threads walk the task stream of the GPU kernel."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import limits, native
+from jaxmoe.nnx import MoE
+from jaxmoe.plan import granularity, most_row_tiles
+from jaxmoe.testing import dense, make_inputs, relative_error
+from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
+
+KernelPlan = jaxmoe.KernelPlan
+
+
+class TestMegakernel(LayerSuite):
+    implementation = "megakernel"
+    # On the mesh of most tests a rank has up to 96 rows of 2 experts: 8 row tiles.
+    plans = (
+        None,
+        KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
+        KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=41),
+        KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=2**31 - 1),
+        KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4),
+    )
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
+    def test_every_plan_gives_the_same_bits(self, routing, dtype):
+        arguments = self.inputs(40, routing=routing, biases=True, dtype=dtype)
+        expected = self.run(arguments, plan=None)
+        for plan in self.plans:
+            np.testing.assert_array_equal(self.run(arguments, plan=plan), expected)
+
+    def test_gradients_are_those_of_xla_to_the_last_bit(self):
+        arguments = self.inputs(41, routing="zipf", biases=True, token_valid=True)
+        of_xla = TestOfXla().gradients(arguments)
+        jax.tree.map(np.testing.assert_array_equal, self.gradients(arguments), of_xla)
+
+
+class TestOfXla(LayerSuite):
+    """Only its gradients are wanted here."""
+
+    __test__ = False
+    implementation = "xla"
+
+
+def call(arguments: Any, **options: Any) -> Any:
+    options = {"implementation": "megakernel", "mesh": mesh_of("expert")} | options
+    return jaxmoe.moe_layer(*arguments[:4], token_valid=arguments.token_valid, **options)
+
+
+def calls_of_compiled_code(function: Any, *arguments: Any) -> int:
+    return jax.jit(function).lower(*arguments).as_text().count("@jaxmoe_forward(")
+
+
+def test_a_layer_is_one_call_of_compiled_code_in_training_too():
+    arguments = make_inputs(0, **SIZES, biases=True)
+    run = layer("data x expert, Auto", implementation="megakernel")
+    loss = lambda e: jnp.sum(run(arguments._replace(experts=e)) ** 2)  # noqa: E731
+    assert calls_of_compiled_code(run, arguments) == 1
+    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == 1
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(*jaxmoe.CHECKPOINT_NAMES)])
+def test_checkpoint_repeats_no_call_of_compiled_code(policy):
+    arguments = make_inputs(0, **SIZES)
+    run = jax.checkpoint(layer("data x expert, Auto", implementation="megakernel"), policy=policy)
+    loss = lambda e: jnp.vdot(run(arguments._replace(experts=e)), cotangent(arguments.x))  # noqa: E731
+    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == 1
+
+
+def test_the_call_carries_the_plan_the_pieces_and_the_activation():
+    arguments = make_inputs(0, **SIZES)
+    swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)
+    run = layer("all devices", implementation="megakernel", activation=swiglu, plan=KernelPlan(3, 1, 7))
+    text = jax.jit(run).lower(arguments).as_text()
+    attributes = dict(re.findall(r"(\w+) = (\S+) : [if]32", text[text.index("@jaxmoe_forward(") :]))
+    pieces = granularity("cpu", gated=True)
+    integers = {
+        "ranks": 8,
+        "num_experts": 8,
+        "activation": 4,
+        "tile_rows": pieces.tile_rows,
+        "hidden_columns": pieces.hidden_columns,
+        "output_columns": pieces.output_columns,
+        "unit_tiles": 3,
+        "lag_units": 1,
+        "ring_tiles": 7,
+        "chunk_rows": pieces.chunk_rows,
+        "workers": pieces.workers,
+        "dispatchers_per_worker": pieces.dispatchers_per_worker,
+    }
+    assert {name: int(attributes[name]) for name in integers} == integers
+    floats = {"limit": 7.0, "alpha": 1.5, "up_offset": 1.0, "timeout_seconds": 60.0}
+    assert {name: float(attributes[name]) for name in floats} == floats
+
+
+def test_no_more_ring_is_asked_for_than_a_rank_can_fill():
+    arguments = make_inputs(0, **SIZES)
+    told = jaxmoe.explain(*arguments[:4], axis_name=None, implementation="megakernel", plan=KernelPlan(1, 1, 10**9))
+    most = most_row_tiles(told.call.shape, "cpu")
+    assert sum(told.memory_bytes.values()) == told.worst_case_bytes
+    run = layer("one rank", implementation="megakernel", plan=KernelPlan(1, 1, 10**9))
+    assert f"ring_tiles = {most} : i32" in jax.jit(run).lower(arguments).as_text()
+
+
+def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_routing():
+    shape, tokens = jax.ShapeDtypeStruct, 8 * 4096
+    experts = jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), 16, 64, 96, dtype=jnp.bfloat16))
+    slots = shape((tokens, 2), jnp.int32), shape((tokens, 2), jnp.float32)
+    x = shape((tokens, 64), jnp.bfloat16)
+    told = jaxmoe.explain(x, *slots, experts, mesh=mesh_of("expert"), implementation="megakernel")
+    plan = told.call.plan
+    assert isinstance(plan, KernelPlan)
+    rows = plan.ring_tiles * granularity("cpu", gated=True).tile_rows
+    assert told.memory_bytes["arena: rows"] == rows * 64 * 2
+    assert told.memory_bytes["arena: hidden"] == rows * 96 * 2
+    assert told.memory_bytes["arena: tokens"] == 4096 * 64 * 2
+    assert told.memory_bytes["arena: partials"] == 4096 * 2 * 64 * 2
+    assert sum(told.memory_bytes.values()) < told.worst_case_bytes
+    # Seven of eight slots name an expert of another rank: a row there, its output back, and its number.
+    assert told.wire_bytes == 4096 * 2 * 7 // 8 * (2 * 64 * 2 + 4)
+    for part in ("backward: that of 'xla'", "unit_tiles=2", "lag_units=1", f"ring_tiles={plan.ring_tiles}:", "was asked for", "kept"):
+        assert part in str(told)
+
+
+def test_two_layers_that_do_not_depend_on_each_other_may_run_in_any_order():
+    first, second = make_inputs(1, **SIZES, biases=True), make_inputs(2, **SIZES, gated=False, routing="zipf")
+    mesh = mesh_of("data", "expert")
+
+    @jax.jit
+    def both(first, second):
+        return [call(a, mesh=mesh, data_axes="data", activation=f) for a, f in ((first, "silu"), (second, "relu"))]
+
+    expected = [dense(first), dense(second, activation="relu")]
+    outputs = [both(first, second) for _ in range(30)]  # in flight together
+    for output in outputs:
+        for got, again, want in zip(output, outputs[0], expected, strict=True):
+            np.testing.assert_array_equal(got, again)
+            assert relative_error(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
+def test_an_auto_axis_that_the_layer_is_not_told_of_repeats_the_work(split):
+    arguments = make_inputs(3, **SIZES, biases=True)
+    mesh = mesh_of("data", "expert")
+    if split:
+        arguments = arguments._replace(x=jax.device_put(arguments.x, NamedSharding(mesh, P("data"))))
+    y = jax.jit(lambda a: call(a, mesh=mesh))(arguments)
+    assert relative_error(y, dense(arguments)) < 2e-6
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_manual_axis_over_which_nothing_is_split_repeats_the_work(check_vma):
+    arguments = make_inputs(4, **SIZES, biases=True)[:4]
+    specs = (P("expert"), P("expert"), P("expert"), P("expert"))
+    run = jax.shard_map(
+        lambda *a: jaxmoe.moe_layer(*a, implementation="megakernel"),
+        mesh=mesh_of("data", "expert"),
+        in_specs=specs,
+        out_specs=P("expert"),  # y is the same on all ranks of "data", and its type has to say so
+        check_vma=check_vma,
+    )
+    truth = make_inputs(4, **SIZES, biases=True)
+    assert relative_error(jax.jit(run)(*arguments), dense(truth)) < 2e-6
+    loss = lambda e: jnp.sum(run(*arguments[:3], e) ** 2)  # noqa: E731
+    expected = jax.grad(lambda e: jnp.sum(dense(truth._replace(experts=e)) ** 2))(truth.experts)
+    for got, want in zip(*map(jax.tree.leaves, (jax.jit(jax.grad(loss))(arguments[3]), expected)), strict=True):
+        assert relative_error(got, want) < 5e-6
+
+
+def test_float32_routing_weights_serve_float64_tokens():
+    with jax.enable_x64(True):
+        arguments = make_inputs(5, **SIZES, dtype=jnp.float64)
+        arguments = arguments._replace(topk_weights=arguments.topk_weights.astype(jnp.float32))
+        assert relative_error(call(arguments), dense(arguments)) < 1e-14
+
+
+def test_flax_layers_take_it_with_its_plan():
+    x = make_inputs(9, tokens=16, hidden=8).x
+
+    def output(**options: Any) -> jax.Array:
+        moe = MoE(8, 16, 4, jaxmoe.RouterConfig(top_k=2), axis_name=None, rngs=nnx.Rngs(0), **options)
+        return moe(x)[0]
+
+    kernel = output(implementation="megakernel", plan=KernelPlan(1, 0, 1))
+    assert relative_error(kernel, output(implementation="xla")) < 2e-6
+
+
+def test_second_derivatives_are_refused_and_the_implementation_that_has_them_named():
+    arguments = make_inputs(6, **SIZES)
+    gradient = jax.grad(lambda x: jnp.sum(call(arguments._replace(x=x)) ** 2))
+    for differentiate in (
+        lambda: jax.jvp(gradient, (arguments.x,), (arguments.x,)),
+        lambda: jax.grad(lambda x: jnp.sum(gradient(x)))(arguments.x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"first derivatives only.* Pass implementation='xla'"):
+            differentiate()
+
+
+def test_jacrev_raises_and_says_what_to_do():
+    arguments = make_inputs(7, tokens=2, hidden=4)
+    with pytest.raises(NotImplementedError, match="pass the batch dimension along"):
+        jax.jacrev(lambda x: call(arguments._replace(x=x), mesh=None, axis_name=None))(arguments.x)
+
+
+def test_the_default_is_another_implementation_and_explain_says_so():
+    told = jaxmoe.explain(*make_inputs(8, **SIZES)[:4], axis_name=None)
+    assert told.implementation == "xla"
+    assert "'megakernel' is not the default yet" in str(told)
+
+
+def test_the_compiled_code_has_the_limits_that_python_checks():
+    assert native.schedule().max_slots == limits.SLOTS_END
+    assert native.schedule().max_ranks == limits.MOST_RANKS["cpu"]

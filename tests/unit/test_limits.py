@@ -1,0 +1,219 @@
+"""`implementation="megakernel"` runs or says why not before anything runs, whatever is built on this machine."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe import limits, native
+from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
+from jaxmoe.megakernel import FORWARD
+from jaxmoe.plan import KernelPlan, Shape
+from jaxmoe.testing import make_inputs
+from tests.layer_suite import mesh_of
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=16, num_experts=8, top_k=2)
+PLAN = KernelPlan(1, 1, 2)
+# The largest that is allowed on both platforms.
+LARGEST = Shape(tokens=2**24 // 32 - 1, hidden=64, intermediate=128, num_experts=512, top_k=32, ranks=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(jaxmoe.SwiGLU):
+    """A custom activation that must not be taken for the one it inherits from."""
+
+    def value(self, gate, up):
+        return 2 * super().value(gate, up)
+
+
+def square_relu() -> Pointwise:
+    return Pointwise("square_relu", lambda x: jnp.maximum(x, 0) ** 2, lambda x: 2 * jnp.maximum(x, 0))
+
+
+@pytest.fixture
+def both_platforms(monkeypatch):
+    """A build that has the forward kernel for both platforms, on a machine with the right GPU."""
+    monkeypatch.setattr(native, "targets", lambda platform: frozenset({FORWARD}))
+    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=True, reason=""))
+
+
+def check(platform: str = "cpu", dtype: Any = jnp.bfloat16, activation: Any = "silu", plan: Any = PLAN, **sizes: int):
+    shape = dataclasses.replace(LARGEST, **sizes)
+    limits.check_megakernel(shape, platform, jnp.dtype(dtype), resolve(activation), plan)
+
+
+def call(**changes: Any) -> Any:
+    options = {"axis_name": None, "implementation": "megakernel"} | changes
+    return jaxmoe.moe_layer(X, IDS, WEIGHTS, EXPERTS, **options)
+
+
+@pytest.mark.usefixtures("both_platforms")
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, jaxmoe.SwiGLU(limit=7.0)], ids=str)
+def test_the_largest_sizes_are_taken_on_both_platforms_with_every_activation_of_the_table(platform, activation):
+    for dtype in limits.DTYPES[platform]:
+        check(platform, dtype, activation)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_a_cpu_takes_sizes_and_dtypes_that_a_gpu_does_not():
+    check("cpu", jnp.float32, hidden=7, intermediate=5, ranks=256, num_experts=512)
+
+
+# What is wrong -> (arguments of check, type, parts of the message: what was given, what is needed, what to do).
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "another platform": (
+        {"platform": "tpu"},
+        NotImplementedError,
+        ["for 'tpu'", "runs on cpu and gpu", "implementation='xla'"],
+    ),
+    "float32 on a GPU": (
+        {"platform": "gpu", "dtype": jnp.float32},
+        TypeError,
+        ["x is float32", "bfloat16 and float16", "Cast x and experts"],
+    ),
+    "an activation of the user's": (
+        {"activation": square_relu()},
+        NotImplementedError,
+        ["square_relu", "'silu', 'gelu', 'gelu_tanh', 'relu'", "jaxmoe.SwiGLU", "implementation='xla'"],
+    ),
+    "an activation that inherits from one of ours": (
+        {"activation": Doubled()},
+        NotImplementedError,
+        ["Doubled", "exists in Python only"],
+    ),
+    "ranks on a GPU": (
+        {"platform": "gpu", "ranks": 16},
+        ValueError,
+        ["over 16 ranks", "at most 8", "data_axes"],
+    ),
+    "ranks on a CPU": ({"ranks": 512}, ValueError, ["over 512 ranks", "at most 256"]),
+    "experts": ({"num_experts": 1024, "ranks": 16}, ValueError, ["num_experts=1024", "at most 512"]),
+    "experts of a rank": (
+        {"num_experts": 256, "ranks": 2},
+        ValueError,
+        ["num_experts=256 over 2 ranks, 128 per rank", "64 per rank", "over more ranks"],
+    ),
+    "slots of a token": ({"top_k": 33}, ValueError, ["top_k=33", "at most 32"]),
+    "slots of a rank": (
+        {"tokens": 2**24 // 32},
+        ValueError,
+        ["524288 tokens per rank x 32 slots", "fewer than 16777216", "several calls"],
+    ),
+    "hidden on a GPU": (
+        {"platform": "gpu", "hidden": 60},
+        ValueError,
+        ["hidden=60 and intermediate=128", "multiples of 8", "Pad"],
+    ),
+    "intermediate on a GPU": ({"platform": "gpu", "intermediate": 4}, ValueError, ["intermediate=4", "multiples of 8"]),
+    "a ring that would wait for ever": (
+        {"plan": KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=8)},
+        ValueError,
+        ["ring_tiles=8", "lag_units=2", "unit_tiles=3", "(lag_units + 1) * unit_tiles = 9", "Raise ring_tiles"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("both_platforms")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_it_cannot_do_is_said_with_what_is_needed_and_what_to_do(wrong):
+    arguments, kind, parts = WRONG[wrong]
+    with pytest.raises(kind, match=r"^moe_layer: ") as raised:
+        check(**arguments)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_a_ring_of_all_row_tiles_is_enough_for_any_lag():
+    # 4 tokens of 2 slots on 2 ranks are 16 rows: one whole tile of a CPU, and one partly filled for each of 3 experts.
+    def check_ring(tiles: int) -> None:
+        plan = KernelPlan(unit_tiles=8, lag_units=8, ring_tiles=tiles)
+        check(plan=plan, tokens=4, top_k=2, ranks=2, num_experts=6)
+
+    check_ring(4)
+    with pytest.raises(ValueError, match="or 4, all row tiles that a rank can have"):
+        check_ring(3)
+
+
+def test_nothing_is_run_and_nothing_else_chosen_where_the_compiled_part_is_missing(monkeypatch):
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named 'jaxmoe.{name}'", name=f"jaxmoe.{name}")
+
+    monkeypatch.setattr(native, "_load", missing)
+    with pytest.raises(NotImplementedError, match=r"jaxmoe\._native is missing") as raised:
+        call()
+    for part in ("'megakernel' is compiled code", "pip install", "Or pass implementation='xla'"):
+        assert part in str(raised.value)
+    assert call(implementation=None).shape == X.shape
+
+
+def test_a_build_without_the_kernel_of_a_platform_says_so(monkeypatch):
+    monkeypatch.setattr(native, "targets", lambda platform: frozenset({"jaxmoe_device_info"}))
+    with pytest.raises(NotImplementedError, match="no forward kernel for platform 'cpu' in this build"):
+        call()
+    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=True, reason=""))
+    with pytest.raises(NotImplementedError, match="no forward kernel for platform 'gpu' in this build"):
+        check("gpu")
+
+
+def test_a_gpu_that_cannot_run_it_is_named(monkeypatch):
+    monkeypatch.setattr(native, "targets", lambda platform: frozenset())
+    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=False, reason="It is an A100."))
+    with pytest.raises(NotImplementedError, match=r"cannot run on this GPU\. It is an A100\. Or pass implementation"):
+        check("gpu")
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_a_cpu_group_of_several_processes_is_refused_and_one_rank_of_many_processes_is_not(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match=r"2 processes and experts over 8 ranks") as raised:
+        call(axis_name="expert", mesh=mesh_of("expert"))
+    assert "use_virtual_devices" in str(raised.value)
+    check(ranks=1, num_experts=64)
+
+
+@pytest.mark.usefixtures("both_platforms")
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"plan": jaxmoe.Plan(8)}, ["plan is a Plan", "implementation='megakernel' takes a jaxmoe.KernelPlan"]),
+        ({"plan": PLAN, "implementation": "xla"}, ["plan is a KernelPlan", "implementation='xla' takes a jaxmoe.Plan"]),
+        ({"plan": PLAN, "implementation": "reference"}, ["plan is a KernelPlan", "takes a jaxmoe.Plan"]),
+        ({"plan": PLAN, "implementation": None}, ["Name the implementation", "implementation='megakernel'"]),
+        ({"plan": 7}, ["plan is a int", "jaxmoe.KernelPlan"]),
+    ],
+)
+def test_a_plan_of_the_other_kind_is_refused_and_the_right_kind_named(options, parts):
+    with pytest.raises(TypeError, match=r"^moe_layer: plan is a ") as raised:
+        call(**options)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"unit_tiles": 0}, "unit_tiles=0"),
+        ({"unit_tiles": 2**15}, "unit_tiles=32768"),
+        ({"lag_units": -1}, "lag_units=-1"),
+        ({"lag_units": 0.5}, "lag_units=0.5"),
+        ({"ring_tiles": True}, "ring_tiles=True"),
+        ({"ring_tiles": 2**31}, "ring_tiles=2147483648"),
+    ],
+)
+def test_a_kernel_plan_that_cannot_be_is_refused(options, name):
+    with pytest.raises(ValueError, match=rf"^KernelPlan: {name} must be an integer of"):
+        KernelPlan(**{"unit_tiles": 1, "lag_units": 1, "ring_tiles": 2} | options)
+
+
+def test_the_kinds_of_activations_are_numbered_as_in_compiled_code():
+    numbers = [compiled_form(activation) for activation in ACTIVATIONS.values()]
+    assert [form.kind for form in numbers if form] == [0, 1, 2, 3]
+    assert compiled_form(jaxmoe.SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)) == (4, 7.0, 1.702, 1.0)
+    assert compiled_form(jaxmoe.SwiGLU()) == (4, float("inf"), 1.0, 0.0)
