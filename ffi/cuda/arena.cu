@@ -109,6 +109,7 @@ ffi::Error Arena::reserve(void* communicator, const Shape& shape, const Schedule
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = failure(); error.failure()) return error;
+  program_stream_ = stream;
   if (holds(shape, schedule, itemsize)) return ffi::Error::Success();
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
@@ -205,6 +206,12 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   if (last_stream_ != nullptr && last_stream_ != stream) status = cudaStreamWaitEvent(stream, last_launch_);
   if (status == cudaSuccess) status = launch_forward(*params, type, stream);
   if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
+  // The kernel takes all multiprocessors and waits for its peers. On the stream of the collectives it is in line with
+  // those; but one that XLA has made synchronous runs on the program's stream. If that came up beside the kernel, it could
+  // hold multiprocessors of one GPU while the kernel holds those of another, each waiting for its peer for ever.
+  if (status == cudaSuccess && program_stream_ != nullptr && program_stream_ != stream) {
+    status = cudaStreamWaitEvent(program_stream_, last_launch_);
+  }
   last_stream_ = stream;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
 }

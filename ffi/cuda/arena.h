@@ -31,12 +31,14 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
-  // and the same history, so all of them come here together. Waits for the work of this device then.
+  // and the same history, so all of them come here together. Waits for the work of this device then. `stream` is the one
+  // on which the program's own kernels run.
   xla::ffi::Error reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
                           cudaStream_t stream);
 
   // Launches the forward kernel after the last launch on this arena, whatever stream that was on. `params` has
-  // everything that does not depend on the arena. Neither allocates nor waits.
+  // everything that does not depend on the arena. Neither allocates nor waits. What the program enqueues on its own
+  // stream afterwards comes after the kernel.
   xla::ffi::Error launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
                          const void* w_down, int32_t itemsize, cudaStream_t stream);
 
@@ -57,6 +59,7 @@ class Arena {
   int64_t body_bytes_ = 0;
   cudaEvent_t last_launch_ = nullptr;
   cudaStream_t last_stream_ = nullptr;
+  cudaStream_t program_stream_ = nullptr;  // of the program that was initialized last
   double timeout_seconds_ = 0;             // of the last launch
   FailureRecord* failure_record_ = nullptr;  // in host memory; written by the kernel
   std::string failure_text_;               // not empty: a launch has failed

@@ -63,8 +63,8 @@ def test_a_thousand_layers_back_to_back_give_the_bits_of_a_thousand_calls():
 
     def one(x, ids, weights, experts):
         y = jaxmoe.moe_layer(x, ids, weights, experts, implementation="megakernel")
-        # In float32, so that XLA rounds once in both programs.
-        return (x.astype(jnp.float32) + y.astype(jnp.float32) / 8).astype(x.dtype)
+        # In float32, so that XLA rounds once in both programs; bounded, so that a thousand layers stay finite.
+        return jnp.clip(x.astype(jnp.float32) / 2 + y.astype(jnp.float32), -2, 2).astype(x.dtype)
 
     def over(function: Any) -> Any:
         specs = (tokens, tokens, tokens, tokens)
@@ -77,7 +77,9 @@ def test_a_thousand_layers_back_to_back_give_the_bits_of_a_thousand_calls():
     step, x = over(one), arguments.x
     for _ in range(1000):
         x = step(x, ids, weights, experts)
-    np.testing.assert_array_equal(np.asarray(over(scanned)(arguments.x, ids, weights, experts)), np.asarray(x))
+    scanned_x = np.asarray(over(scanned)(arguments.x, ids, weights, experts))
+    assert np.isfinite(scanned_x.astype(np.float32)).all()
+    assert scanned_x.tobytes() == np.asarray(x).tobytes()
 
 
 def test_shapes_may_change_from_call_to_call():

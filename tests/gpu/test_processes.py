@@ -44,5 +44,5 @@ def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
     absent = len(outputs) - 1
     for rank, output in enumerate(outputs[:-1]):
         assert "the output is NaN" in output
-        waited = rf"jaxmoe: rank {rank} SM \d+ \w+ waited 3 s for inputs_ready\[{absent}\]: seen 1 of 2"
+        waited = rf"jaxmoe: rank {rank} sm \d+ \w+ waited 3 s for inputs_ready\[{absent}\]: seen 1 of 2"
         assert re.search(rf"{waited} \(from rank {absent}\)", output)

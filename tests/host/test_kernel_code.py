@@ -1,4 +1,4 @@
-"""The machine code of the fused kernel: no spills, no serialised tensor-core products, and those that it should have."""
+"""The machine code of the fused kernel: no spills, no serialised tensor-core products, and the ones it should have."""
 
 import re
 import shlex
@@ -21,10 +21,9 @@ def compiled(tmp_path_factory) -> tuple[str, Path]:
     if built.nvcc is None or built.nvcc_flags is None:
         pytest.skip(f"the CUDA part was not built: {built.cuda_missing}")
     cubin = tmp_path_factory.mktemp("kernel") / "launch.cubin"
-    include = ("-I", str(ROOT / "ffi"), "-isystem", jax.ffi.include_dir())
+    flags = (*shlex.split(built.nvcc_flags), "-Xptxas=-v", "-I", ROOT / "ffi", "-isystem", jax.ffi.include_dir())
     result = subprocess.run(
-        [built.nvcc, *shlex.split(built.nvcc_flags), "-Xptxas=-v", *include, "-cubin", ROOT / "ffi/cuda/launch.cu"]
-        + ["-o", cubin],
+        [built.nvcc, *flags, "-cubin", ROOT / "ffi/cuda/launch.cu", "-o", cubin],
         capture_output=True,
         text=True,
         check=False,

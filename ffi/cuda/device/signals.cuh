@@ -92,6 +92,7 @@ class Signals {
 
   // By one thread, behind an acquire of all that the flag announces.
   __device__ void release_to_all(Signal signal) const {
+    if (given_up()) return;  // peers that wait for it will not take rubbish for results
     ptx::fence_system();
     for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
       ptx::store_release_system(word_at(peer, signal, params_.rank), epoch_);

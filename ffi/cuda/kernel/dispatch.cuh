@@ -2,7 +2,7 @@
 // and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile.
 //
 // Rows move through registers, 16 bytes a lane with kUnroll loads in flight. Shared memory is all taken by the GEMM's
-// stages, and 396 warps with 4 KiB in flight each cover NVLink's latency.
+// stages, and 396 warps with 2 KiB in flight each cover NVLink's latency.
 #pragma once
 
 #include <cuda_runtime.h>
