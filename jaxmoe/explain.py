@@ -9,10 +9,8 @@ from jax.sharding import AxisType
 from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.call import Call, Implementation
-from jaxmoe.plan import KernelPlan, Plan, granularity, most_row_tiles
+from jaxmoe.plan import WORKERS_OF_A_GPU, KernelPlan, Plan, granularity, most_row_tiles
 
-# Thread blocks of the GPU kernel: one for each multiprocessor of an H100 (SXM) or H200.
-_GPU_WORKERS = 132
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 
 
@@ -196,7 +194,7 @@ def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
 def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
     """Bytes of the regions of a rank's arena, from the code that lays it out."""
     layout, shape, pieces = native.schedule(), call.shape, granularity(call.platform, call.shape.gated)
-    workers = pieces.workers or _GPU_WORKERS
+    workers = pieces.workers or WORKERS_OF_A_GPU
     sizes = layout.Shape(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
     schedule = layout.Schedule(
         tile=layout.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns),

@@ -162,8 +162,8 @@ class Granularity:
       hidden_columns: columns between the two GEMMs of one task.
       output_columns: output columns of one task.
       chunk_rows: rows that a dispatcher pulls at a time.
-      workers: thread blocks of a GPU, 0 for one on each multiprocessor; threads of a CPU, per rank.
-      dispatchers_per_worker: warps of a thread block, or threads of a CPU, that pull rows.
+      workers: pairs of thread blocks of a GPU, 0 for as many as it has room for; threads of a CPU, per rank.
+      dispatchers_per_worker: warps of such a pair, or threads of a CPU, that pull rows.
     """
 
     tile_rows: int

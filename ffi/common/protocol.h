@@ -17,6 +17,7 @@
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
 // clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
 // On a GPU each warp of a task releases its own part, so three of the counters count warps (cuda/device/signals.cuh).
+// There inputs_staged counts thread blocks, of which a worker may have several.
 //
 // Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
 // is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one

@@ -179,7 +179,7 @@ class ChunkWalk {
         position_(dispatcher) {}
 
   JAXMOE_ANY bool next(Chunk& chunk) {
-    // Chunks never straddle a tile, so a tile of 128 rows has the same number of them in every full tile.
+    // Chunks never straddle a tile, so every full tile has the same number of them.
     const int32_t chunks_per_tile = ceil_div(tile_rows_, chunk_rows_);
     for (;;) {
       if (expert_ >= 0) {

@@ -1,5 +1,5 @@
 // Starts the forward kernel. The handler (cuda/forward_handler.cu) calls prepare_forward() once per device and variant
-// in initialize, and launch_forward() in execute, which does nothing else.
+// in initialize, and launch_forward() in execute.
 #pragma once
 
 #include <cuda_runtime.h>

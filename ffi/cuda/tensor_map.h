@@ -1,5 +1,5 @@
 // Tensor maps: what the copy engine knows of a tensor in global memory and of the boxes it is read in. Made on the host
-// in initialize, passed to kernels as __grid_constant__ parameters. The driver is asked at run time: nothing links to
+// when a kernel is enqueued, passed to it as __grid_constant__ parameters. The driver is asked at run time: nothing links to
 // libcuda.
 #pragma once
 

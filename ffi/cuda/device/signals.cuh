@@ -106,7 +106,7 @@ class Signals {
   }
 
  private:
-  // A poll takes about a microsecond with its nap, so time and failure are looked at every quarter of a millisecond.
+  // Time and failure are looked at every quarter of a millisecond or so.
   static constexpr int kPollsPerCheck = 256;
 
   __device__ __forceinline__ uint32_t* word_at(int32_t rank, Signal signal, int32_t index) const {
