@@ -68,6 +68,15 @@ std::string make_tensor_maps(ForwardParams* params, ElementType type, const void
              " output columns; this kernel has " + std::to_string(config.tile_rows * config.cluster_size) + ", " +
              std::to_string(hidden_columns) + ", " + std::to_string(config.tile_columns) + ".";
     }
+    // A lane of a warp for each row of a chunk, and for each slot of a token.
+    constexpr int32_t kLanes = 32;
+    const int32_t dispatchers = p.schedule.workers * config.cluster_size * kDispatchWarps;
+    if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
+      return "jaxmoe_forward: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
+             std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
+             "; this kernel has " + std::to_string(dispatchers) + " dispatchers and takes up to " +
+             std::to_string(kLanes) + " of the others.";
+    }
     const int64_t ring_rows = int64_t{p.schedule.ring_tiles} * tile.rows;
     const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
     const std::byte* arena = p.arenas[p.rank];
