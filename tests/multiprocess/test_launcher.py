@@ -187,7 +187,9 @@ def ranks_in(folder: Path) -> list[int]:
 def start_launcher(folder: Path) -> "subprocess.Popen[bytes]":
     """A process with a job of two ranks that run for ever, once both are there."""
     program = (
-        "import sys; from tests.multiprocess.launcher import launch\n"
+        # What a shell starts in the background has Ctrl-C ignored.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from tests.multiprocess.launcher import launch\n"
         f"launch('{WORKERS}.misbehave', processes=2, devices_per_process=1, timeout_s=60, silence_s=60,"
         " arguments=['all', sys.argv[1]])"
     )
