@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,9 @@ def _on_collective_stream(call: Callable[..., jax.Array]) -> Callable[..., jax.A
     On a stream of its own it could hold all multiprocessors of one GPU while a collective holds those of another, each
     waiting for its peer.
     """
-    annotate = compute_on(compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
+    # jax 0.10 has no such argument, and no way to reach the other GPUs either: limits.py lets no call come here.
+    options: dict[str, Any] = {"out_memory_spaces": jax.memory.Space.Device}
+    annotate = compute_on(compute_type="gpu_stream:collective", **options)
     return annotate(call)
 
 
