@@ -29,8 +29,8 @@ TOKAMAX_MULTIPLE = 8
 UNIT_BYTES = 24 * 2**20
 FEWEST_UNIT_TILES = 4
 UNIT_TILES_ON_CPU = 2
-# Pairs of the 132 thread blocks of an H100 or H200, and how many rounds of them lie between the GEMMs of a unit. On one
-# H200, DeepSeek-V3 with 128 rows an expert: 327 TFLOP/s with a lag of one unit, 385 with three (docs/performance.md).
+# Pairs of the 132 thread blocks of an H100 or H200, and how many rounds of them lie between the GEMMs of a unit: with
+# fewer, down tasks wait for gate and up tasks that have just begun; with more, h has left the L2 cache by then.
 WORKERS_OF_A_GPU = 66
 LAG_WAVES = 1.5
 MOST_LAG_UNITS = 16

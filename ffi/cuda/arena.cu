@@ -207,8 +207,8 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   if (status == cudaSuccess) status = launch_forward(*params, type, stream);
   if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
   // The kernel takes all multiprocessors and waits for its peers. On the stream of the collectives it is in line with
-  // those; but one that XLA has made synchronous runs on the program's stream. If that came up beside the kernel, it could
-  // hold multiprocessors of one GPU while the kernel holds those of another, each waiting for its peer for ever.
+  // those; but one that XLA has made synchronous runs on the program's stream. If that came up beside the kernel, it
+  // could hold multiprocessors of one GPU while the kernel holds those of another, each waiting for its peer for ever.
   if (status == cudaSuccess && program_stream_ != nullptr && program_stream_ != stream) {
     status = cudaStreamWaitEvent(program_stream_, last_launch_);
   }

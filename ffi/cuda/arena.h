@@ -31,8 +31,8 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
-  // and the same history, so all of them come here together. Waits for the work of this device then. `stream` is the one
-  // on which the program's own kernels run.
+  // and the same history, so all of them come here together. Waits for the work of this device then. `stream` is the
+  // one on which the program's own kernels run.
   xla::ffi::Error reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
                           cudaStream_t stream);
 

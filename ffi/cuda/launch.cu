@@ -9,7 +9,7 @@ namespace {
 
 struct ForwardBf16 {
   using Precision = Bf16;
-  static constexpr KernelConfig config{.cluster_size = 2, .control_registers = 104, .math_registers = 200};
+  static constexpr KernelConfig config{};
 };
 struct ForwardF16 {
   using Precision = F16;

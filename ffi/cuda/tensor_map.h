@@ -1,6 +1,6 @@
 // Tensor maps: what the copy engine knows of a tensor in global memory and of the boxes it is read in. Made on the host
-// when a kernel is enqueued, passed to it as __grid_constant__ parameters. The driver is asked at run time: nothing links to
-// libcuda.
+// when a kernel is enqueued, passed to it as __grid_constant__ parameters. The driver is asked at run time: nothing
+// links to libcuda.
 #pragma once
 
 #include <cuda.h>

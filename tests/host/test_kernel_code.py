@@ -45,7 +45,7 @@ def test_every_kernel_has_the_registers_of_384_threads(compiled):
 
 
 def test_the_assembler_serialises_no_tensor_core_products(compiled):
-    """ptxas says so in a remark (C7515) that no flag turns into an error; it cost 40 % of the speed once."""
+    """ptxas says so in a remark (C7515) that no flag turns into an error; tensor cores then idle between products."""
     said, _ = compiled
     assert "serialized" not in said
     assert "C7515" not in said

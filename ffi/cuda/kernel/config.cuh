@@ -2,7 +2,7 @@
 //
 //   struct Variant {
 //     using Precision = Bf16;                                  // kernel/precision/
-//     static constexpr KernelConfig config{.cluster_size = 2};
+//     static constexpr KernelConfig config{};
 //   };
 //
 // because a struct as a non-type template argument of a __global__ function does not compile with nvcc 13.0 and g++ 12.
@@ -20,15 +20,13 @@ struct KernelConfig {
   int tile_depth = 64;      // of K, for each stage: 128 bytes, the width of the swizzle
   int stages = 4;
   int math_warpgroups = 2;
-  // Blocks that take neighbouring row tiles and share their loads of weights: 1 or 2. With single blocks 48 KiB a step
-  // through L2 are the limit: on one H200, 590 to 700 TFLOP/s where pairs reach 760 to 800 (gate/up, BF16).
-  int cluster_size = 1;
-  // Results leave by the copy engine, or by 16-byte stores of a whole warp: the latter 1 to 3 % faster in the down GEMM
-  // where all targets are local (one H200), but a release behind them has to wait for them itself.
-  bool bulk_row_stores = true;
-  // Registers of a thread. The kernel is compiled for 168 (65536 over 384 threads); all together stay within that.
-  int control_registers = 40;   // warpgroup 0: producer, dispatch
-  int math_registers = 232;
+  // Blocks that take neighbouring row tiles and share their loads of weights: 1 or 2. A single block loads 48 KiB a
+  // step through L2, which then is the limit.
+  int cluster_size = 2;
+  // Registers of a thread. The kernel is compiled for 168 (65536 over 384 threads); all together stay within that. With
+  // fewer for the control warps the walk over the schedule spills, with fewer for the math warps the epilogues do.
+  int control_registers = 104;  // warpgroup 0: producer, dispatch
+  int math_registers = 200;
 
   constexpr int threads() const { return 128 * (1 + math_warpgroups); }
 };

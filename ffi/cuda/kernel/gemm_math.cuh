@@ -119,9 +119,8 @@ __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThre
 namespace epilogue {
 
 // This warp's staging can be written again. Pairs with the end of store_lines().
-template <class Variant>
 __device__ __forceinline__ void acquire_staging() {
-  if constexpr (Variant::config.bulk_row_stores) ptx::wait_stores_read<0>();
+  ptx::wait_stores_read<0>();
   __syncwarp();
 }
 
@@ -136,30 +135,17 @@ __device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging
   constexpr int kLines = Shape::Staging::kLines;
   constexpr int kLineBytes = Shape::Staging::kLineBytes;
   constexpr int kColumns = Shape::kTileColumns / kRowsPerLine;
-  const auto row_of = [&](int warp_row) {
-    return reinterpret_cast<Element*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), warp_row));
-  };
-  if constexpr (Variant::config.bulk_row_stores) {
-    constexpr int kStores = kLines * kRowsPerLine;
-    ptx::fence_proxy_async_shared();
-    Element* target = row_of(first_row + lane % kStores);  // also where all lanes meet, behind their fences
-    if (lane < kStores && target != nullptr) {
-      const std::byte* source = staging.bytes + lane % kLines * kLineBytes + lane / kLines * kColumns * sizeof(Element);
-      ptx::store_bytes(target + columns.first, source,
-                       at_most(columns.count - columns.first, kColumns) * sizeof(Element));
-    }
-    ptx::commit_stores();
-  } else {
-    constexpr int kLanesPerRow = 32 / kRowsPerLine;
-    const int32_t column = columns.first + lane % kLanesPerRow * 8;
-    __syncwarp();
-#pragma unroll
-    for (int line = 0; line < kLines; ++line) {
-      Element* target = row_of(first_row + line + lane / kLanesPerRow * kLines);
-      const int4 elements = *reinterpret_cast<const int4*>(staging.bytes + line * kLineBytes + lane * 16);
-      if (target != nullptr && column < columns.count) *reinterpret_cast<int4*>(target + column) = elements;
-    }
+  constexpr int kStores = kLines * kRowsPerLine;
+  ptx::fence_proxy_async_shared();
+  // Also where all lanes meet, behind their fences.
+  auto* target = reinterpret_cast<Element*>(
+      __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), first_row + lane % kStores));
+  if (lane < kStores && target != nullptr) {
+    const std::byte* source = staging.bytes + lane % kLines * kLineBytes + lane / kLines * kColumns * sizeof(Element);
+    ptx::store_bytes(target + columns.first, source,
+                     at_most(columns.count - columns.first, kColumns) * sizeof(Element));
   }
+  ptx::commit_stores();
 }
 
 // 256 columns of transform(sum), 8 rows of the warp at a time.
@@ -172,7 +158,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
   std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    acquire_staging<Variant>();
+    acquire_staging();
 #pragma unroll
     for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
       uint32_t tiles[4];
@@ -206,7 +192,7 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
   constexpr int kHalfLine = kColumns * sizeof(typename Shape::Element);
   std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
   std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
-  epilogue::acquire_staging<Variant>();
+  epilogue::acquire_staging();
   with_activation_kind(activation.kind, [&](auto kind) {
 #pragma unroll
     for (int block = 0; block < kColumns / 8; block += 2) {
@@ -249,12 +235,9 @@ __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, 
 // All rows that this warp has stored are in memory and visible to the lanes that stored them. A release by one lane
 // behind this orders them before whatever acquires it; readers by bulk copy put ptx::fence_proxy_async_global() behind
 // their acquire.
-template <class Variant>
 __device__ __forceinline__ void wait_rows_stored() {
-  if constexpr (Variant::config.bulk_row_stores) {
-    ptx::wait_stores_complete<0>();
-    ptx::fence_proxy_async_global();
-  }
+  ptx::wait_stores_complete<0>();
+  ptx::fence_proxy_async_global();
   __syncwarp();
 }
 

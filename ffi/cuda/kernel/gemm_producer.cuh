@@ -34,9 +34,8 @@ __device__ __forceinline__ uint32_t stage_bytes(int32_t row_boxes, bool full_til
 
 // `position` moves on by source.depth_steps. `own_weights`: the blocks of the cluster multiply other columns (or there
 // is one block); otherwise all need the same weights, and each loads a part of them for all. The policies are those of
-// ptx/tma.cuh. For weights: evict_first where their expert has a single row tile (8 rows an expert, one H200: 4.1 TB/s
-// instead of 3.4 with single blocks, 4.26 instead of 4.19 with pairs), evict_normal where row tiles share them
-// (evict_first costs up to 15 % there).
+// ptx/tma.cuh. For weights: evict_first where their expert has a single row tile, evict_normal where row tiles share
+// them, which then find each other's lines in L2.
 template <class Variant>
 __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position,

@@ -86,7 +86,7 @@ __device__ void run(const Cta<Variant>& cta) {
   Release stored{};
   bool announced = true;
   const auto announce_stored = [&] {
-    wait_rows_stored<Variant>();
+    wait_rows_stored();
     if (thread.lane == 0) cta.signals.release(stored);
     announced = true;
   };

@@ -23,20 +23,11 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Every kind of memory.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // A barrier of kThreads threads of the block, whole warps; 0 is that of __syncthreads().
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier() {
   static_assert(kBarrier > 0 && kBarrier < 16 && kThreads % 32 == 0);
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_cta_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
 }
 
 // One word to the same place in the shared memory of block `cta_rank` of the cluster, and a look at what came that way.

@@ -21,16 +21,6 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Brings a tensor map into the cache of descriptors before its first use.
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 // One box into this block's shared memory. Coordinates are those of its first element, innermost dimension first; what
 // lies outside the tensor arrives as zeros and counts as bytes of the barrier all the same.
