@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/errors.h"
 #include "cuda/launch.h"
 
 namespace ffi = xla::ffi;
@@ -18,17 +19,13 @@ namespace ffi = xla::ffi;
 namespace jaxmoe {
 namespace {
 
-constexpr int64_t kMemoryStep = int64_t{1} << 21;  // in which devices hand out memory that can be shared
+constexpr int64_t kMemoryStep = int64_t{1} << 21;  // in which devices hand out memory
 
 std::string bytes_text(int64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof(text), bytes < (int64_t{1} << 30) ? "%.1f MiB" : "%.2f GiB",
                 static_cast<double>(bytes) / (bytes < (int64_t{1} << 30) ? 1 << 20 : 1 << 30));
   return text;
-}
-
-ffi::Error cuda_error(const char* what, cudaError_t status) {
-  return ffi::Error::Internal(std::string("jaxmoe_forward: ") + what + ": " + cudaGetErrorString(status) + ".");
 }
 
 // Small changes of shape find room.
@@ -104,12 +101,11 @@ ffi::Error Arena::prepare_launches() {
   return ffi::Error::Success();
 }
 
-ffi::Error Arena::reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
-                          cudaStream_t stream) {
+ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = failure(); error.failure()) return error;
-  program_stream_ = stream;
+  program_stream_ = link.stream;
   if (holds(shape, schedule, itemsize)) return ffi::Error::Success();
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
@@ -118,69 +114,75 @@ ffi::Error Arena::reserve(void* communicator, const Shape& shape, const Schedule
   const int64_t body_bytes = std::max(body_bytes_, layout.bytes - layout.head_bytes);
   const int64_t bytes = ceil_div(layout.head_bytes + body_bytes, kMemoryStep) * kMemoryStep;
 
-  // All ranks have enqueued the same launches before they come here, so those in flight end. After them no peer touches
-  // this rank's arena (protocol.h), and the old one can go before the new one comes.
+  // All ranks have enqueued the same launches before they come here, so those in flight end. After them this device
+  // does not touch the arenas of its peers.
   if (const cudaError_t status = cudaDeviceSynchronize(); status != cudaSuccess) {
     return cuda_error("earlier work of this device failed", status);
   }
   if (ffi::Error error = failure(); error.failure()) return error;
-  release(&memory_);
   head_ = {};
   body_bytes_ = 0;
   const int64_t ring_bytes = layout.rows.bytes + layout.hidden.bytes;
-  if (ffi::Error error = replace_memory(communicator, bytes, schedule, ring_bytes, stream); error.failure()) {
-    release(&memory_);
-    return error;
-  }
+  if (ffi::Error error = replace_memory(link, bytes, schedule, ring_bytes); error.failure()) return error;
   head_ = head;
   body_bytes_ = body_bytes;
   return ffi::Error::Success();
 }
 
-ffi::Error Arena::replace_memory(void* communicator, int64_t bytes, const Schedule& schedule, int64_t ring_bytes,
-                                 cudaStream_t stream) {
-  const auto no_memory = [&](const std::string& reason) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      no_memory_text(rank_, bytes, schedule, ring_bytes, reason));
-  };
-  // First, so that a rank can say that it has no memory for the arena.
-  SharedMemory board;
-  if (ranks_ > 1) {
-    if (const std::string error = allocate(kBoardBytes, true, &board); !error.empty()) return no_memory(error);
-  }
-  const std::string shortage = allocate(bytes, ranks_ > 1, &memory_);
-  if (ranks_ > 1) {
-    std::vector<Note> notes;
-    const Note own{.gpu = {}, .bytes = bytes, .allocated = shortage.empty()};
-    if (const std::string error = exchange(communicator, ranks_, own, stream, &board, &notes); !error.empty()) {
-      return ffi::Error::Internal("jaxmoe_forward: the ranks could not agree on their memory. " + error);
+// One step of replace_memory(): this rank says whether it has succeeded, and hears whether all others have.
+ffi::Error Arena::meet(const Link& link, const char* step, int64_t bytes, bool succeeded, std::vector<Note>* notes) {
+  Note own{};
+  own.bytes = bytes;
+  own.succeeded = succeeded;
+  std::string error = name_block(memory_, &own.block);
+  if (error.empty()) error = exchange(link, own, notes);
+  if (!error.empty()) return ffi::Error::Internal("jaxmoe_forward: the ranks could not share their memory. " + error);
+  for (int32_t rank = 0; rank < ranks_; ++rank) {
+    if ((*notes)[rank].bytes != bytes) {
+      return ffi::Error::Internal("jaxmoe_forward: rank " + std::to_string(rank_) + " wants an arena of " +
+                                  std::to_string(bytes) + " bytes, rank " + std::to_string(rank) + " one of " +
+                                  std::to_string((*notes)[rank].bytes) +
+                                  ". All ranks have to run the same programs in the same order.");
     }
-    for (int32_t rank = 0; rank < ranks_; ++rank) {
-      if (notes[rank].bytes != bytes) {
-        return ffi::Error::Internal("jaxmoe_forward: rank " + std::to_string(rank_) + " wants an arena of " +
-                                    std::to_string(bytes) + " bytes, rank " + std::to_string(rank) + " one of " +
-                                    std::to_string(notes[rank].bytes) +
-                                    ". All ranks have to run the same programs in the same order.");
-      }
-      if (!notes[rank].allocated && rank != rank_ && shortage.empty()) {
-        return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                          "jaxmoe_forward: rank " + std::to_string(rank) + " has no memory for its arena of " +
-                              bytes_text(bytes) + "; its own error says more.");
-      }
-    }
-  }
-  if (!shortage.empty()) return no_memory(shortage);
-
-  // Before any peer can reach it: epochs and counters start from zero.
-  cudaError_t status = cudaMemsetAsync(memory_.own, 0, bytes, stream);
-  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
-  if (status != cudaSuccess) return cuda_error("the arena could not be cleared", status);
-  if (ranks_ > 1) {
-    if (const std::string error = share(communicator, ranks_, stream, &memory_); !error.empty()) {
-      return ffi::Error::Internal("jaxmoe_forward: the ranks could not share their memory. " + error);
+    if (!(*notes)[rank].succeeded && succeeded) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "jaxmoe_forward: rank " + std::to_string(rank) + " could not " + step +
+                            " its arena of " + bytes_text(bytes) + "; its own error says more.");
     }
   }
   return ffi::Error::Success();
+}
+
+ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, const Schedule& schedule, int64_t ring_bytes) {
+  const bool alone = ranks_ == 1;
+  std::vector<Note> notes;
+  // The old arena can go before the new one comes, once no peer reaches it any longer.
+  release_peers(&memory_);
+  if (!alone) {
+    if (ffi::Error error = meet(link, "leave", bytes, true, &notes); error.failure()) return error;
+  }
+  release(&memory_);
+  // Zeros before any peer can reach it: epochs and counters start from there.
+  const std::string shortage = allocate(bytes, &memory_);
+  ffi::Error others = ffi::Error::Success();
+  if (!alone) others = meet(link, "allocate", bytes, shortage.empty(), &notes);
+  if (!shortage.empty()) {
+    release(&memory_);
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      no_memory_text(rank_, bytes, schedule, ring_bytes, shortage));
+  }
+  if (others.failure()) return others;
+  std::string out_of_reach;
+  for (int32_t rank = 0; rank < ranks_ && out_of_reach.empty(); ++rank) {
+    if (rank == rank_) {
+      memory_.of_ranks[rank] = memory_.own;
+    } else {
+      out_of_reach = reach_peer(rank, notes[rank].block, &memory_);
+    }
+  }
+  if (!alone) others = meet(link, "share", bytes, out_of_reach.empty(), &notes);
+  if (!out_of_reach.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe_forward: " + out_of_reach);
+  return others;
 }
 
 ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
@@ -221,83 +223,53 @@ namespace {
 // GPUs of a group by UUID, in the order of their ranks.
 using Members = std::vector<std::vector<unsigned char>>;
 
-struct Table {
-  std::mutex mutex;
-  // XLA keeps a communicator for as long as the process lives, so its address names it.
-  std::map<std::pair<int32_t, void*>, Arena*> of_communicator;
-  std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>> of_group;
+Arena* arena_of(int32_t device, const Members& members, int32_t ranks, int32_t rank) {
+  // Never destroyed: handlers may still run while the process ends.
+  static std::mutex* mutex = new std::mutex;
+  static auto* arenas = new std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>>;
+  const std::lock_guard lock(*mutex);
+  std::unique_ptr<Arena>& arena = (*arenas)[{device, members}];
+  if (arena == nullptr) arena = std::make_unique<Arena>(device, ranks, rank);
+  return arena.get();
+}
 
-  static Table& get() {
-    static Table* table = new Table;  // never destroyed: handlers may still run while the process ends
-    return *table;
+ffi::Error check_membership(const Membership& found, int32_t device, int32_t ranks) {
+  if (found.ranks == ranks && found.rank >= 0 && found.rank < ranks && found.device == device) {
+    return ffi::Error::Success();
   }
-
-  Arena* known(int32_t device, void* communicator) {
-    const std::lock_guard lock(mutex);
-    const auto found = of_communicator.find({device, communicator});
-    return found == of_communicator.end() ? nullptr : found->second;
-  }
-
-  Arena* add(int32_t device, void* communicator, const Members& members, int32_t ranks, int32_t rank) {
-    const std::lock_guard lock(mutex);
-    std::unique_ptr<Arena>& arena = of_group[{device, members}];
-    if (arena == nullptr) arena = std::make_unique<Arena>(device, ranks, rank);
-    of_communicator[{device, communicator}] = arena.get();
-    return arena.get();
-  }
-};
-
-std::string check_membership(const Membership& found, int32_t device, int32_t ranks) {
-  if (found.ranks != ranks || found.rank < 0 || found.rank >= ranks || found.device != device) {
-    return "jaxmoe_forward: XLA's communicator has " + std::to_string(found.ranks) + " ranks and is rank " +
-           std::to_string(found.rank) + " on device " + std::to_string(found.device) + "; this call has " +
-           std::to_string(ranks) + " ranks and runs on device " + std::to_string(device) + ".";
-  }
-  if (found.in_reach != ranks) {
-    return "jaxmoe_forward: the experts are spread over " + std::to_string(ranks) + " GPUs, of which " +
-           std::to_string(found.in_reach) +
-           " reach each other's memory through NVLink. Spread them over the GPUs of one NVLink domain (one host) and "
-           "use the other mesh axes for data, or pass implementation=\"xla\".";
-  }
-  return "";
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                    "jaxmoe_forward: XLA's communicator has " + std::to_string(found.ranks) + " ranks and is rank " +
+                        std::to_string(found.rank) + " on device " + std::to_string(found.device) +
+                        "; this call has " + std::to_string(ranks) + " ranks and runs on device " +
+                        std::to_string(device) + ".");
 }
 
 }  // namespace
 
-Arena* known_arena(int32_t device, void* communicator) { return Table::get().known(device, communicator); }
-
-ffi::ErrorOr<Arena*> find_arena(int32_t device, int32_t ranks, void* communicator, cudaStream_t stream) {
-  Table& table = Table::get();
-  if (Arena* arena = table.known(device, communicator)) return arena;
-  if (communicator == nullptr) return table.add(device, nullptr, {}, 1, 0);
+ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
+  if (link.ranks == 1) return arena_of(device, {}, 1, 0);
 
   Membership found{};
-  if (const std::string error = membership(communicator, &found); !error.empty()) {
+  if (const std::string error = membership(link, &found); !error.empty()) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe_forward: " + error));
   }
-  if (const std::string error = check_membership(found, device, ranks); !error.empty()) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, error));
-  }
-  // Not beside a kernel that waits for peers: what follows may allocate, map memory and load a kernel.
+  if (ffi::Error error = check_membership(found, device, link.ranks); error.failure()) return ffi::Unexpected(error);
+  // Not beside a kernel that waits for peers: what follows allocates and may load a kernel of NCCL's.
   cudaDeviceProp properties{};
   cudaError_t status = cudaDeviceSynchronize();
   if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, device);
   if (status != cudaSuccess) return ffi::Unexpected(cuda_error("earlier work of this device failed", status));
-  SharedMemory board;
-  if (const std::string error = allocate(kBoardBytes, true, &board); !error.empty()) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxmoe_forward: " + error));
-  }
   Note own{};
   static_assert(sizeof(own.gpu) == sizeof(properties.uuid));
   std::memcpy(own.gpu, &properties.uuid, sizeof(own.gpu));
   std::vector<Note> notes;
-  if (const std::string error = exchange(communicator, ranks, own, stream, &board, &notes); !error.empty()) {
+  if (const std::string error = exchange(link, own, &notes); !error.empty()) {
     return ffi::Unexpected(
         ffi::Error::Internal("jaxmoe_forward: the ranks could not tell each other who they are. " + error));
   }
   Members members;
   for (const Note& note : notes) members.emplace_back(std::begin(note.gpu), std::end(note.gpu));
-  return table.add(device, communicator, members, ranks, found.rank);
+  return arena_of(device, members, link.ranks, found.rank);
 }
 
 }  // namespace jaxmoe

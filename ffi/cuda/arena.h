@@ -2,8 +2,8 @@
 // all ranks of the group reach (common/layout.h says what lies in it). All layers and all programs of a group use the
 // same arena, one launch after the other. Caller: cuda/forward_handler.cu.
 //
-// A group is known by its GPUs in the order of their ranks. XLA may hand out several communicators for one group, and
-// the same numbers of devices can stand for other devices in another program, so neither of them names it.
+// A group is known by its GPUs in the order of their ranks. XLA may hand out several communicators for one group, one
+// after the other, and the same numbers of devices can stand for other devices in another program, so neither names it.
 //
 // Locks: the table of arenas has a mutex that is never held while anything waits. An arena is claimed by one thread at
 // a time; where other ranks are involved, a thread that finds it claimed gets an error instead of waiting.
@@ -14,9 +14,11 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "common/layout.h"
 #include "common/shape.h"
+#include "cuda/exchange.h"
 #include "cuda/kernel/params.cuh"
 #include "cuda/symmetric_memory.h"
 #include "cuda/tensor_map.h"
@@ -31,10 +33,9 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
-  // and the same history, so all of them come here together. Waits for the work of this device then. `stream` is the
-  // one on which the program's own kernels run.
-  xla::ffi::Error reserve(void* communicator, const Shape& shape, const Schedule& schedule, int32_t itemsize,
-                          cudaStream_t stream);
+  // and the same history, so all of them come here together. Waits for the work of this device then. The stream of
+  // `link` is the one on which the program's own kernels run.
+  xla::ffi::Error reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize);
 
   // Launches the forward kernel after the last launch on this arena, whatever stream that was on. `params` has
   // everything that does not depend on the arena. Neither allocates nor waits. What the program enqueues on its own
@@ -47,8 +48,8 @@ class Arena {
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
   xla::ffi::Error failure();
   xla::ffi::Error prepare_launches();
-  xla::ffi::Error replace_memory(void* communicator, int64_t bytes, const Schedule& schedule, int64_t ring_bytes,
-                                 cudaStream_t stream);
+  xla::ffi::Error replace_memory(const Link& link, int64_t bytes, const Schedule& schedule, int64_t ring_bytes);
+  xla::ffi::Error meet(const Link& link, const char* step, int64_t bytes, bool succeeded, std::vector<Note>* notes);
 
   const int32_t device_;
   const int32_t ranks_;
@@ -65,11 +66,7 @@ class Arena {
   std::string failure_text_;               // not empty: a launch has failed
 };
 
-// The arena of the current device `device` in the group of `communicator`, an ncclComm_t of XLA; null for a group of
-// one. Collective where the communicator is seen for the first time.
-xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, int32_t ranks, void* communicator, cudaStream_t stream);
-
-// The same where find_arena() has been called before; null where it has not.
-Arena* known_arena(int32_t device, void* communicator);
+// The arena of the current device `device` in the group that `link` leads to. Collective.
+xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link);
 
 }  // namespace jaxmoe

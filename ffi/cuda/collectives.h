@@ -74,7 +74,7 @@ inline xla::ffi::Error request_communicator(const xla::ffi::Context& context, co
   return found->RequestCommunicator(xla::ffi::GroupMode::kFlattenedId, groups, /*communication_id=*/0);
 }
 
-// In initialize and execute: the ncclComm_t of this device's group. XLA keeps it.
+// In initialize and execute: the ncclComm_t of this device's group, for this run (cuda/exchange.h).
 inline xla::ffi::ErrorOr<void*> get_communicator(const xla::ffi::Context& context, const ReplicaGroups& groups) {
   auto found = communicators(context);
   if (found.has_error()) return xla::ffi::Unexpected(found.error());

@@ -4,9 +4,11 @@
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "common/forward_call.h"
+#include "cuda/forward_handler.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInstantiateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardPrepareCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInitializeCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardCuda);
@@ -15,17 +17,17 @@ namespace jaxmoe {
 
 std::vector<Registration> registrations() {
   return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoCuda},
+          {kForwardTarget, "instantiate", JaxmoeForwardInstantiateCuda},
           {kForwardTarget, "prepare", JaxmoeForwardPrepareCuda},
           {kForwardTarget, "initialize", JaxmoeForwardInitializeCuda},
           {kForwardTarget, "execute", JaxmoeForwardCuda}};
 }
 
-std::vector<StateType> state_types() { return {}; }
+std::vector<StateType> state_types() { return {forward_instruction_type()}; }
 
 std::map<std::string, std::string> part_build_info() {
   return {{"cuda_toolkit", build_config::kNvccVersion},
           {"cuda_arch", build_config::kCudaArch},
-          {"nccl", build_config::kNcclVersion},
           {"nvcc", build_config::kNvcc},
           {"nvcc_flags", build_config::kNvccFlags}};
 }

@@ -1,4 +1,5 @@
-// Handlers of jaxmoe_forward on CUDA devices. XLA calls all three for every run and device:
+// Handlers of jaxmoe_forward on CUDA devices. XLA calls `instantiate` once for every instruction of a program, and the
+// others for every run and device:
 //
 //   prepare      asks for the communicator of the group; there is no stream and no memory yet
 //   initialize   loads the kernel, and sees to it that the group's arena is large enough (cuda/arena.h)
@@ -10,9 +11,12 @@
 // A wait of the kernel that takes too long ends the kernel; the next call of that group reports it.
 //
 // Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
+#include "cuda/forward_handler.h"
+
 #include <cuda_runtime.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -20,18 +24,39 @@
 #include "common/forward_call.h"
 #include "cuda/arena.h"
 #include "cuda/collectives.h"
+#include "cuda/errors.h"
 #include "cuda/launch.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxmoe {
+
+// One per instruction of an executable, the same object for all devices that run it. The group of a device is the same
+// in all its runs, so the ranks meet in the first one alone.
+class Instruction {
+ public:
+  static ffi::TypeId id;
+
+  // Null where the device has not met its group yet.
+  Arena* arena_of(int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = arenas_.find(device);
+    return found == arenas_.end() ? nullptr : found->second;
+  }
+  void remember(int device, Arena* arena) {
+    const std::lock_guard lock(mutex_);
+    arenas_[device] = arena;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, Arena*> arenas_;
+};
+ffi::TypeId Instruction::id{};
+
 namespace {
 
 constexpr int32_t kItemsize = 2;  // of both element types
-
-ffi::Error cuda_error(const char* what, cudaError_t status) {
-  return ffi::Error::Internal(std::string("jaxmoe_forward: ") + what + ": " + cudaGetErrorString(status) + ".");
-}
 
 ReplicaGroups groups_of(const ForwardAttributes& a) {
   ReplicaGroups groups;
@@ -109,13 +134,12 @@ ffi::ErrorOr<int32_t> workers_of(int device, ElementType type) {
 
 // A call as initialize and execute see it.
 struct Call {
-  int device;  // as the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see
   ElementType type;
   Shape shape;
   Schedule schedule;
-  void* communicator;  // null for a group of one
 };
 
+// As the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see.
 ffi::ErrorOr<int> device_of(cudaStream_t stream) {
   int device = 0;
   const cudaError_t status = cudaStreamGetDevice(stream, &device);
@@ -124,8 +148,7 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
 }
 
 // Checks a call; `device` is current.
-ffi::ErrorOr<Call> call_of(const ffi::Context& context, int device, const ForwardBuffers& buffers,
-                           const ForwardAttributes& attributes) {
+ffi::ErrorOr<Call> call_of(int device, const ForwardBuffers& buffers, const ForwardAttributes& attributes) {
   for (const std::string& error :
        {forward_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
     if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
@@ -137,17 +160,13 @@ ffi::ErrorOr<Call> call_of(const ffi::Context& context, int device, const Forwar
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe_forward: workers=" + std::to_string(attributes.workers) +
                                                        "; this device has room for " + std::to_string(*workers) + "."));
   }
-  void* communicator = nullptr;
-  if (attributes.ranks > 1) {
-    ffi::ErrorOr<void*> found = get_communicator(context, groups_of(attributes));
-    if (found.has_error()) return ffi::Unexpected(found.error());
-    communicator = *found;
-  }
-  return Call{.device = device,
-              .type = type,
+  return Call{.type = type,
               .shape = shape_of(buffers, attributes),
-              .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers),
-              .communicator = communicator};
+              .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
+}
+
+ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(ForwardAttributes) {
+  return std::make_unique<Instruction>();
 }
 
 ffi::Error prepare(ffi::Context context, ForwardAttributes attributes) {
@@ -157,8 +176,20 @@ ffi::Error prepare(ffi::Context context, ForwardAttributes attributes) {
   return attributes.ranks == 1 ? ffi::Error::Success() : request_communicator(context, groups_of(attributes));
 }
 
+ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const ForwardAttributes& attributes) {
+  Link link{.communicator = nullptr,
+            .ranks = attributes.ranks,
+            .stream = stream,
+            .timeout_seconds = attributes.timeout_seconds};
+  if (attributes.ranks == 1) return link;
+  ffi::ErrorOr<void*> communicator = get_communicator(context, groups_of(attributes));
+  if (communicator.has_error()) return ffi::Unexpected(communicator.error());
+  link.communicator = *communicator;
+  return link;
+}
+
 // Buffers are there, what they hold is not.
-ffi::Error initialize(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
                       ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
                       ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
                       ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
@@ -166,15 +197,22 @@ ffi::Error initialize(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer 
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
-  ffi::ErrorOr<Call> call = call_of(context, *device, buffers, attributes);
+  ffi::ErrorOr<Call> call = call_of(*device, buffers, attributes);
   if (call.has_error()) return call.error();
-  ffi::ErrorOr<Arena*> arena = find_arena(call->device, call->shape.ranks, call->communicator, stream);
-  if (arena.has_error()) return arena.error();
-  return (*arena)->reserve(call->communicator, call->shape, call->schedule, kItemsize, stream);
+  ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
+  if (link.has_error()) return link.error();
+  Arena* arena = instruction->arena_of(*device);
+  if (arena == nullptr) {
+    ffi::ErrorOr<Arena*> found = find_arena(*device, *link);
+    if (found.has_error()) return found.error();
+    arena = *found;
+    instruction->remember(*device, arena);
+  }
+  return arena->reserve(*link, call->shape, call->schedule, kItemsize);
 }
 
 // Device and rank follow from the stream and the communicator: `place`, which is on the GPU, is not read.
-ffi::Error execute(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
                    ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
                    ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
                    ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
@@ -182,9 +220,9 @@ ffi::Error execute(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer pla
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
-  ffi::ErrorOr<Call> call = call_of(context, *device, buffers, attributes);
+  ffi::ErrorOr<Call> call = call_of(*device, buffers, attributes);
   if (call.has_error()) return call.error();
-  Arena* arena = known_arena(call->device, call->communicator);
+  Arena* arena = instruction->arena_of(*device);
   if (arena == nullptr) return ffi::Error::Internal("jaxmoe_forward: execute without an initialize for its group.");
 
   const auto data = [](const ffi::AnyBuffer& buffer) -> const void* {
@@ -210,6 +248,7 @@ ffi::Error execute(ffi::Context context, cudaStream_t stream, ffi::AnyBuffer pla
 template <class Binding>
 auto with_call(Binding binding) {
   return std::move(binding)
+      .template Ctx<ffi::State<Instruction>>()
       .template Ctx<ffi::Context>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
       .template Arg<ffi::AnyBuffer>()   // place
@@ -227,8 +266,16 @@ auto with_call(Binding binding) {
 }
 
 }  // namespace
+
+StateType forward_instruction_type() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instruction>();
+  return {"jaxmoe_forward_instruction_cuda", &Instruction::id, &info};
+}
+
 }  // namespace jaxmoe
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardInstantiateCuda, jaxmoe::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attrs<jaxmoe::ForwardAttributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxmoeForwardPrepareCuda, jaxmoe::prepare,
     xla::ffi::Ffi::BindPrepare().Ctx<xla::ffi::Context>().Attrs<jaxmoe::ForwardAttributes>());

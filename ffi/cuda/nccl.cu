@@ -1,18 +1,11 @@
 #include "cuda/nccl.h"
 
-#if JAXMOE_HAS_NCCL
-
 #include <dlfcn.h>
 
 #include <type_traits>
 
 namespace jaxmoe {
 namespace {
-
-std::string version_text(int version) {  // 22809: 2.28.9
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
-}
 
 struct Search {
   Nccl nccl{};
@@ -32,25 +25,12 @@ struct Search {
       }
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
     };
-    decltype(&::ncclGetVersion) version = nullptr;
-    find(version, "ncclGetVersion");
     find(nccl.error_text, "ncclGetErrorString");
-    find(nccl.last_error, "ncclGetLastError");
     find(nccl.async_error, "ncclCommGetAsyncError");
     find(nccl.count, "ncclCommCount");
     find(nccl.rank, "ncclCommUserRank");
     find(nccl.device, "ncclCommCuDevice");
-    find(nccl.team_in_reach, "ncclTeamLsa");
-    find(nccl.allocate, "ncclMemAlloc");
-    find(nccl.free, "ncclMemFree");
-    find(nccl.register_window, "ncclCommWindowRegister");
-    find(nccl.deregister_window, "ncclCommWindowDeregister");
-    if (version != nullptr) version(&nccl.version);
-    if (!problem.empty() || nccl.version < kOldestNccl) {
-      if (!problem.empty()) problem.push_back(' ');
-      problem.append("It is NCCL ").append(version_text(nccl.version));
-      problem.append("; version 2.28 or newer is needed (pip install --upgrade nvidia-nccl-cu13).");
-    }
+    find(nccl.all_gather, "ncclAllGather");
   }
 };
 
@@ -63,5 +43,3 @@ std::string find_nccl(const Nccl** nccl) {
 }
 
 }  // namespace jaxmoe
-
-#endif

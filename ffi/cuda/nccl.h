@@ -1,46 +1,32 @@
 // The functions of NCCL that jaxmoe calls. They are looked up in the libnccl that XLA has loaded, whose communicators
-// they are given; nothing links to it. Caller: cuda/symmetric_memory.cu.
+// they are given: nothing links to it. Caller: cuda/exchange.cu.
 //
-// The header comes from the package nvidia-nccl-cu13 (cmake/nccl.cmake). Without it the CUDA part is built all the
-// same, for groups of one GPU.
+// They have been the same since NCCL 2.0, so they are declared here and no header of a certain version is needed.
 #pragma once
 
-#if __has_include(<nccl_device.h>)
-#define JAXMOE_HAS_NCCL 1
-#include <nccl.h>
-#include <nccl_device.h>
-#else
-#define JAXMOE_HAS_NCCL 0
-#endif
-
+#include <cstddef>
 #include <string>
+
+#include <cuda_runtime.h>
 
 namespace jaxmoe {
 
-#if JAXMOE_HAS_NCCL
-
-// Windows that peers reach by load and store exist from this version on.
-inline constexpr int kOldestNccl = NCCL_VERSION(2, 28, 0);
-
 struct Nccl {
-  int version;
+  using Communicator = void*;  // ncclComm_t
+  using Result = int;          // ncclResult_t
+  static constexpr Result kSuccess = 0;
+  static constexpr Result kInProgress = 7;  // of communicators that do not block (2.14 and newer)
+  static constexpr int kBytes = 0;          // ncclInt8
 
-  decltype(&::ncclGetErrorString) error_text;
-  decltype(&::ncclGetLastError) last_error;
-  decltype(&::ncclCommGetAsyncError) async_error;
-  decltype(&::ncclCommCount) count;
-  decltype(&::ncclCommUserRank) rank;
-  decltype(&::ncclCommCuDevice) device;
-  ncclTeam_t (*team_in_reach)(ncclComm_t);  // ncclTeamLsa, which is overloaded
-  decltype(&::ncclMemAlloc) allocate;
-  decltype(&::ncclMemFree) free;
-  decltype(&::ncclCommWindowRegister) register_window;
-  decltype(&::ncclCommWindowDeregister) deregister_window;
+  const char* (*error_text)(Result);
+  Result (*async_error)(Communicator, Result*);
+  Result (*count)(Communicator, int*);
+  Result (*rank)(Communicator, int*);
+  Result (*device)(Communicator, int*);
+  Result (*all_gather)(const void* own, void* all, std::size_t own_count, int type, Communicator, cudaStream_t);
 };
 
 // The loaded library. Returns what is missing, empty where nothing is.
 std::string find_nccl(const Nccl** nccl);
-
-#endif
 
 }  // namespace jaxmoe

@@ -1,167 +1,109 @@
 #include "cuda/symmetric_memory.h"
 
-#include <cstring>
-#include <memory>
-#include <thread>
+#include <fstream>
+#include <functional>
+#include <random>
 
-#include "cuda/nccl.h"
+#include "cuda/errors.h"
 
 namespace jaxmoe {
 namespace {
 
-std::string cuda_text(const char* what, cudaError_t status) {
-  cudaGetLastError();  // so that the failure is not reported a second time, by whoever asks next
-  return std::string(what) + ": " + cudaGetErrorString(status) + ".";
+// The same in all containers of a machine, another one after it has started anew.
+uint64_t host_name() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  std::getline(file, text);
+  return std::hash<std::string>()(text);
 }
 
-#if JAXMOE_HAS_NCCL
-
-std::string nccl_text(const Nccl& nccl, const char* what, ncclResult_t result) {
-  cudaGetLastError();
-  return std::string(what) + ": " + nccl.error_text(result) + " (" + nccl.last_error(nullptr) + ").";
+// Process numbers may be the same in two containers.
+uint64_t process_name() {
+  static const uint64_t name = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  return name;
 }
 
-// Communicators may be non-blocking.
-ncclResult_t finish(const Nccl& nccl, ncclComm_t communicator, ncclResult_t result) {
-  while (result == ncclInProgress) {
-    std::this_thread::yield();
-    if (nccl.async_error(communicator, &result) != ncclSuccess) return ncclSystemError;
+constexpr char kSpread[] =
+    " Spread the experts over GPUs of one host that reach each other, and use the other mesh axes for data; or pass "
+    "implementation=\"xla\".";
+
+std::string reach_in_process(const BlockName& name) {
+  int device = 0, can_reach = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceCanAccessPeer(&can_reach, device, name.device);
+  if (status != cudaSuccess) return cuda_text("cudaDeviceCanAccessPeer", status);
+  if (!can_reach) {
+    return "GPU " + std::to_string(device) + " has no way to the memory of GPU " + std::to_string(name.device) + "." +
+           kSpread;
   }
-  return result;
-}
-
-// Where a rank's block lies for this device, and the first words of it.
-struct PeerView {
-  void* block;
-  Note note;
-};
-
-// One thread for each rank. Up to 2.28 NCCL offers these addresses to device code alone; the parts of a window that are
-// read for them have the same place from 2.28.9 to 2.32.3, so header and library may be of different versions.
-__global__ void look_at_peers(ncclWindow_t window, PeerView* views) {
-  void* block = ncclGetLsaPointer(window, 0, static_cast<int>(threadIdx.x));
-  views[threadIdx.x] = {block, *static_cast<const Note*>(block)};
-}
-
-std::string peer_views(void* window, int32_t ranks, cudaStream_t stream, PeerView* views) {
-  void* page = nullptr;
-  cudaError_t status = cudaHostAlloc(&page, ranks * sizeof(PeerView), cudaHostAllocMapped | cudaHostAllocPortable);
-  if (status != cudaSuccess) return cuda_text("host memory for the addresses of peers", status);
-  look_at_peers<<<1, ranks, 0, stream>>>(static_cast<ncclWindow_t>(window), static_cast<PeerView*>(page));
-  status = cudaGetLastError();
-  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
-  std::memcpy(views, page, ranks * sizeof(PeerView));
-  cudaFreeHost(page);
-  return status == cudaSuccess ? "" : cuda_text("the addresses of peers could not be read", status);
-}
-
-std::string share_and_look(void* communicator, int32_t ranks, cudaStream_t stream, SharedMemory* memory,
-                           PeerView* views) {
-  const Nccl* nccl = nullptr;
-  if (const std::string missing = find_nccl(&nccl); !missing.empty()) return missing;
-  const auto group = static_cast<ncclComm_t>(communicator);
-  ncclWindow_t window = nullptr;
-  const ncclResult_t result = finish(
-      *nccl, group, nccl->register_window(group, memory->own, memory->bytes, &window, NCCL_WIN_COLL_SYMMETRIC));
-  if (result != ncclSuccess) return nccl_text(*nccl, "ncclCommWindowRegister", result);
-  if (window == nullptr) {
-    return "NCCL gave no window: symmetric memory is off or not available on this machine. Do not set "
-           "NCCL_CUMEM_ENABLE=0 or NCCL_WIN_ENABLE=0.";
+  status = cudaDeviceEnablePeerAccess(name.device, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {  // by XLA
+    cudaGetLastError();
+    status = cudaSuccess;
   }
-  memory->communicator = communicator;
-  memory->window = window;
-  if (const std::string error = peer_views(window, ranks, stream, views); !error.empty()) return error;
-  for (int32_t rank = 0; rank < ranks; ++rank) memory->of_ranks[rank] = static_cast<std::byte*>(views[rank].block);
-  return "";
+  return status == cudaSuccess ? "" : cuda_text("cudaDeviceEnablePeerAccess", status);
 }
-
-#endif
 
 }  // namespace
 
-std::string allocate(int64_t bytes, bool shareable, SharedMemory* memory) {
+std::string allocate(int64_t bytes, SharedMemory* memory) {
   void* block = nullptr;
-  if (!shareable) {
-    const cudaError_t status = cudaMalloc(&block, bytes);
-    if (status != cudaSuccess) return cuda_text("cudaMalloc", status);
-    memory->of_ranks[0] = static_cast<std::byte*>(block);
-  } else {
-#if JAXMOE_HAS_NCCL
-    const Nccl* nccl = nullptr;
-    if (const std::string missing = find_nccl(&nccl); !missing.empty()) return missing;
-    const ncclResult_t result = nccl->allocate(&block, bytes);
-    if (result != ncclSuccess) return nccl_text(*nccl, "ncclMemAlloc", result);
-#endif
-  }
+  cudaError_t status = cudaMalloc(&block, bytes);
+  if (status != cudaSuccess) return cuda_text("cudaMalloc", status);
   memory->own = static_cast<std::byte*>(block);
   memory->bytes = bytes;
-  memory->shareable = shareable;
+  status = cudaMemset(block, 0, bytes);
+  if (status == cudaSuccess) status = cudaDeviceSynchronize();  // a memset may return before it is done
+  return status == cudaSuccess ? "" : cuda_text("cudaMemset", status);
+}
+
+std::string name_block(const SharedMemory& memory, BlockName* name) {
+  *name = {.host = host_name(), .process = process_name(), .device = 0, .address = memory.own, .handle = {},
+           .handle_status = cudaSuccess};
+  const cudaError_t status = cudaGetDevice(&name->device);
+  if (status != cudaSuccess) return cuda_text("cudaGetDevice", status);
+  if (memory.own == nullptr) return "";
+  name->handle_status = cudaIpcGetMemHandle(&name->handle, memory.own);
+  cudaGetLastError();  // it matters to other processes alone, which report it
   return "";
+}
+
+std::string reach_peer(int32_t rank, const BlockName& name, SharedMemory* memory) {
+  if (name.host != host_name()) return "Rank " + std::to_string(rank) + " runs on another host." + kSpread;
+  if (name.process == process_name()) {
+    if (name.address != memory->own) {
+      if (std::string error = reach_in_process(name); !error.empty()) return error;
+    }
+    memory->of_ranks[rank] = name.address;
+    return "";
+  }
+  const std::string peer = " of rank " + std::to_string(rank);
+  if (name.handle_status != cudaSuccess) return cuda_text("cudaIpcGetMemHandle" + peer, name.handle_status) + kSpread;
+  void* block = nullptr;
+  const cudaError_t status = cudaIpcOpenMemHandle(&block, name.handle, cudaIpcMemLazyEnablePeerAccess);
+  if (status != cudaSuccess) {
+    return cuda_text("cudaIpcOpenMemHandle" + peer, status) + kSpread;
+  }
+  memory->of_ranks[rank] = static_cast<std::byte*>(block);
+  memory->is_mapped[rank] = true;
+  return "";
+}
+
+void release_peers(SharedMemory* memory) {
+  for (int32_t rank = 0; rank < kMaxPeers; ++rank) {
+    if (memory->is_mapped[rank]) cudaIpcCloseMemHandle(memory->of_ranks[rank]);
+    memory->of_ranks[rank] = nullptr;
+    memory->is_mapped[rank] = false;
+  }
 }
 
 void release(SharedMemory* memory) {
-  if (memory->own != nullptr && !memory->shareable) cudaFree(memory->own);
-#if JAXMOE_HAS_NCCL
-  const Nccl* nccl = nullptr;
-  if (memory->own != nullptr && memory->shareable && find_nccl(&nccl).empty()) {
-    if (memory->window != nullptr) {
-      const auto group = static_cast<ncclComm_t>(memory->communicator);
-      finish(*nccl, group, nccl->deregister_window(group, static_cast<ncclWindow_t>(memory->window)));
-    }
-    nccl->free(memory->own);
-  }
-#endif
+  release_peers(memory);
+  if (memory->own != nullptr) cudaFree(memory->own);
   *memory = {};
 }
-
-#if JAXMOE_HAS_NCCL
-
-std::string share(void* communicator, int32_t ranks, cudaStream_t stream, SharedMemory* memory) {
-  PeerView views[kMaxPeers];
-  return share_and_look(communicator, ranks, stream, memory, views);
-}
-
-std::string membership(void* communicator, Membership* found) {
-  const Nccl* nccl = nullptr;
-  if (const std::string missing = find_nccl(&nccl); !missing.empty()) return missing;
-  const auto group = static_cast<ncclComm_t>(communicator);
-  ncclResult_t result = nccl->count(group, &found->ranks);
-  if (result == ncclSuccess) result = nccl->rank(group, &found->rank);
-  if (result == ncclSuccess) result = nccl->device(group, &found->device);
-  if (result != ncclSuccess) return nccl_text(*nccl, "XLA's communicator cannot be asked for its ranks", result);
-  found->in_reach = nccl->team_in_reach(group).nRanks;
-  return "";
-}
-
-std::string exchange(void* communicator, int32_t ranks, const Note& own, cudaStream_t stream, SharedMemory* board,
-                     std::vector<Note>* notes) {
-  struct Return {
-    SharedMemory* board;
-    ~Return() { release(board); }
-  } on_return{board};
-  cudaError_t status = cudaMemcpyAsync(board->own, &own, sizeof(own), cudaMemcpyHostToDevice, stream);
-  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
-  if (status != cudaSuccess) return cuda_text("cudaMemcpy", status);
-  // A window is there once all ranks have called for it, each after it has written: it is the meeting and the mail.
-  PeerView views[kMaxPeers];
-  if (const std::string error = share_and_look(communicator, ranks, stream, board, views); !error.empty()) return error;
-  notes->clear();
-  for (int32_t rank = 0; rank < ranks; ++rank) notes->push_back(views[rank].note);
-  return "";
-}
-
-#else
-
-namespace {
-constexpr char kNoHeader[] =
-    "jaxmoe was built without NCCL's header nccl_device.h, through which it reaches other GPUs. Install "
-    "nvidia-nccl-cu13>=2.28 in the environment that builds, then build jaxmoe again.";
-}
-
-std::string share(void*, int32_t, cudaStream_t, SharedMemory*) { return kNoHeader; }
-std::string membership(void*, Membership*) { return kNoHeader; }
-std::string exchange(void*, int32_t, const Note&, cudaStream_t, SharedMemory*, std::vector<Note>*) { return kNoHeader; }
-
-#endif
 
 }  // namespace jaxmoe

@@ -1,7 +1,9 @@
-// Memory that all GPUs of a group reach: NCCL windows over XLA's communicator of the group, ordinary device memory for
-// a group of one. Caller: cuda/arena.cu. Everything here works on the current device.
+// Memory of one device that the other GPUs of its group reach: ordinary device memory, seen by peers of the same
+// process through their access to the device, by those of other processes of the host through CUDA's interprocess
+// handles. Caller: cuda/arena.cu. Everything here works on the current device.
 //
-// Functions named collective are called by all ranks of the communicator, in the same order; each waits for the others.
+// Not NCCL's windows, which end with the communicator that they were made on: XLA destroys communicators that other
+// programs still have memory on (ffi/README.md).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,51 +11,44 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "cuda/kernel/params.cuh"
 
 namespace jaxmoe {
 
-// One rank's block of such memory, and where this device sees the blocks of the others.
+// A block of this device, and where it sees the blocks of its peers.
 struct SharedMemory {
   std::byte* own = nullptr;  // null: there is none
   int64_t bytes = 0;
-  bool shareable = false;        // of NCCL's allocator
-  void* communicator = nullptr;  // ncclComm_t of the window; null while nobody else reaches it
-  void* window = nullptr;        // ncclWindow_t
   std::byte* of_ranks[kMaxPeers] = {};
+  bool is_mapped[kMaxPeers] = {};  // of another process: to be given back
 };
 
-// Allocates a block that only this device reaches yet. Returns what went wrong, empty where nothing did.
-std::string allocate(int64_t bytes, bool shareable, SharedMemory* memory);
+// What another rank has to know to reach a block.
+struct BlockName {
+  uint64_t host;     // the running system
+  uint64_t process;  // drawn at random when it started
+  int32_t device;    // as that process counts
+  std::byte* address;
+  cudaIpcMemHandle_t handle;  // for other processes
+  cudaError_t handle_status;  // why there is none
+};
 
-// Lets the ranks reach each other's blocks, which are all of the same size. Collective.
-std::string share(void* communicator, int32_t ranks, cudaStream_t stream, SharedMemory* memory);
+// The functions below return what went wrong, empty where nothing did.
 
-// Gives a block back. No kernel may still use it; peers that do must have ended theirs.
+// Allocates a block of zeros that only this device reaches yet.
+std::string allocate(int64_t bytes, SharedMemory* memory);
+
+// Names a block for others; the name without a block says where this process runs.
+std::string name_block(const SharedMemory& memory, BlockName* name);
+
+// Lets this device reach the block of `rank`, which stays there until release_peers().
+std::string reach_peer(int32_t rank, const BlockName& name, SharedMemory* memory);
+
+// This device will not touch the blocks of others again. Their owners may free them once they know.
+void release_peers(SharedMemory* memory);
+
+// Gives everything back. No kernel uses the block, and no peer reaches it any longer.
 void release(SharedMemory* memory);
-
-// A communicator as NCCL describes it.
-struct Membership {
-  int32_t ranks;
-  int32_t rank;
-  int32_t device;
-  int32_t in_reach;  // ranks that this device reaches by load and store, itself included
-};
-std::string membership(void* communicator, Membership* found);
-
-// What the ranks of a group tell each other before they share memory.
-struct Note {
-  unsigned char gpu[16];  // its UUID
-  int64_t bytes;          // of the block that it wants to share
-  int64_t allocated;      // 0: there was no memory for it
-};
-
-// Sends `own` to all ranks and returns what each of them sent. Collective. `board` is a block of kBoardBytes, not
-// shared yet, that is given back on return.
-inline constexpr int64_t kBoardBytes = int64_t{1} << 21;  // the least that NCCL's allocator gives
-std::string exchange(void* communicator, int32_t ranks, const Note& own, cudaStream_t stream, SharedMemory* board,
-                     std::vector<Note>* notes);
 
 }  // namespace jaxmoe

@@ -1,4 +1,4 @@
-"""The fused kernel with one process per GPU."""
+"""The fused kernel with one process per GPU, and with several GPUs in each of several processes."""
 
 import re
 
@@ -17,11 +17,11 @@ WORKER = "tests.multiprocess.workers.megakernel"
 TIMEOUT_S, SILENCE_S = 150, 90
 
 
-def run(what: str) -> tuple[str, ...]:
+def run(what: str, devices_per_process: int = 1) -> tuple[str, ...]:
     return launch(
         WORKER,
-        processes=jax.device_count(),
-        devices_per_process=1,
+        processes=jax.device_count() // devices_per_process,
+        devices_per_process=devices_per_process,
         arguments=(what,),
         platform="gpu",
         timeout_s=TIMEOUT_S,
@@ -46,3 +46,10 @@ def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
         assert "the output is NaN" in output
         waited = rf"jaxmoe: rank {rank} sm \d+ \w+ waited 3 s for inputs_ready\[{absent}\]: seen 1 of 2"
         assert re.search(rf"{waited} \(from rank {absent}\)", output)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("devices_per_process", [1, 2, 4])
+def test_memory_of_a_group_outlives_the_communicators_that_xla_destroys(devices_per_process):
+    for output in run("programs", devices_per_process):
+        assert "right: beside a larger group again" in output

@@ -29,6 +29,7 @@ struct ForwardStorage {
   typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
+  int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
 };

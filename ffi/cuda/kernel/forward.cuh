@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
     for (int32_t& number : shared.task_numbers) number = -1;
   }
   ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
-  stage::wait_for_inputs(cta);      // ends with a barrier of the block
-  if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
+  stage::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
 
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {

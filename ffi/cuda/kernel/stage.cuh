@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/layout.h"
+#include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
 
 namespace jaxmoe::stage {
@@ -59,7 +60,9 @@ __device__ void publish(const Cta<Variant>& cta) {
   cta.signals.release_to_all(Signal::kInputsReady);
 }
 
-// Waits for the inputs of all ranks and adds up how many rows each local expert gets.
+// Waits for the inputs of all ranks and adds up how many rows each local expert gets. Blocks of a cluster walk the same
+// tasks and wait for each other's stages without a limit of time, so where the wait is given up they all have to know:
+// the first block decides for its cluster. Also the barrier behind which blocks use each other's shared memory.
 template <class Variant>
 __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   const ForwardParams& p = cta.params;
@@ -69,7 +72,20 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
     cta.signals.wait({Signal::kInputsReady, source, cta.signals.epoch()}, Site::kWalk);
   }
   __syncthreads();
-  const bool usable = !cta.signals.given_up();  // counts of a rank that never came would be those of another launch
+  if (threadIdx.x == 0 && cta.cta_rank == 0) {
+    const int32_t usable = !cta.signals.given_up();
+    cta.shared.inputs_usable = usable;
+    for (uint32_t other = 1; other < Variant::config.cluster_size; ++other) {
+      ptx::store_cluster(&cta.shared.inputs_usable, other, usable);
+    }
+  }
+  if constexpr (Variant::config.cluster_size > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // Counts of a rank that never came would be those of another launch.
+  const bool usable = cta.shared.inputs_usable != 0;
   for (int32_t e = threadIdx.x; e < p.shape.local_experts(); e += blockDim.x) {
     int32_t rows = 0;
     for (int32_t source = 0; source < p.shape.ranks; ++source) {

@@ -1,6 +1,8 @@
-"""Ranks of one GPU each that run the fused kernel: right in many calls, and told by name of a peer that stays away.
+"""Ranks that run the fused kernel: right in many calls, with many programs, and told by name of a peer that stays away.
 
-argument 1   "layer", or "absent": the last rank does not take part in the second call
+argument 1   "layer"
+             "absent": the last rank does not take part in the second call
+             "programs": groups of half the devices, in programs that have other collectives and in some that do not
 """
 
 import sys
@@ -22,8 +24,51 @@ SIZES: dict[str, Any] = {"tokens": 1024, "hidden": 512, "intermediate": 768, "nu
 ALLOWED_ERROR = 8e-3  # twice the error of the same maths in BF16
 
 
+def programs() -> None:
+    """XLA takes other communicators for a group when a program needs larger groups too, and destroys the first ones."""
+    arguments = make_inputs(2, **SIZES, dtype=jnp.bfloat16)
+    larger = make_inputs(3, **{**SIZES, "tokens": 2 * SIZES["tokens"], "top_k": 8}, dtype=jnp.bfloat16)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "expert"), axis_types=kinds)
+
+    def put(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(axes)), np.asarray(array).__getitem__)
+
+    def layer(x: Any, topk_ids: Any, topk_weights: Any, experts: Any) -> tuple[jax.Array, jax.Array]:
+        y = jaxmoe.moe_layer(x, topk_ids, topk_weights, experts, implementation="megakernel")
+        return y, jnp.float32(0)
+
+    def layer_and_sum(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        y, _ = layer(*arrays)
+        return y, jax.lax.psum(jnp.sum(y.astype(jnp.float32)), ("data", "expert"))
+
+    tokens, split = P(("data", "expert")), P("expert")
+    alone, beside = (
+        jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(tokens, tokens, tokens, split), out_specs=(tokens, P())))
+        for f in (layer, layer_and_sum)
+    )
+    for name, program, inputs in (
+        ("alone", alone, arguments),
+        ("beside a larger group", beside, arguments),
+        ("alone again", alone, arguments),
+        ("larger", alone, larger),
+        ("beside a larger group again", beside, arguments),
+    ):
+        arrays = [put(a, ("data", "expert")) for a in (inputs.x, inputs.topk_ids, inputs.topk_weights)]
+        y, _ = program(*arrays, jax.tree.map(lambda a: put(a, ("expert",)), inputs.experts))
+        truth = np.asarray(dense(inputs))
+        errors = [
+            relative_error(np.asarray(s.data), truth[s.index]) for s in jax.block_until_ready(y).addressable_shards
+        ]
+        assert max(errors) <= ALLOWED_ERROR, f"{name}: errors {errors}"
+        step(f"right: {name}")
+
+
 def main() -> None:
     join()
+    if sys.argv[1] == "programs":
+        programs()
+        return
     arguments = make_inputs(1, **SIZES, dtype=jnp.bfloat16, routing="zipf")
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, P("expert"))
