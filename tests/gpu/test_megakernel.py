@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import native
+from jaxmoe.api import Arguments
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
 from tests.layer_suite import layer, mesh_of, widened
 
@@ -94,6 +95,40 @@ def test_shapes_may_change_from_call_to_call():
         if tokens == 64:
             first = y if first is None else first
             np.testing.assert_array_equal(y, first)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"tokens": 65_536 * jax.device_count(), "hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 2},
+        {"tokens": 512, "hidden": 256, "intermediate": 128, "num_experts": 64 * jax.device_count(), "top_k": 32},
+    ],
+    ids=["65,536 tokens of each rank", "64 experts of each rank, 32 slots of each token"],
+)
+def test_sizes_go_up_to_the_limits(size):
+    arguments = make_inputs(7, **size, dtype=jnp.bfloat16)
+    truth, rough = dense(widened(arguments)), dense(arguments, compute_dtype=jnp.bfloat16)
+    assert relative_error(jitted()(arguments), truth) <= tolerance(rough, truth, jnp.bfloat16)
+
+
+def test_too_little_memory_is_an_error_that_says_what_to_change_and_the_next_call_runs():
+    arguments = make_inputs(8, tokens=64, hidden=256, intermediate=256, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    first = np.asarray(jitted()(arguments))
+    # A ring for the worst routing: 2^23 rows and h of 15 KiB each, on every rank.
+    tokens, hidden, slots, ranks = 2**18, 7168, 32, jax.device_count()
+    shapes = Arguments(
+        jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, slots), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, slots), jnp.float32),
+        jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), 32 * ranks, hidden, 512, dtype=jnp.bfloat16)),
+        None,
+    )
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(jitted(plan=jaxmoe.KernelPlan(ring_tiles=2**20, unit_tiles=4, lag_units=1))(zeros))
+    for part in ("outside of XLA's pool", "XLA_PYTHON_CLIENT_MEM_FRACTION", "ring_tiles"):
+        assert part in str(error.value)
+    np.testing.assert_array_equal(np.asarray(jitted()(arguments)), first)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device has no collectives")

@@ -53,3 +53,10 @@ def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
 def test_memory_of_a_group_outlives_the_communicators_that_xla_destroys(devices_per_process):
     for output in run("programs", devices_per_process):
         assert "right: beside a larger group again" in output
+
+
+def test_two_threads_get_right_results_or_an_error_that_names_them():
+    [output] = run("threads", jax.device_count())
+    for told in re.findall("thread: (.*)", output):
+        assert told == "100 calls were right" or "two threads of this process" in told or " waited 3 s for " in told
+    assert output.count("thread: ") == 2

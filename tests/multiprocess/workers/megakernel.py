@@ -2,11 +2,13 @@
 
 argument 1   "layer"
              "absent": the last rank does not take part in the second call
+             "threads": two Python threads call two layers at the same time
              "programs": groups of half the devices, in programs that have other collectives and in some that do not
 """
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -64,10 +66,34 @@ def programs() -> None:
         step(f"right: {name}")
 
 
+def threads() -> None:
+    """Ranks may see the calls of two threads in different orders. Each call is right or says why not; none hangs."""
+    mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, P("expert"))
+    layer = jax.jit(lambda *arrays: jaxmoe.moe_layer(*arrays, mesh=mesh, implementation="megakernel"))
+
+    def call(seed: int) -> str:
+        arguments = make_inputs(seed, **{**SIZES, "top_k": 2 + seed}, dtype=jnp.bfloat16)
+        x, ids, weights, experts = jax.device_put(arguments[:4], split)
+        truth = np.asarray(dense(arguments))
+        for number in range(100):
+            try:
+                y = np.asarray(layer(x, ids, weights, experts))
+            except jax.errors.JaxRuntimeError as error:
+                return f"call {number}: {error}".replace("\n", " ")
+            error = relative_error(y, truth)
+            assert error <= ALLOWED_ERROR, f"call {number}: error {error:.2e}"
+        return "100 calls were right"
+
+    with ThreadPoolExecutor(2) as pool:
+        for told in pool.map(call, (0, 1)):
+            step(f"thread: {told}")
+
+
 def main() -> None:
     join()
-    if sys.argv[1] == "programs":
-        programs()
+    if sys.argv[1] in ("programs", "threads"):
+        programs() if sys.argv[1] == "programs" else threads()
         return
     arguments = make_inputs(1, **SIZES, dtype=jnp.bfloat16, routing="zipf")
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
