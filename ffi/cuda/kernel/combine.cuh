@@ -21,12 +21,67 @@ __device__ void announce(const Cta<Variant>& cta) {
   cta.signals.release_to_all(Signal::kPartialsWritten);
 }
 
+// A lane loads 4 slots of 4 vectors at a time, 256 bytes: enough in flight to use what memory can deliver, whatever
+// top_k is.
+inline constexpr int kSlotsAtOnce = 4;
+inline constexpr int kGroups = 4;
+
+// y[token] = sum over its slots of weight * answer. `weight` is that of the slot of each lane, `used` has a bit for each
+// slot that has an answer. `poison` is what sums start from.
+template <class Variant>
+__device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t vectors, int32_t top_k, float weight,
+                                       uint32_t used, float poison, int lane) {
+  using Precision = typename Variant::Precision;
+  for (int32_t start = 0; start < vectors; start += 32 * kGroups) {
+    const int32_t first = start + lane;
+    float sums[kGroups][8];
+#pragma unroll
+    for (auto& group : sums) {
+#pragma unroll
+      for (float& sum : group) sum = poison;
+    }
+#pragma unroll 1
+    for (int32_t slot = 0; slot < top_k; slot += kSlotsAtOnce) {
+      uint4 values[kGroups][kSlotsAtOnce];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < kSlotsAtOnce; ++i) {
+          if (first + 32 * g < vectors && (used >> (slot + i) & 1)) {
+            values[g][i] = dispatch::load_once(answers + int64_t{slot + i} * vectors + first + 32 * g);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSlotsAtOnce; ++i) {
+        const float w = __shfl_sync(0xffffffff, weight, slot + i);
+        if (!(used >> (slot + i) & 1)) continue;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const uint32_t words[4] = {values[g][i].x, values[g][i].y, values[g][i].z, values[g][i].w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 pair = Precision::unpack(words[j]);
+            sums[g][2 * j] += w * pair.x;
+            sums[g][2 * j + 1] += w * pair.y;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (first + 32 * g < vectors) {
+        y[first + 32 * g] = {Precision::pack(sums[g][0], sums[g][1]), Precision::pack(sums[g][2], sums[g][3]),
+                             Precision::pack(sums[g][4], sums[g][5]), Precision::pack(sums[g][6], sums[g][7])};
+      }
+    }
+  }
+}
+
 // All lanes of every math warp.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
-  using Precision = typename Variant::Precision;
   constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
-  constexpr int kSlotsAtOnce = 8;
   const ForwardParams& p = cta.params;
   if (math_warp == 0 && lane < p.shape.ranks) {
     // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
@@ -35,48 +90,15 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   ptx::named_barrier<1, 32 * kMathWarps>();
   const float poison = cta.signals.given_up() ? __uint_as_float(0x7fffffffu) : 0.0f;  // NaN: what follows is rubbish
   const uint4* partials = cta.template at<uint4>(p.layout.partials);
-  uint4* y = static_cast<uint4*>(p.y);
   const int32_t vectors = p.shape.hidden / 8;
   const int32_t top_k = p.shape.top_k;
   for (int32_t token = blockIdx.x * kMathWarps + math_warp; token < p.shape.tokens; token += gridDim.x * kMathWarps) {
     const bool has_slot = lane < top_k;
     const float weight = has_slot ? p.topk_weights[int64_t{token} * top_k + lane] : 0.0f;
     const uint32_t used = __ballot_sync(0xffffffff, has_slot && p.topk_ids[int64_t{token} * top_k + lane] >= 0);
-    const uint4* of_token = partials + int64_t{token} * top_k * vectors;
-    for (int32_t first = 0; first < vectors; first += 32) {
-      const int32_t vector = first + lane;
-      const bool inside = vector < vectors;
-      float sums[8];
-#pragma unroll
-      for (float& sum : sums) sum = poison;
-#pragma unroll 1
-      for (int32_t slot = 0; slot < top_k; slot += kSlotsAtOnce) {
-        uint4 values[kSlotsAtOnce];
-#pragma unroll
-        for (int i = 0; i < kSlotsAtOnce; ++i) {
-          if (inside && (used >> (slot + i) & 1)) {
-            values[i] = dispatch::load_once(of_token + int64_t{slot + i} * vectors + vector);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kSlotsAtOnce; ++i) {
-          const float w = __shfl_sync(0xffffffff, weight, slot + i);
-          if (inside && (used >> (slot + i) & 1)) {
-            const uint32_t words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float2 pair = Precision::unpack(words[j]);
-              sums[2 * j] += w * pair.x;
-              sums[2 * j + 1] += w * pair.y;
-            }
-          }
-        }
-      }
-      if (inside) {
-        y[int64_t{token} * vectors + vector] = {Precision::pack(sums[0], sums[1]), Precision::pack(sums[2], sums[3]),
-                                                Precision::pack(sums[4], sums[5]), Precision::pack(sums[6], sums[7])};
-      }
-    }
+    const uint4* answers = partials + int64_t{token} * top_k * vectors;
+    uint4* y = static_cast<uint4*>(p.y) + int64_t{token} * vectors;
+    add_up<Variant>(answers, y, vectors, top_k, weight, used, poison, lane);
   }
 }
 
