@@ -24,8 +24,8 @@ TOKEN, H, EXPERT = 10 * 2, 7 * 2, 3 * 10 * 7 * 2
 
 def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
-    # Rank 0 has the rows of slots 0:0, 1:0 and 3:0, rank 1 those of 0:1, 2:0, 2:1 and 3:1; the tokens of rank 0 use three
-    # slots, those of rank 1 four.
+    # Rank 0 has the rows of slots 0:0, 1:0 and 3:0, rank 1 those of 0:1, 2:0, 2:1 and 3:1. The tokens of rank 0 use
+    # three slots, those of rank 1 four.
     assert MegakernelMemory.of_rank(routing, SMALL, 0) == MegakernelMemory(
         weights=2 * EXPERT,
         tokens_staged=2 * 2 * TOKEN,
