@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m jaxmoe.bench layer --help`."""
+"""Benchmarks: `python -m jaxmoe.bench layer --help`, `python -m jaxmoe.bench peaks`."""

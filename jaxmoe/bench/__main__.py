@@ -1,23 +1,62 @@
-"""`python -m jaxmoe.bench layer [flags]`."""
+"""`python -m jaxmoe.bench layer [flags]` and `python -m jaxmoe.bench peaks`."""
 
 import sys
 
 from absl import app, flags
 
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "With several processes: host:port at which the first one waits for the others."
+)
+_PROCESSES = flags.DEFINE_integer(
+    "processes", 1, "How many are started, with the same flags but for --process.", lower_bound=1
+)
+_PROCESS = flags.DEFINE_integer(
+    "process",
+    0,
+    "Which of them this is, from 0. Its GPUs are those of the environment variable JAX_LOCAL_DEVICE_IDS, not of "
+    "CUDA_VISIBLE_DEVICES: it must see those of its peers.",
+    lower_bound=0,
+)
+
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import layer
+    from jaxmoe.bench import layer, options, peaks
 
-    if argv[1:] != ["layer"]:
-        raise app.UsageError(f"name what to measure: python -m jaxmoe.bench layer [flags]; got {argv[1:]}")
-    sys.exit(layer.main())
+    if argv[1:] not in (["layer"], ["peaks"]):
+        given = " ".join(argv[1:]) or "nothing"
+        raise app.UsageError(f"name what to measure: python -m jaxmoe.bench layer [flags], or peaks; got {given}.")
+    if argv[1] == "peaks":
+        sys.exit(peaks.main())
+    try:
+        chosen = options.from_flags()
+        _join(chosen.ranks)
+        status = layer.run(chosen)
+    except ValueError as error:
+        sys.exit(f"jaxmoe bench: {error}")
+    sys.exit(status)
+
+
+def _join(ranks: int) -> None:
+    """Makes this process one of several, and its CPU, which stays unused where there are GPUs, as many devices."""
+    import jax
+
+    from jaxmoe.testing import use_virtual_devices
+
+    use_virtual_devices(max(ranks // _PROCESSES.value, 1))
+    if _PROCESSES.value > 1:
+        if _COORDINATOR.value is None or _PROCESS.value >= _PROCESSES.value:
+            raise ValueError(
+                f"--processes={_PROCESSES.value} needs --coordinator=host:port and a --process below it; given are "
+                f"{_COORDINATOR.value} and {_PROCESS.value}."
+            )
+        jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
 
 def main() -> None:
     """Defines the flags of the benchmarks, then parses and runs."""
-    from jaxmoe.bench import layer
+    from jaxmoe.bench import options
 
-    flags.adopt_module_key_flags(layer)
+    flags.adopt_module_key_flags(options)
     app.run(_run)
 
 

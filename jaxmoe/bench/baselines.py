@@ -17,6 +17,20 @@ CAPACITY_FACTOR = 1.25
 GroupedDot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+def capacity_rows(tokens: int, top_k: int, ranks: int) -> int:
+    """Returns how many rows a rank takes, of all slots of the ranks.
+
+    Args:
+      tokens: per rank.
+      top_k: slots per token.
+      ranks: of the group.
+
+    >>> capacity_rows(8192, 8, ranks=4)
+    81920
+    """
+    return min(int(tokens * top_k * CAPACITY_FACTOR), ranks * tokens * top_k)
+
+
 def all_gather_with_capacity(
     x: Float[Array, "tokens hidden"],
     topk_ids: Int[Array, "tokens top_k"],
@@ -31,7 +45,7 @@ def all_gather_with_capacity(
     num_local, top_k = w_down.shape[0], topk_ids.shape[1]
     tokens, ids, weights = (lax.all_gather(array, axis_name, tiled=True) for array in (x, topk_ids, topk_weights))
 
-    capacity = min(int(x.shape[0] * top_k * CAPACITY_FACTOR), ids.size)
+    capacity = capacity_rows(x.shape[0], top_k, ids.shape[0] // x.shape[0])
     expert = ids.reshape(-1) - lax.axis_index(axis_name) * num_local
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     slot = jnp.argsort(expert, stable=True)[:capacity]

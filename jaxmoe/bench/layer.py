@@ -1,291 +1,266 @@
 """`python -m jaxmoe.bench layer`: time of one forward pass of `moe_layer`, for inputs that were checked just before.
 
-One line for each implementation and number of tokens: microseconds per call as a user sees them (a jitted call on all
-devices of one process, so the slowest rank counts), TFLOP/s per GPU, bytes. Without a passed check no time is printed.
+One line for each shape, number of tokens, implementation and plan. The call is measured as a user makes it: jitted,
+enqueued many times, with inputs that are not in the caches already (`inputs.py`), until the slowest rank has ended
+(`timing.py`). Without a passed check no time is printed. What the figures are is said in `table.Result`.
 """
 
-import dataclasses
-import functools
-import importlib
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
+import gc
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
-import jaxmoe
-from jaxmoe.activation import resolve
-from jaxmoe.api import Arguments
-from jaxmoe.bench import baselines, kernels, shapes
-from jaxmoe.call import IMPLEMENTATIONS
-from jaxmoe.reference import reference
-from jaxmoe.sharding import ExpertGroup
-from jaxmoe.testing import make_ids, relative_error, tolerance
-
-BASELINE = "baseline-drops-rows"
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
-# Measured on one H200: a BF16 product of 8192^3 random numbers. The share of it is printed for 16-bit types on that
-# GPU.
-H200_BF16_TFLOPS = 782.0
-CHECKED_TOKENS = 64
-
-_SHAPE = flags.DEFINE_list("shape", ["mixtral-8x7b"], "Names in jaxmoe/bench/shapes.py; one of your own with --sizes.")
-_SIZES = flags.DEFINE_string("sizes", None, "hidden,intermediate,experts,top_k instead of --shape.")
-_TOKENS = flags.DEFINE_list("tokens", ["8192"], "Tokens per rank.")
-_EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
-_DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
-_IMPLEMENTATION = flags.DEFINE_list(
-    "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
-)
-_ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
-_BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
-_KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
-_JSON = flags.DEFINE_string("json", None, "File for the results, one JSON object a line.")
+from jaxmoe.bench import kernels, peaks, table
+from jaxmoe.bench.candidates import Candidate, candidates, dropped_rows, explain, moved, program
+from jaxmoe.bench.inputs import AXIS, Inputs, arguments_of_call, copies_of, error_of, make_inputs, random_experts
+from jaxmoe.bench.options import BASELINE, DTYPES, Options
+from jaxmoe.bench.table import Result
+from jaxmoe.bench.timing import over_processes, time_blocks
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One measured line; times in microseconds per call."""
+def run(options: Options) -> int:
+    """Measures and prints what the options ask for; returns the exit status.
 
-    shape: str
-    implementation: str
-    tokens: int
-    ranks: int
-    dtype: str
-    routing: str
-    device: str
-    relative_error: float
-    allowed_error: float
-    checked: bool
-    microseconds: float
-    fastest: float
-    slowest: float
-    tflops: float
-    share_of_peak: float | None
-    weights_gbs: float
-    wire_gbs: float
-    temporary_mib: float
-    dropped_rows: int
+    With several processes all call it alike and the first one prints.
 
-
-def main() -> int:
-    """Runs what the flags ask for; returns the exit status."""
-    ranks = _EP.value or jax.device_count()
-    mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    named = {_SIZES.value: shapes.parse(_SIZES.value)} if _SIZES.value else {n: shapes.parse(n) for n in _SHAPE.value}
-    print(
-        f"{jax.devices()[0].device_kind} x {ranks}, jax {jax.__version__}, {_DTYPE.value}, {_ROUTING.value} routing; "
-        "tokens and TFLOP/s per rank, us per call: median (fastest - slowest of the blocks)"
+    Raises:
+      ValueError: more ranks than devices, or processes without a rank.
+    """
+    mesh = _make_mesh(options)
+    device = mesh.devices.flat[0]
+    known = peaks.known(device.device_kind)
+    _print(
+        f"{device.device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
+        f"{options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, the maximum over ranks "
+        "of the median."
     )
-    print(_header())
+    _print(
+        "Plan: unit tiles/lag units/ring tiles. HBM and NVLink: the busiest rank; > leaves out what only the compiler "
+        "knows." + (f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else "")
+    )
+    _print(table.header())
     failed = False
-    for name, shape in named.items():
-        experts = _random_experts(shape, mesh, DTYPES[_DTYPE.value])
-        for tokens in map(int, _TOKENS.value):
-            for implementation in _IMPLEMENTATION.value:
-                try:
-                    result = measure(name, shape, experts, tokens, implementation, mesh)
-                except jax.errors.JaxRuntimeError as error:  # out of memory, most often
-                    print(f"{name:16s} {tokens:6d} {implementation:20s} failed: {str(error).splitlines()[0][:150]}")
-                    failed = True
-                    continue
-                print(_line(result), flush=True)
-                failed |= not result.checked
-                if _JSON.value:
-                    with Path(_JSON.value).open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    for case in options.cases:
+        experts = None
+        for tokens in (case.tokens,) if case.tokens else options.tokens:
+            lines = _Lines(case.name, tokens, mesh, options)
+            inputs = None  # what was measured before is free when the next inputs are made
+            gc.collect()
+            try:
+                if experts is None:
+                    experts = random_experts(case.shape, mesh, DTYPES[options.dtype])
+                inputs = make_inputs(case.shape, experts, tokens, options.routing, mesh)
+            except ValueError as error:
+                lines.fail(Candidate("inputs"), f"cannot run: {error}")
+            except jax.errors.JaxRuntimeError as error:
+                lines.fail(Candidate("inputs"), _failure(error))
+            else:
+                lines.measure_all(inputs)
+            failed |= lines.failed
     return int(failed)
 
 
+class _Lines:
+    """The lines of one shape and number of tokens, which are compared with each other."""
+
+    def __init__(self, name: str, tokens: int, mesh: Mesh, options: Options) -> None:
+        self.name, self.tokens, self.mesh, self.options = name, tokens, mesh, options
+        self.failed = False
+        self.microseconds: dict[str, float] = {}  # of implementations measured so far
+        self.default_outputs: list[jax.Array] | None = None  # of the megakernel's default plan, while others are tried
+
+    def measure_all(self, inputs: Inputs) -> None:
+        """Prints a line for every candidate. A failure, out of memory most often, is the line of that candidate."""
+        # First, so that the others can be compared with it.
+        for implementation in sorted(self.options.implementations, key=lambda name: name != "xla"):
+            try:
+                found = candidates(implementation, inputs, self.mesh, self.options.sweep)
+            except (ValueError, NotImplementedError, TypeError) as error:
+                self.fail(Candidate(implementation), f"cannot run: {error}")
+                continue
+            for candidate in found:
+                self._measure(candidate, inputs, keep_outputs=candidate.is_default and len(found) > 1)
+            self.default_outputs = None
+
+    def fail(self, candidate: Candidate, text: str) -> None:
+        """Prints why there are no figures."""
+        self.failed = True
+        plan = table.plan_text(candidate.plan_fields)
+        _print(table.failure(self.name, self.tokens, candidate.implementation, plan, text))
+
+    def _measure(self, candidate: Candidate, inputs: Inputs, keep_outputs: bool) -> None:
+        if not candidate.is_default:
+            if self.default_outputs is None:
+                self.fail(candidate, "not run: the default plan has no checked outputs to compare with")
+                return
+            try:
+                explain(candidate, inputs, self.mesh)
+            except ValueError as error:
+                self.fail(candidate, f"cannot run: {error}")
+                return
+        reference = None if candidate.is_default else self.default_outputs
+        try:
+            result, outputs = measure(
+                self.name,
+                candidate,
+                inputs,
+                self.mesh,
+                self.options,
+                default_outputs=reference,
+                keep_outputs=keep_outputs,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            self.fail(candidate, _failure(error))
+        else:
+            self.failed |= not result.checked
+            if result.checked and keep_outputs:
+                self.default_outputs = outputs
+            self._report(result, candidate)
+        gc.collect()  # a failure's frames hold its arrays
+
+    def _report(self, result: Result, candidate: Candidate) -> None:
+        result = result.compared(self.microseconds)
+        if result.microseconds is not None and candidate.is_default:
+            self.microseconds[candidate.implementation] = result.microseconds
+        _print(table.line(result))
+        if self.options.terms and candidate.is_default:  # a plan changes none of them
+            _print(table.terms(result))
+        if self.options.json and jax.process_index() == 0:
+            with self.options.json.open("a") as file:
+                file.write(result.to_json() + "\n")
+
+
 def measure(
-    name: str, shape: shapes.LayerShape, experts: jaxmoe.Experts, tokens: int, implementation: str, mesh: Mesh
-) -> Result:
-    """Checks one implementation on random inputs and times it on the same inputs."""
-    ranks, dtype = mesh.size, experts.w_down.dtype
-    inputs = [_random_tokens(seed, shape, tokens, mesh, dtype) for seed in range(4)]
-    function, weights = _function(implementation, experts, mesh)
-    compiled = jax.jit(function).lower(inputs[0]._replace(experts=weights)).compile()
-    outputs = [compiled(arguments._replace(experts=weights)) for arguments in inputs]
-    dropped = _dropped_rows(implementation, inputs, shape, tokens, ranks)
-    errors = [_check(arguments, experts, y, mesh) for arguments, y in zip(inputs, outputs, strict=True)]
-    error, allowed = max(errors, key=lambda pair: pair[0] / pair[1])
+    name: str,
+    candidate: Candidate,
+    inputs: Inputs,
+    mesh: Mesh,
+    options: Options,
+    *,
+    default_outputs: Sequence[jax.Array] | None = None,
+    keep_outputs: bool = False,
+) -> tuple[Result, list[jax.Array]]:
+    """Checks one candidate on the inputs and times it on the same inputs.
+
+    Args:
+      name: of the shape.
+      candidate: implementation and plan.
+      inputs: of the shape.
+      mesh: of one axis.
+      options: how long to measure, and what else to print.
+      default_outputs: of the megakernel's default plan, which those of another plan have to equal bit for bit.
+      keep_outputs: whether to return outputs.
+
+    Returns:
+      The result, compared with no other yet, and the output for each set of inputs, none unless they are to be kept.
+    """
+    shape = inputs.shape
+    function, prepare = program(candidate, mesh)
+    weights = copies_of(prepare(inputs.experts), inputs.weight_copies)
+    compiled = jax.jit(function).lower(inputs.sets[0]._replace(experts=weights[0])).compile()
+    outputs = [compiled(arguments._replace(experts=weights[0])) for arguments in inputs.sets]
+    dropped = dropped_rows(candidate.implementation, inputs)
+    error, allowed, is_right = _worst_error(outputs, inputs, mesh)
+    same_bits = None if default_outputs is None else _equal_bits(outputs, default_outputs)
     # The baseline is compared on what it computes; rows it drops show in `dropped`, not as a failed check.
-    checked = error <= allowed or (implementation == BASELINE and dropped > 0)
-    del outputs
+    is_right |= candidate.implementation == BASELINE and dropped > 0
+    outputs = outputs if keep_outputs else []  # memory for what is timed
 
-    blocks = _time(lambda i: compiled(inputs[i % 4]._replace(experts=weights))) if checked else [float("nan")]
-    seconds = float(np.median(blocks))
-    if _KERNELS.value and checked:
-        times = kernels.kernel_times(lambda: compiled(inputs[0]._replace(experts=weights)))
-        for kernel, microseconds, launches in times[: _KERNELS.value]:
-            print(f"    {microseconds:10.1f} us in {launches:4.1f} launches  {kernel[:100]}")
-    device = jax.devices()[0].device_kind
-    tflops = 6 * tokens * shape.top_k * shape.hidden * shape.intermediate / seconds / 1e12
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / ranks
-    token_bytes = tokens * shape.hidden * jnp.dtype(dtype).itemsize
+    device = mesh.devices.flat[0].device_kind
+    traffic = moved(candidate.implementation, inputs)
     memory = compiled.memory_analysis()
-    temporary = memory.temp_size_in_bytes if memory else float("nan")
-    wire_bytes = 2 * (ranks - 1) * token_bytes  # all ranks' tokens in and their sums back
-    if implementation == "megakernel":  # the compiler does not know of its arena, and rows go to their expert alone
-        told = jaxmoe.explain(*inputs[0][:3], experts, mesh=mesh, implementation=implementation)
-        temporary, wire_bytes = temporary + sum(told.memory_bytes.values()), told.wire_bytes
-    return Result(
+    arena = explain(candidate, inputs, mesh).memory_bytes if candidate.plan else None
+    result = Result(
         shape=name,
-        implementation=implementation,
-        tokens=tokens,
-        ranks=ranks,
-        dtype=_DTYPE.value,
-        routing=_ROUTING.value,
-        device=device,
-        relative_error=error,
-        allowed_error=allowed,
-        checked=checked,
-        microseconds=seconds * 1e6,
-        fastest=min(blocks) * 1e6,
-        slowest=max(blocks) * 1e6,
-        tflops=tflops,
-        share_of_peak=tflops / H200_BF16_TFLOPS if "H200" in device and dtype != jnp.float32 else None,
-        # Every local expert's weights once.
-        weights_gbs=weight_bytes / seconds / 1e9,
-        wire_gbs=wire_bytes / seconds / 1e9,
-        temporary_mib=temporary / 2**20,
-        dropped_rows=dropped,
-    )
-
-
-def _function(implementation: str, experts: jaxmoe.Experts, mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Any]:
-    """Returns the layer as a function of a call's arrays, and the weights it wants in them."""
-    if implementation != BASELINE:
-        layer = functools.partial(jaxmoe.moe_layer, mesh=mesh, implementation=implementation)  # pyright: ignore
-        return lambda arguments: layer(*arguments[:4]), experts
-
-    grouped_dot = functools.partial(jax.lax.ragged_dot, preferred_element_type=experts.w_down.dtype)
-    if mesh.devices.flat[0].platform == "gpu":
-        grouped_dot = functools.partial(
-            importlib.import_module("tokamax").ragged_dot,
-            preferred_element_type=experts.w_down.dtype,
-            implementation="mosaic",
-        )
-    baseline = functools.partial(baselines.all_gather_with_capacity, grouped_dot=grouped_dot, axis_name="expert")
-    sharded = jax.shard_map(baseline, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
-    fuse = jax.jit(lambda e: jnp.concatenate([e.w_gate, e.w_up], axis=-1))
-    weights = (fuse(experts), experts.w_down)
-
-    def function(arguments: Any) -> jax.Array:
-        x, topk_ids, topk_weights, (w_gate_up, w_down), _ = arguments
-        return sharded(x, topk_ids, topk_weights, w_gate_up, w_down)
-
-    return function, weights
-
-
-def _random_experts(shape: shapes.LayerShape, mesh: Mesh, dtype: Any) -> jaxmoe.Experts:
-    make = functools.partial(
-        jaxmoe.Experts.init,
-        num_experts=shape.num_experts,
         hidden=shape.hidden,
         intermediate=shape.intermediate,
-        dtype=dtype,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        tokens=shape.tokens,
+        ranks=shape.ranks,
+        processes=jax.process_count(),
+        dtype=options.dtype,
+        routing=options.routing,
+        implementation=candidate.implementation,
+        plan=candidate.plan_fields,
+        device=device,
+        jax=jax.__version__,
+        relative_error=error,
+        allowed_error=allowed,
+        same_bits=same_bits,
+        checked=is_right and same_bits is not False,
+        hbm_complete=traffic.complete if traffic else None,
+        hbm_rank=traffic.memory.rank if traffic else None,
+        hbm_bytes=traffic.memory.terms.items() if traffic else None,
+        nvlink_rank=traffic.links.rank if traffic else None,
+        nvlink_bytes=traffic.links.terms.items() if traffic else None,
+        weight_copies=len(weights),
+        arena_mib=None if arena is None else sum(arena.values()) / 2**20,
+        temporary_mib=memory.temp_size_in_bytes / 2**20 if memory else None,
+        dropped_rows=dropped,
     )
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P("expert")))(jax.random.key(0))
+    if not result.checked:
+        return result, outputs
+
+    def call(i: int) -> jax.Array:
+        return compiled(arguments_of_call(inputs.sets, weights, i))
+
+    blocks = time_blocks(call, options.blocks, options.seconds)
+    if options.kernels:
+        _print_kernels(lambda: call(0), options.kernels)
+    return result.timed(blocks, peaks.known(device)), outputs
 
 
-def _random_tokens(seed: int, shape: shapes.LayerShape, tokens: int, mesh: Mesh, dtype: Any) -> Arguments:
-    split = NamedSharding(mesh, P("expert"))
-    all_tokens = tokens * mesh.size
-    normal = jax.jit(
-        lambda key: jax.random.normal(key, (all_tokens, shape.hidden), jnp.float32).astype(dtype), out_shardings=split
-    )
-    rng = np.random.default_rng(seed)
-    ids = make_ids(rng, all_tokens, shape.num_experts, shape.top_k, _ROUTING.value)  # pyright: ignore[reportArgumentType]
-    raw = rng.random(ids.shape, np.float32) + 0.1
-    weights = raw / raw.sum(-1, keepdims=True)
-    return Arguments(
-        normal(jax.random.key(seed)),
-        jax.device_put(ids, split),
-        jax.device_put(weights, split),
-        experts=None,  # pyright: ignore
-    )
+def _worst_error(outputs: Sequence[jax.Array], inputs: Inputs, mesh: Mesh) -> tuple[float, float, bool]:
+    """Returns error and allowed error of the set of inputs where their ratio is worst, and whether all are allowed."""
+    pairs = [(error_of(y, sample, mesh), sample.allowed) for y, sample in zip(outputs, inputs.samples, strict=True)]
+    # NaN compares as neither larger nor smaller: it counts as infinitely wrong. And all processes decide alike, or
+    # they would wait for each other.
+    shares = np.nan_to_num(np.array([error / allowed for error, allowed in pairs]), nan=np.inf)
+    worst = over_processes(shares).max(0)
+    return (*pairs[int(worst.argmax())], bool(worst.max() <= 1))
 
 
-def _check(arguments: Arguments, experts: jaxmoe.Experts, y: jax.Array, mesh: Mesh) -> tuple[float, float]:
-    """Returns the relative error of sampled tokens, and twice that of the same maths in low precision."""
-    total = arguments.x.shape[0]
-    sample = np.unique(np.linspace(0, total - 1, CHECKED_TOKENS).astype(int))
-    take = jax.jit(lambda tree: jax.tree.map(lambda a: a[sample], tree), out_shardings=NamedSharding(mesh, P()))
-    x, ids, weights, got = take((arguments.x, arguments.topk_ids, arguments.topk_weights, y))
-    truth, rough = (
-        _dense_by_expert(x, ids, weights, experts, mesh, compute_dtype)
-        for compute_dtype in (None, experts.w_down.dtype)
-    )
-    return relative_error(got.astype(jnp.float32), truth), tolerance(rough, truth, experts.w_down.dtype)
+@jax.jit
+def _bits_differ(a: jax.Array, b: jax.Array) -> jax.Array:
+    words = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (a, b))
+    return jnp.any(operator.ne(*words))
 
 
-def _dense_by_expert(x: Any, ids: Any, weights: Any, experts: Any, mesh: Mesh, compute_dtype: Any) -> jax.Array:
-    """The reference of a few tokens, with the experts left where they are."""
+def _equal_bits(outputs: Sequence[jax.Array], expected: Sequence[jax.Array]) -> bool:
+    return not any(bool(_bits_differ(a, b)) for a, b in zip(outputs, expected, strict=True))
 
-    def on_rank(experts: jaxmoe.Experts) -> jax.Array:
-        local = ids - jax.lax.axis_index("expert") * experts.num_experts
-        local = jnp.where((local >= 0) & (local < experts.num_experts), local, -1)
-        y = reference(
-            x.astype(jnp.float32),
-            local,
-            jnp.where(local >= 0, weights, 0),
-            experts,
-            activation=resolve("silu"),
-            group=ExpertGroup(),
-            compute_dtype=compute_dtype,
+
+def _make_mesh(options: Options) -> Mesh:
+    devices, processes = jax.devices(), jax.process_count()
+    ranks = options.ranks or len(devices)
+    if ranks > len(devices):
+        raise ValueError(f"--ep={ranks}: JAX has {len(devices)} devices.")
+    if processes > 1 and ranks != len(devices):
+        raise ValueError(
+            f"--ep={ranks}: with {processes} processes all {len(devices)} devices take part. Leave --ep out, or start "
+            "fewer processes."
         )
-        return jax.lax.psum(y, "expert")
-
-    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(P("expert"),), out_specs=P()))(experts)
+    return jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:ranks])
 
 
-def _dropped_rows(implementation: str, inputs: list[Arguments], shape: Any, tokens: int, ranks: int) -> int:
-    """Rows beyond the capacity of the baseline, over all inputs; `moe_layer` drops none, and its check would see it."""
-    if implementation != BASELINE:
-        return 0
-    capacity = int(tokens * shape.top_k * baselines.CAPACITY_FACTOR)
-    owners = [np.asarray(a.topk_ids).reshape(-1) // (shape.num_experts // ranks) for a in inputs]
-    return int(sum(np.maximum(np.bincount(owner, minlength=ranks) - capacity, 0).sum() for owner in owners))
+def _print(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
-def _time(call: Callable[[int], jax.Array]) -> list[float]:
-    """Returns seconds per call of each block; calls of a block are enqueued without waiting in between."""
-    start = time.perf_counter()
-    for i in range(3):
-        jax.block_until_ready(call(i))
-    calls = int(np.clip(_SECONDS.value / ((time.perf_counter() - start) / 3), 4, 400))
-    blocks = []
-    for _ in range(_BLOCKS.value):
-        start = time.perf_counter()
-        y = None
-        for i in range(calls):
-            y = call(i)
-        jax.block_until_ready(y)
-        blocks.append((time.perf_counter() - start) / calls)
-    return blocks
+def _print_kernels(call: Callable[[], Any], count: int) -> None:
+    for kernel, microseconds, launches in kernels.kernel_times(call)[:count]:
+        _print(f"    {microseconds:10.1f} us in {launches:4.1f} launches  {kernel[:100]}")
 
 
-def _header() -> str:
-    columns = f"{'shape':16s} {'tokens':>6s} {'implementation':20s} {'error':>8s} {'us':>10s} {'':>19s} {'TFLOP/s':>8s}"
-    return f"{columns} {'of peak':>8s} {'weights GB/s':>12s} {'wire GB/s':>10s} {'temp MiB':>9s} {'dropped':>8s}"
-
-
-def _line(r: Result) -> str:
-    left = f"{r.shape:16s} {r.tokens:6d} {r.implementation:20s} {r.relative_error:8.1e}"
-    if not r.checked:
-        return f"{left} above the allowed {r.allowed_error:.1e}: not timed"
-    peak = f"{100 * r.share_of_peak:7.1f}%" if r.share_of_peak else f"{'-':>8s}"
-    spread = f"({r.fastest:.0f} - {r.slowest:.0f})"
-    return (
-        f"{left} {r.microseconds:10.1f} {spread:>19s} {r.tflops:8.1f} {peak} {r.weights_gbs:12.0f} {r.wire_gbs:10.0f} "
-        f"{r.temporary_mib:9.0f} {r.dropped_rows:8d}"
-    )
+def _failure(error: Exception) -> str:
+    """Returns what a line says of an error. With several processes raises it: the others wait in a collective."""
+    if jax.process_count() > 1:
+        raise error
+    return f"failed: {str(error).splitlines()[0][:150]}"

@@ -1,0 +1,221 @@
+"""Random inputs of the benchmark, the truth that they are checked against, and copies of the weights.
+
+A benchmark that repeats one call on one set of arrays finds in the L2 cache what no model finds there. So calls go
+through several sets of tokens and routings, and where the weights that a call reads are small, through several copies
+of the weights: enough that together they are more than twice what L2 holds, so that those of a call have left L2 when
+their turn comes again. In a model the weights of all other layers pass between two calls of one layer. The copies hold
+the same numbers, so what is checked with one of them holds with all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+import jaxmoe
+from jaxmoe.activation import resolve
+from jaxmoe.api import Arguments
+from jaxmoe.bench import traffic
+from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.plan import Shape
+from jaxmoe.reference import reference
+from jaxmoe.sharding import ExpertGroup
+from jaxmoe.testing import RoutingKind, make_ids, relative_error, tolerance
+
+AXIS = "expert"
+SETS = 4
+# Tokens that are compared with the reference: some from everywhere, and of those that chose the most popular expert
+# the last ones, which a layer that dropped rows would drop first.
+SPREAD_TOKENS, LAST_TOKENS = 64, 16
+L2_BYTES = 50e6  # of an H100 and of an H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Some tokens of one set and what is right for them.
+
+    Args:
+      tokens: their numbers, over all ranks; some may come twice.
+      truth: the reference in float32.
+      allowed: relative error that an implementation may have, `jaxmoe.testing.tolerance`.
+    """
+
+    tokens: Int[np.ndarray, "sample"]
+    truth: Float[np.ndarray, "sample hidden"]
+    allowed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What every implementation is measured with, for one shape and number of tokens.
+
+    Args:
+      shape: sizes as one rank sees them.
+      experts: weights, split over the mesh.
+      sets: the other arrays of a call, without `experts`.
+      routings: of each set.
+      samples: of each set.
+      weight_copies: among which calls rotate.
+    """
+
+    shape: Shape
+    experts: jaxmoe.Experts
+    sets: tuple[Arguments, ...]
+    routings: tuple[traffic.Routing, ...]
+    samples: tuple[Sample, ...]
+    weight_copies: int
+
+
+def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any) -> jaxmoe.Experts:
+    """Returns random experts, split over the mesh.
+
+    Raises:
+      ValueError: they cannot be.
+    """
+    if shape.num_experts % mesh.size:
+        raise ValueError(f"{shape.num_experts} experts cannot be spread over {mesh.size} ranks.")
+    make = functools.partial(
+        jaxmoe.Experts.init,
+        num_experts=shape.num_experts,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        dtype=dtype,
+    )
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXIS)))(jax.random.key(0))
+
+
+def make_inputs(
+    shape: LayerShape, experts: jaxmoe.Experts, tokens: int, routing: RoutingKind, mesh: Mesh, *, sets: int = SETS
+) -> Inputs:
+    """Returns random tokens and routings for the experts, and the truth of a sample of them.
+
+    Args:
+      shape: of the layer.
+      experts: as of `random_experts`.
+      tokens: per rank.
+      routing: how tokens choose experts, as of `jaxmoe.testing.make_inputs`.
+      mesh: of one axis, over which tokens and experts are split.
+      sets: how many.
+    """
+    dtype, ranks = experts.w_down.dtype, mesh.size
+    sizes = Shape(
+        tokens,
+        shape.hidden,
+        shape.intermediate,
+        shape.num_experts,
+        shape.top_k,
+        ranks=ranks,
+        itemsize=jnp.dtype(dtype).itemsize,
+    )
+    made, routings, samples = [], [], []
+    for seed in range(sets):
+        rng = np.random.default_rng(seed)
+        ids = make_ids(rng, tokens * ranks, shape.num_experts, shape.top_k, routing)
+        raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
+        x = _normal(mesh, (tokens * ranks, shape.hidden), jnp.dtype(dtype))(jax.random.key(seed))
+        arguments = Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), experts)
+        samples.append(_sample(arguments, ids, mesh))
+        made.append(arguments._replace(experts=None))
+        routings.append(traffic.Routing.of(ids, ranks, shape.num_experts))
+    # Of the rank that reads most: it is waited for.
+    read = min(max(traffic.weight_bytes(routing, sizes, rank) for rank in range(ranks)) for routing in routings)
+    copies = weight_copies(read) if mesh.devices.flat[0].platform == "gpu" else 1
+    return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies)
+
+
+def weight_copies(read_bytes: int) -> int:
+    """Returns how many copies of the weights are together more than twice the L2 cache, 1 where one is.
+
+    Args:
+      read_bytes: of the weights that one call reads on a rank.
+
+    >>> weight_copies(5_637_144_576), weight_copies(60_000_000), weight_copies(9_437_184)
+    (1, 2, 11)
+    """
+    return int(2 * L2_BYTES // max(read_bytes, 1)) + 1
+
+
+def copies_of(weights: Any, count: int) -> list[Any]:
+    """Returns a pytree of arrays and further copies of it, `count` in all, at different addresses."""
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    return [weights, *(copy(weights) for _ in range(count - 1))]
+
+
+def arguments_of_call(sets: Sequence[Arguments], weights: Sequence[Any], call: int) -> Arguments:
+    """Returns the arrays of the n-th call: sets of inputs and copies of the weights each take turns.
+
+    >>> sets = [Arguments(name, None, None, None) for name in "ab"]
+    >>> calls = [arguments_of_call(sets, "xyz", call) for call in range(6)]
+    >>> [call.x + call.experts for call in calls]
+    ['ax', 'by', 'az', 'bx', 'ay', 'bz']
+    """
+    return sets[call % len(sets)]._replace(experts=weights[call % len(weights)])
+
+
+def error_of(y: jax.Array, sample: Sample, mesh: Mesh) -> float:
+    """Returns the relative error of a sample's tokens in an output of the layer."""
+    return relative_error(np.asarray(_take(mesh)(y, sample.tokens), np.float32), sample.truth)
+
+
+def _split(array: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Every process gives its own parts of an array that all of them have."""
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(AXIS)), array.__getitem__)
+
+
+@functools.lru_cache(maxsize=8)
+def _normal(mesh: Mesh, shape: tuple[int, int], dtype: Any) -> Any:
+    return jax.jit(
+        lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype),
+        out_shardings=NamedSharding(mesh, P(AXIS)),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _take(mesh: Mesh) -> Any:
+    """A function that gives every rank the named tokens of arrays whose tokens are split."""
+    return jax.jit(
+        lambda tree, tokens: jax.tree.map(lambda array: array[tokens], tree), out_shardings=NamedSharding(mesh, P())
+    )
+
+
+def _sample(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
+    popular = np.bincount(ids[ids >= 0]).argmax()
+    last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
+    spread = np.linspace(0, len(ids) - 1, SPREAD_TOKENS).astype(int)
+    # Always as many, so that nothing has to be compiled again.
+    tokens = np.concatenate([spread, np.resize(last, LAST_TOKENS)]).astype(np.int32)
+    x, chosen, weights = _take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), tokens)
+    dtype = arguments.experts.w_down.dtype
+    truth, rough = (
+        np.asarray(_dense(mesh, compute_dtype)(x, chosen, weights, arguments.experts))
+        for compute_dtype in (None, dtype)
+    )
+    return Sample(tokens, truth, tolerance(rough, truth, dtype))
+
+
+@functools.lru_cache(maxsize=8)
+def _dense(mesh: Mesh, compute_dtype: Any) -> Any:
+    """The reference of a few tokens that all ranks have, with the experts left where they are."""
+
+    def on_rank(x: Any, ids: Any, weights: Any, experts: jaxmoe.Experts) -> jax.Array:
+        local = ids - jax.lax.axis_index(AXIS) * experts.num_experts
+        local = jnp.where((local >= 0) & (local < experts.num_experts), local, -1)
+        y = reference(
+            x.astype(jnp.float32),
+            local,
+            jnp.where(local >= 0, weights, 0),
+            experts,
+            activation=resolve("silu"),
+            group=ExpertGroup(),
+            compute_dtype=compute_dtype,
+        )
+        return jax.lax.psum(y, AXIS)
+
+    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P(), P(), P(AXIS)), out_specs=P()))

@@ -1,0 +1,164 @@
+"""What `python -m jaxmoe.bench layer` is asked for, and the flags of its command line."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax.numpy as jnp
+from absl import flags
+
+from jaxmoe.bench import shapes
+from jaxmoe.call import IMPLEMENTATIONS
+from jaxmoe.plan import KernelPlan
+from jaxmoe.testing import RoutingKind
+
+BASELINE = "baseline-drops-rows"
+MEASURED = (*IMPLEMENTATIONS, BASELINE)
+# Those whose errors can be judged by a truth in float32.
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Values of a `jaxmoe.KernelPlan` to try in all combinations; of an empty field the default plan's value.
+
+    Args:
+      unit_tiles: row tiles of one expert that are worked on together.
+      lag_units: units by which the down GEMM comes later.
+      ring_tiles: row tiles that the rings hold. Where empty, the default plan's or the fewest that a plan needs.
+    """
+
+    unit_tiles: tuple[int, ...] = ()
+    lag_units: tuple[int, ...] = ()
+    ring_tiles: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A plan checks its numbers. Whether they go together depends on the shape and is said in the line of the plan.
+        for unit_tiles in self.unit_tiles:
+            KernelPlan(unit_tiles, 0, 1)
+        for lag_units in self.lag_units:
+            KernelPlan(1, lag_units, 1)
+        for ring_tiles in self.ring_tiles:
+            KernelPlan(1, 0, ring_tiles)
+
+    def plans(self, default: KernelPlan) -> list[KernelPlan]:
+        """Returns the plans to measure, the default one first."""
+        plans = [default]
+        if not any(dataclasses.astuple(self)):
+            return plans
+        units, lags = self.unit_tiles or (default.unit_tiles,), self.lag_units or (default.lag_units,)
+        for unit_tiles, lag_units in itertools.product(units, lags):
+            fewest = KernelPlan(unit_tiles, lag_units, 1).fewest_ring_tiles
+            rings = self.ring_tiles or (max(default.ring_tiles, fewest),)
+            plans += [KernelPlan(unit_tiles, lag_units, ring_tiles) for ring_tiles in rings]
+        return plans
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One run of the benchmark.
+
+    Args:
+      cases: shapes.
+      tokens: per rank, for the cases that do not bring their own.
+      ranks: over which the experts are spread; 0 for all devices.
+      dtype: a key of `DTYPES`, of tokens and weights.
+      implementations: members of `MEASURED`.
+      routing: as of `jaxmoe.testing.make_inputs`.
+      sweep: plans of `"megakernel"` beside its default one.
+      blocks: timed blocks, of which the median counts.
+      seconds: approximate length of a block.
+      terms: also print the bytes term by term.
+      kernels: also print that many of the longest GPU kernels.
+      json: file to which the results are added, one JSON object a line.
+    """
+
+    cases: tuple[shapes.Case, ...]
+    tokens: tuple[int, ...]
+    ranks: int = 0
+    dtype: str = "bf16"
+    implementations: tuple[str, ...] = ("xla",)
+    routing: RoutingKind = "uniform"
+    sweep: Sweep = Sweep()
+    blocks: int = 7
+    seconds: float = 0.3
+    terms: bool = False
+    kernels: int = 0
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.implementations:
+            if name not in MEASURED:
+                raise ValueError(f"--implementation={name} is not one of {', '.join(MEASURED)}.")
+        if not self.tokens or min(self.tokens) < 1:
+            raise ValueError(f"--tokens={','.join(map(str, self.tokens))}: a rank needs at least one token.")
+        swept = any(dataclasses.astuple(self.sweep))
+        if swept and "megakernel" not in self.implementations:
+            raise ValueError(
+                "--unit-tiles, --lag-units and --ring-tiles are of the megakernel's plan, and --implementation="
+                f"{','.join(self.implementations)} does not measure it. Add megakernel, or leave them out."
+            )
+
+
+_SHAPE = flags.DEFINE_multi_string(
+    "shape",
+    ["mixtral-8x7b"],
+    f"Shapes: NAME[,NAME...] with names of {', '.join(shapes.SHAPES)}; or T,D,F,E,K, the numbers of tokens per rank, "
+    "hidden width, intermediate width, experts and experts per token; or D,F,E,K with the tokens of --tokens. May be "
+    "repeated.",
+)
+_TOKENS = flags.DEFINE_list("tokens", ["8192"], "Tokens per rank; not for shapes T,D,F,E,K.")
+_EP = flags.DEFINE_integer(
+    "ep", 0, "Ranks over which the experts are spread; 0 is all devices. On CPUs that many are made.", lower_bound=0
+)
+_DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
+_IMPLEMENTATION = flags.DEFINE_list(
+    "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
+)
+_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")
+_UNIT_TILES = flags.DEFINE_list("unit-tiles", [], "Plans to sweep: KernelPlan.unit_tiles, in all combinations.")
+_LAG_UNITS = flags.DEFINE_list("lag-units", [], "Plans to sweep: KernelPlan.lag_units, in all combinations.")
+_RING_TILES = flags.DEFINE_list(
+    "ring-tiles",
+    [],
+    "Plans to sweep: KernelPlan.ring_tiles. Without it the default plan's, or the fewest that a plan needs.",
+)
+_BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
+_SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
+_TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
+_KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
+_JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
+
+
+def from_flags() -> Options:
+    """Returns the options of the command line.
+
+    Raises:
+      ValueError: shapes, implementations or numbers that cannot be.
+    """
+    return Options(
+        cases=tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
+        tokens=_integers("tokens", _TOKENS.value),
+        ranks=_EP.value,
+        dtype=_DTYPE.value,
+        implementations=tuple(_IMPLEMENTATION.value),
+        routing=_ROUTING.value,  # pyright: ignore[reportArgumentType]
+        sweep=Sweep(
+            _integers("unit-tiles", _UNIT_TILES.value),
+            _integers("lag-units", _LAG_UNITS.value),
+            _integers("ring-tiles", _RING_TILES.value),
+        ),
+        blocks=_BLOCKS.value,
+        seconds=_SECONDS.value,
+        terms=_TERMS.value,
+        kernels=_KERNELS.value,
+        json=Path(_JSON.value) if _JSON.value else None,
+    )
+
+
+def _integers(flag: str, values: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(value) for value in values)
+    except ValueError:
+        raise ValueError(f"--{flag}={','.join(values)} must be whole numbers with commas between.") from None

@@ -1,0 +1,223 @@
+"""One measured line of the benchmark: what is kept of it, and how it is printed."""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from jaxmoe.bench import traffic
+from jaxmoe.bench.peaks import Peaks
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One measured line. What was not measured or is not known is `None`.
+
+    Args:
+      shape: its name.
+      hidden: width of a token.
+      intermediate: width between the two GEMMs.
+      num_experts: of all ranks.
+      top_k: experts per token.
+      tokens: per rank.
+      ranks: over which the experts are spread.
+      processes: of the run.
+      dtype: of tokens and weights.
+      routing: how tokens choose experts.
+      implementation: that was measured.
+      plan: `unit_tiles`, `lag_units` and `ring_tiles` of the megakernel.
+      device: its kind.
+      jax: its version.
+      relative_error: of the sampled tokens, the worst of the sets of inputs.
+      allowed_error: of that set.
+      same_bits: whether all outputs equal those of the default plan; `None` where that is not the question.
+      checked: whether the check was passed; otherwise nothing was timed.
+      hbm_complete: whether `hbm_bytes` are all there are; otherwise at least as many are moved.
+      hbm_rank: the rank that reads from and writes to its memory most.
+      hbm_bytes: its bytes by term, see `traffic.py`.
+      nvlink_rank: the rank that receives most from its peers; as much leaves it.
+      nvlink_bytes: its bytes by term.
+      weight_copies: among which calls rotate, see `inputs.py`.
+      arena_mib: memory per rank that peers reach and that is kept between calls, MiB.
+      temporary_mib: memory per rank that XLA takes for the call, MiB.
+      dropped_rows: over all sets of inputs.
+      microseconds: per call, median of the blocks of the slowest process, see `timing.py`.
+      fastest: block of that process, microseconds per call.
+      slowest: block of that process, microseconds per call.
+      tflops: `6 * tokens * top_k * hidden * intermediate / time`, TFLOP/s per rank.
+      share_of_peak: `tflops` of a BF16 product, see `peaks.py`.
+      hbm_gbs: `hbm_bytes` over the time, GB/s.
+      share_of_copy: `hbm_gbs` of a copy, see `peaks.py`.
+      nvlink_gbs: `nvlink_bytes` over the time, GB/s.
+      times_faster: than other implementations measured before in this run with the same inputs, by name.
+    """
+
+    shape: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    ranks: int
+    processes: int
+    dtype: str
+    routing: str
+    implementation: str
+    plan: dict[str, int] | None
+    device: str
+    jax: str
+    relative_error: float
+    allowed_error: float
+    same_bits: bool | None
+    checked: bool
+    hbm_complete: bool | None
+    hbm_rank: int | None
+    hbm_bytes: dict[str, traffic.Bytes] | None
+    nvlink_rank: int | None
+    nvlink_bytes: dict[str, traffic.Bytes] | None
+    weight_copies: int
+    arena_mib: float | None
+    temporary_mib: float | None
+    dropped_rows: int
+    microseconds: float | None = None
+    fastest: float | None = None
+    slowest: float | None = None
+    tflops: float | None = None
+    share_of_peak: float | None = None
+    hbm_gbs: float | None = None
+    share_of_copy: float | None = None
+    nvlink_gbs: float | None = None
+    times_faster: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def timed(self, blocks: Sequence[float], peak: Peaks | None) -> "Result":
+        """Returns the result with its times, and what follows from them.
+
+        Args:
+          blocks: seconds per call of each.
+          peak: of the device, where it is known.
+        """
+        seconds = statistics.median(blocks)
+        tflops = 6 * self.tokens * self.top_k * self.hidden * self.intermediate / seconds / 1e12
+        hbm_gbs, nvlink_gbs = (
+            None if sizes is None else sum(sizes.values()) / seconds / 1e9
+            for sizes in (self.hbm_bytes, self.nvlink_bytes)
+        )
+        return dataclasses.replace(
+            self,
+            microseconds=seconds * 1e6,
+            fastest=min(blocks) * 1e6,
+            slowest=max(blocks) * 1e6,
+            tflops=tflops,
+            share_of_peak=tflops / peak.tflops if peak else None,
+            hbm_gbs=hbm_gbs,
+            share_of_copy=hbm_gbs / peak.copy_gbs if peak and hbm_gbs is not None else None,
+            nvlink_gbs=nvlink_gbs,
+        )
+
+    def to_json(self) -> str:
+        """Returns the result as one line of JSON, which has no NaN: an error that is none is null."""
+        fields = dataclasses.asdict(self)
+        if not math.isfinite(self.relative_error):
+            fields["relative_error"] = None
+        return json.dumps(fields, allow_nan=False)
+
+    def compared(self, microseconds: Mapping[str, float]) -> "Result":
+        """Returns the result with the multiples over other implementations, whose times are given by name."""
+        if self.microseconds is None:
+            return self
+        others = {name: time for name, time in microseconds.items() if name != self.implementation}
+        faster = {name: time / self.microseconds for name, time in others.items()}
+        return dataclasses.replace(self, times_faster=faster)
+
+
+# Name, width and whether the column is flush left.
+_COLUMNS = (
+    ("shape", 16, True),
+    ("tokens", 6, False),
+    ("implementation", 19, True),
+    ("plan", 9, True),
+    ("check", 9, True),
+    ("us", 9, False),
+    ("fastest-slowest", 15, False),
+    ("TFLOP/s", 7, False),
+    ("of peak", 7, False),
+    ("HBM GB/s", 8, False),
+    ("of copy", 7, False),
+    ("NVLink GB/s", 11, False),
+    ("arena MiB", 9, False),
+    ("temp MiB", 8, False),
+    ("dropped", 7, False),
+    ("x xla", 6, False),
+)
+
+
+def header() -> str:
+    """Returns the names of the columns."""
+    return _row([name for name, _, _ in _COLUMNS])
+
+
+def line(result: Result) -> str:
+    """Returns a result as a line of the table; without a passed check no time is printed."""
+    r = result
+    left = _row(_case(r))
+    if r.same_bits is False:
+        return f"{left} other bits than with the default plan: not timed"
+    if not r.checked:
+        return f"{left} above the allowed error of {r.allowed_error:.1e}: not timed"
+    return _row(
+        [
+            *_case(r),
+            _number(r.microseconds, ".1f"),
+            f"{_number(r.fastest, '.0f')}-{_number(r.slowest, '.0f')}",
+            _number(r.tflops, "#.3g" if r.tflops is not None and r.tflops < 100 else ".0f"),
+            _number(r.share_of_peak, ".1%"),
+            ("" if r.hbm_complete or r.hbm_gbs is None else ">") + _number(r.hbm_gbs, ".0f"),
+            _number(r.share_of_copy, ".1%"),
+            _number(r.nvlink_gbs, ".0f"),
+            _number(r.arena_mib, ".0f"),
+            _number(r.temporary_mib, ".0f"),
+            str(r.dropped_rows),
+            _number(r.times_faster.get("xla"), ".2f"),
+        ]
+    )
+
+
+def terms(result: Result) -> str:
+    """Returns the bytes of a result term by term, a line for each."""
+    lines = []
+    parts = (
+        ("HBM", result.hbm_rank, result.hbm_bytes, "" if result.hbm_complete else ", at least"),
+        ("NVLink", result.nvlink_rank, result.nvlink_bytes, " received"),
+    )
+    for name, rank, sizes, note in parts:
+        if sizes is None:
+            lines.append(f"    {name}: not counted for {result.implementation}")
+            continue
+        lines.append(f"    {sum(sizes.values()) / 1e6:12.3f} MB {name} of rank {rank}{note}")
+        lines += [f"    {size / 1e6:12.3f} MB   {term.replace('_', ' ')}" for term, size in sizes.items()]
+    return "\n".join(lines)
+
+
+def failure(shape: str, tokens: int | None, implementation: str, plan: str, text: str) -> str:
+    """Returns the line of a case that could not be measured."""
+    return f"{_row([shape, '-' if tokens is None else str(tokens), implementation, plan])} {text}"
+
+
+def plan_text(plan: dict[str, int] | None) -> str:
+    """Returns a plan as it stands in the table: unit tiles / lag units / ring tiles."""
+    return "-" if plan is None else "/".join(map(str, plan.values()))
+
+
+def _case(r: Result) -> list[str]:
+    check = "same bits" if r.same_bits else f"{r.relative_error:.1e}"
+    return [r.shape, str(r.tokens), r.implementation, plan_text(r.plan), check]
+
+
+def _row(cells: list[str]) -> str:
+    columns = zip(cells, _COLUMNS, strict=False)
+    return " ".join(f"{cell:<{width}}" if left else f"{cell:>{width}}" for cell, (_, width, left) in columns).rstrip()
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

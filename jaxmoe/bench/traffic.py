@@ -1,0 +1,281 @@
+"""Bytes that one forward pass moves, term by term, counted from the routing of the inputs that are measured.
+
+What counts: every step of the layer reads each of its operands once and writes each of its results once, as if caches
+lost everything between two steps and kept everything within one. So a term is not what a profiler would show: rows that
+are still in L2 when the GEMM reads them cost less, weights that several units of row tiles read at different times cost
+more. Rows that only pad a tile, counters and histograms, a few KB, are left out.
+
+`layer.py` divides these by the measured time; nothing here runs on a device.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+from jaxmoe.plan import Shape
+
+Bytes = int | float
+# Of an expert's number, a routing weight and a slot's number: int32 and float32.
+WORD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Which experts the tokens of every rank chose.
+
+    Args:
+      slots: used slots of each rank's tokens that name each expert of the group.
+    """
+
+    slots: Int[np.ndarray, "ranks experts"]
+
+    @classmethod
+    def of(cls, topk_ids: Integer[np.ndarray, "all_tokens top_k"], ranks: int, num_experts: int) -> "Routing":
+        """Counts the slots of tokens that are split evenly over the ranks; ids outside of the experts are not used.
+
+        >>> Routing.of(np.array([[0, 1], [3, -1]]), ranks=2, num_experts=4).slots.tolist()
+        [[1, 1, 0, 0], [0, 0, 0, 1]]
+        """
+        by_rank = topk_ids.reshape(ranks, -1)
+        used = [ids[(ids >= 0) & (ids < num_experts)] for ids in by_rank]
+        return cls(np.stack([np.bincount(ids, minlength=num_experts) for ids in used]))
+
+    @property
+    def by_owner(self) -> Int[np.ndarray, "ranks owners"]:
+        """Used slots of each rank's tokens whose expert is owned by each rank."""
+        ranks, num_experts = self.slots.shape
+        return self.slots.reshape(ranks, ranks, num_experts // ranks).sum(-1)
+
+    def rows(self, rank: int) -> int:
+        """Rows of a rank's experts."""
+        return int(self.by_owner[:, rank].sum())
+
+    def remote_rows(self, rank: int) -> int:
+        """Those of them whose token another rank owns."""
+        return self.rows(rank) - int(self.by_owner[rank, rank])
+
+    def used_slots(self, rank: int) -> int:
+        """Used slots of a rank's tokens: the answers that it gets."""
+        return int(self.by_owner[rank].sum())
+
+    def remote_slots(self, rank: int) -> int:
+        """Those of them whose expert another rank owns."""
+        return self.used_slots(rank) - int(self.by_owner[rank, rank])
+
+    def active_experts(self, rank: int) -> int:
+        """Experts of a rank that have rows."""
+        ranks, num_experts = self.slots.shape
+        local = num_experts // ranks
+        return int((self.slots[:, rank * local : (rank + 1) * local].sum(0) > 0).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Base of the classes below, whose fields are numbers of bytes."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all terms, in bytes."""
+        return float(sum(self.items().values()))
+
+    def items(self) -> dict[str, Bytes]:
+        """The terms by name, in bytes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MegakernelMemory(Terms):
+    """Bytes that `"megakernel"` reads from and writes to the memory of one rank.
+
+    Args:
+      weights: `active_experts * matrices * hidden * intermediate * itemsize`. An expert without rows is not read.
+      tokens_staged: `2 * tokens * hidden * itemsize`: x read, and its copy written where peers reach it. One rank alone
+        makes no copy: 0.
+      tokens_pulled: `used_slots * hidden * itemsize`: this rank's tokens read by dispatch, its own and that of its
+        peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
+      rows_written: `rows * hidden * itemsize`: rows of this rank's experts into the ring, by dispatch.
+      rows_read: the same, by the gate and up GEMM.
+      hidden_written: `rows * intermediate * itemsize`: h into its ring, by the gate and up GEMM.
+      hidden_read: the same, by the down GEMM.
+      answers_written: `used_slots * hidden * itemsize`: answers to this rank's tokens, by the down GEMMs of all ranks.
+      answers_read: the same, by combine.
+      outputs_written: `tokens * hidden * itemsize`: y.
+      routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by combine.
+      lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
+      lists_read: the same, by dispatch and by the down GEMM.
+    """
+
+    weights: Bytes
+    tokens_staged: Bytes
+    tokens_pulled: Bytes
+    rows_written: Bytes
+    rows_read: Bytes
+    hidden_written: Bytes
+    hidden_read: Bytes
+    answers_written: Bytes
+    answers_read: Bytes
+    outputs_written: Bytes
+    routing_read: Bytes
+    lists_written: Bytes
+    lists_read: Bytes
+
+    @classmethod
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "MegakernelMemory":
+        """Counts the terms of one rank."""
+        rows, slots = routing.rows(rank), routing.used_slots(rank)
+        token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
+        return cls(
+            weights=weight_bytes(routing, shape, rank),
+            tokens_staged=0 if shape.ranks == 1 else 2 * shape.tokens * token,
+            tokens_pulled=slots * token,
+            rows_written=rows * token,
+            rows_read=rows * token,
+            hidden_written=rows * h,
+            hidden_read=rows * h,
+            answers_written=slots * token,
+            answers_read=slots * token,
+            outputs_written=shape.tokens * token,
+            routing_read=4 * WORD * shape.tokens * shape.top_k,
+            lists_written=2 * WORD * rows,
+            lists_read=2 * WORD * rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MegakernelLinks(Terms):
+    """Bytes that one rank of `"megakernel"` receives from its peers; it sends as many, but for the lists.
+
+    Args:
+      rows_received: `remote_rows * hidden * itemsize`: tokens of other ranks that chose this rank's experts, pulled by
+        dispatch, once for each of their slots.
+      answers_received: `remote_slots * hidden * itemsize`: answers of other ranks' experts to this rank's tokens.
+      lists_received: `4 * remote_rows`: slot lists.
+    """
+
+    rows_received: Bytes
+    answers_received: Bytes
+    lists_received: Bytes
+
+    @classmethod
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "MegakernelLinks":
+        """Counts the terms of one rank."""
+        token = shape.hidden * shape.itemsize
+        rows, slots = routing.remote_rows(rank), routing.remote_slots(rank)
+        return cls(rows_received=rows * token, answers_received=slots * token, lists_received=WORD * rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherMemory(Terms):
+    """The least that a layer which gathers all tokens reads from and writes to the memory of one rank.
+
+    How often rows, h and answers go through memory is for the compiler to say, which fuses steps as it likes: they are
+    not counted.
+
+    Args:
+      weights: as of `MegakernelMemory`; grouped GEMMs that skip no expert read more.
+      tokens_gathered: `(1 + ranks) * tokens * hidden * itemsize`: x read, the tokens of all ranks written. One rank
+        alone gathers nothing: 0.
+      sums_sent: `ranks * tokens * hidden * itemsize`: what its experts answered to every token, read by the collective
+        that takes it to the tokens' owners. One rank alone: 0.
+      outputs_written: `tokens * hidden * itemsize`: y.
+    """
+
+    weights: Bytes
+    tokens_gathered: Bytes
+    sums_sent: Bytes
+    outputs_written: Bytes
+
+    @classmethod
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherMemory":
+        """Counts the terms of one rank."""
+        tokens = shape.tokens * shape.hidden * shape.itemsize
+        alone = shape.ranks == 1
+        return cls(
+            weights=weight_bytes(routing, shape, rank),
+            tokens_gathered=0 if alone else (1 + shape.ranks) * tokens,
+            sums_sent=0 if alone else shape.ranks * tokens,
+            outputs_written=tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherLinks(Terms):
+    """Bytes that one rank of a layer which gathers all tokens receives from its peers, whatever the routing.
+
+    Args:
+      tokens_received: `(ranks - 1) * tokens * hidden * itemsize`, by the all-gather.
+      sums_received: the same, by the all-to-all or the reduce-scatter.
+      routing_received: `2 * 4 * (ranks - 1) * tokens * top_k`: ids and weights.
+    """
+
+    tokens_received: Bytes
+    sums_received: Bytes
+    routing_received: Bytes
+
+    @classmethod
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherLinks":
+        """Counts the terms of one rank; all have the same."""
+        del routing, rank
+        tokens = (shape.ranks - 1) * shape.tokens
+        token = shape.hidden * shape.itemsize
+        return cls(
+            tokens_received=tokens * token,
+            sums_received=tokens * token,
+            routing_received=2 * WORD * tokens * shape.top_k,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRank:
+    """The terms of the rank that has most of them."""
+
+    rank: int
+    terms: Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one forward pass moves: means over the measured inputs, of the rank that moves most.
+
+    Args:
+      memory: through the memory (HBM) of a rank, read and written.
+      links: from its peers (NVLink) to a rank; as many bytes leave it, to a few lists.
+      complete: whether `memory` has all terms; else it is what moves at least.
+    """
+
+    memory: OfRank
+    links: OfRank
+    complete: bool
+
+
+def of_megakernel(routings: Sequence[Routing], shape: Shape) -> Traffic:
+    """Returns what `"megakernel"` moves for these routings."""
+    memory, links = _busiest(MegakernelMemory, routings, shape), _busiest(MegakernelLinks, routings, shape)
+    return Traffic(memory, links, complete=True)
+
+
+def of_gathering(routings: Sequence[Routing], shape: Shape) -> Traffic:
+    """Returns what `"xla"` and the baseline move for these routings, as far as that can be said."""
+    memory, links = _busiest(GatherMemory, routings, shape), _busiest(GatherLinks, routings, shape)
+    return Traffic(memory, links, complete=False)
+
+
+def weight_bytes(routing: Routing, shape: Shape, rank: int) -> int:
+    """Returns the bytes of a rank's weights that a forward pass reads: those of its experts that have rows."""
+    matrices = 3 if shape.gated else 2
+    return routing.active_experts(rank) * matrices * shape.hidden * shape.intermediate * shape.itemsize
+
+
+def _busiest(
+    kind: type[MegakernelMemory] | type[MegakernelLinks] | type[GatherMemory] | type[GatherLinks],
+    routings: Sequence[Routing],
+    shape: Shape,
+) -> OfRank:
+    def mean(rank: int) -> Terms:
+        counts = [kind.of_rank(routing, shape, rank).items() for routing in routings]
+        return kind(**{name: sum(count[name] for count in counts) / len(counts) for name in counts[0]})
+
+    ranks = [OfRank(rank, mean(rank)) for rank in range(shape.ranks)]
+    return max(ranks, key=lambda of_rank: of_rank.terms.total)

@@ -1,0 +1,376 @@
+"""The benchmark of the layer: what it prints, and when it prints no time."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jaxmoe.bench import candidates, inputs, layer, peaks, shapes, table, timing
+from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
+from jaxmoe.bench.peaks import Peaks
+from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.plan import KernelPlan
+
+TINY = shapes.Case("tiny", LayerShape(hidden=32, intermediate=48, num_experts=8, top_k=2), tokens=40)
+OTHER = shapes.Case("other", LayerShape(hidden=16, intermediate=24, num_experts=4, top_k=1))
+RANKS = 4
+
+
+def options(*cases: shapes.Case, **changes: Any) -> Options:
+    quick: dict[str, Any] = {"tokens": (24,), "ranks": RANKS, "blocks": 3, "seconds": 0.0}
+    return Options(cases or (TINY,), **quick | changes)
+
+
+def run(chosen: Options, path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status and results of a run."""
+    status = layer.run(dataclasses.replace(chosen, json=path))
+    return status, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def make_mesh(ranks: int = RANKS) -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), (inputs.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "routing"), [("bf16", "uniform"), ("f16", "uniform"), ("f16", "zipf"), ("bf16", "one-hot")]
+)
+def test_every_implementation_passes_the_check(dtype, routing, tmp_path):
+    status, results = run(options(implementations=MEASURED, dtype=dtype, routing=routing), tmp_path / "results")
+    assert status == 0
+    # "xla" comes first, so that the others can be compared with it.
+    assert [result["implementation"] for result in results] == ["xla", "megakernel", "reference", BASELINE]
+    for result in results:
+        assert result["checked"]
+        is_dropping = result["implementation"] == BASELINE and routing != "uniform"
+        assert is_dropping or result["relative_error"] <= result["allowed_error"]
+        assert result["dropped_rows"] == 0 or is_dropping
+        assert result["fastest"] <= result["microseconds"] <= result["slowest"]
+        flops = 6 * 40 * 2 * 32 * 48
+        assert result["tflops"] == pytest.approx(flops / result["microseconds"] / 1e6)
+        if result["implementation"] != "reference":
+            for name in ("hbm", "nvlink"):
+                moved = sum(result[f"{name}_bytes"].values())
+                assert result[f"{name}_gbs"] == pytest.approx(moved / result["microseconds"] / 1e3)
+        assert (result["arena_mib"] is not None) == (result["implementation"] == "megakernel")
+    assert results[1]["times_faster"] == {"xla": results[0]["microseconds"] / results[1]["microseconds"]}
+    assert set(results[3]["times_faster"]) == {"xla", "megakernel", "reference"}
+
+
+def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path, capsys):
+    status, results = run(options(OTHER, TINY, tokens=(8, 16)), tmp_path / "results")
+    assert status == 0
+    assert [(result["shape"], result["tokens"]) for result in results] == [("other", 8), ("other", 16), ("tiny", 40)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-3:]] == [["other", "8"], ["other", "16"], ["tiny", "40"]]
+    assert max(map(len, lines[2:])) <= 170
+
+
+def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_path, capsys):
+    sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2))
+    status, results = run(options(implementations=("megakernel",), sweep=sweep, routing="zipf"), tmp_path / "results")
+    assert status == 0
+    assert [tuple(result["plan"].values()) for result in results] == [
+        (2, 1, 18),
+        (1, 0, 18),
+        (1, 2, 18),
+        (3, 0, 18),
+        (3, 2, 18),
+    ]
+    assert [result["same_bits"] for result in results] == [None, True, True, True, True]
+    assert capsys.readouterr().out.count("same bits") == 4
+
+
+def test_a_swept_ring_that_is_not_named_has_the_tiles_that_a_plan_needs():
+    default = KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=18)
+    plans = Sweep(lag_units=(1, 20)).plans(default)
+    assert plans == [default, default, KernelPlan(2, 20, 42)]
+    assert Sweep(ring_tiles=(5, 7)).plans(default) == [default, KernelPlan(2, 1, 5), KernelPlan(2, 1, 7)]
+    assert Sweep().plans(default) == [default]
+
+
+def test_a_plan_that_cannot_run_says_why_and_the_next_one_is_measured(tmp_path, capsys):
+    sweep = Sweep(lag_units=(5,), ring_tiles=(3, 14))
+    status, results = run(options(implementations=("megakernel",), sweep=sweep), tmp_path / "results")
+    assert status == 1
+    assert [result["plan"]["ring_tiles"] for result in results] == [18, 14]
+    assert "2/5/3 cannot run: moe_layer: plan has ring_tiles=3" in capsys.readouterr().out
+
+
+def test_terms_are_printed_with_their_sum(capsys):
+    assert layer.run(options(implementations=("megakernel", "reference"), terms=True)) == 0
+    out = capsys.readouterr().out
+    hbm, nvlink = out.split(" MB HBM of rank ")[1].split(" MB NVLink of rank ")
+    for part, total in ((hbm, out.split(" MB HBM")[0].split()[-1]), (nvlink, hbm.split()[-1])):
+        sizes = [float(size) for size in re.findall(r"^ +([\d.]+) MB   ", part, re.M)]
+        assert sum(sizes) == pytest.approx(float(total), abs=0.001 * len(sizes))
+    assert "weights" in hbm
+    assert "answers received" in nvlink
+    assert "HBM: not counted for reference" in out
+
+
+# --- when no time is printed ------------------------------------------------------------------------------------------
+
+
+def change_outputs(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Makes every program return `change(candidate, y)`."""
+    right = candidates.program
+
+    def program(candidate: Any, mesh: Any) -> Any:
+        function, prepare = right(candidate, mesh)
+        return lambda arguments: change(candidate, function(arguments)), prepare
+
+    monkeypatch.setattr(layer, "program", program)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, y: y * jnp.bfloat16(1.03125),
+        lambda _, y: y.at[-1].set(0),
+        lambda _, y: y.at[-1].set(jnp.nan),
+    ],
+    ids=["all tokens", "one token", "not a number"],
+)
+def test_a_wrong_output_is_not_timed(change, monkeypatch, tmp_path, capsys):
+    change_outputs(monkeypatch, change)
+    status, [result] = run(options(), tmp_path / "results")
+    assert status == 1
+    assert not result["checked"]
+    assert result["microseconds"] is None
+    assert "above the allowed error" in capsys.readouterr().out
+
+
+def test_a_plan_with_other_bits_is_not_timed(monkeypatch, tmp_path, capsys):
+    def one_bit(candidate: Any, y: jax.Array) -> jax.Array:
+        words = jax.lax.bitcast_convert_type(y, jnp.uint16)
+        other = words.at[3, 5].set(words[3, 5] ^ 1)
+        return y if candidate.is_default else jax.lax.bitcast_convert_type(other, y.dtype)
+
+    change_outputs(monkeypatch, one_bit)
+    status, results = run(options(implementations=("megakernel",), sweep=Sweep(unit_tiles=(1,))), tmp_path / "results")
+    assert status == 1
+    assert [result["same_bits"] for result in results] == [None, False]
+    assert [result["microseconds"] is None for result in results] == [False, True]
+    assert "other bits than with the default plan: not timed" in capsys.readouterr().out
+
+
+def test_the_checked_tokens_are_those_that_a_capacity_would_drop_first():
+    mesh = make_mesh(1)
+    experts = inputs.random_experts(TINY.shape, mesh, jnp.bfloat16)
+    made = inputs.make_inputs(TINY.shape, experts, 1000, "zipf", mesh, sets=1)
+    ids = np.asarray(made.sets[0].topk_ids)
+    popular = np.bincount(ids.ravel()).argmax()
+    last = np.flatnonzero((ids == popular).any(-1))[-inputs.LAST_TOKENS :]
+    assert set(last) <= set(made.samples[0].tokens)
+
+
+def test_a_case_without_memory_fails_alone(monkeypatch, tmp_path, capsys):
+    right = layer.measure
+
+    def measure(name: str, candidate: Any, *rest: Any, **named: Any) -> Any:
+        if (name, candidate.implementation) == ("tiny", "xla"):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore about it")
+        return right(name, candidate, *rest, **named)
+
+    monkeypatch.setattr(layer, "measure", measure)
+    status, results = run(options(TINY, OTHER, implementations=("xla", BASELINE)), tmp_path / "results")
+    assert status == 1
+    assert [(result["shape"], result["implementation"]) for result in results] == [
+        ("tiny", BASELINE),
+        ("other", "xla"),
+        ("other", BASELINE),
+    ]
+    assert re.search(r"^tiny +40 xla +- +failed: RESOURCE_EXHAUSTED: out of memory$", capsys.readouterr().out, re.M)
+
+
+def test_a_shape_that_an_implementation_cannot_run_fails_alone(tmp_path, capsys):
+    many = shapes.Case("many", LayerShape(hidden=16, intermediate=16, num_experts=1024, top_k=2))
+    odd = shapes.Case("odd", LayerShape(hidden=16, intermediate=16, num_experts=6, top_k=2))
+    status, results = run(options(many, odd, OTHER, implementations=("megakernel",)), tmp_path / "results")
+    assert status == 1
+    assert [result["shape"] for result in results] == ["other"]
+    out = capsys.readouterr().out
+    assert re.search(r"^many +24 megakernel +- +cannot run: moe_layer: .*1024", out, re.M)
+    assert re.search(r"^odd +24 inputs +- +cannot run: 6 experts cannot be spread over 4 ranks", out, re.M)
+
+
+# --- weights that L2 would keep ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_bytes", [1, 10**6, 49_999_999, 50_000_000, 99_999_999, 100_000_000, 10**9])
+def test_copies_of_the_weights_are_more_than_twice_the_cache_and_no_more_than_that_takes(read_bytes):
+    copies = inputs.weight_copies(read_bytes)
+    assert copies * read_bytes > 2 * inputs.L2_BYTES
+    assert (copies - 1) * read_bytes <= 2 * inputs.L2_BYTES
+
+
+def test_copies_hold_the_same_numbers_at_other_addresses():
+    weights = {"w": jnp.arange(1000.0), "none": None}
+    copies = inputs.copies_of(weights, 3)
+    assert len({copy["w"].unsafe_buffer_pointer() for copy in copies}) == 3
+    for copy in copies:
+        np.testing.assert_array_equal(copy["w"], weights["w"])
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_lasts_about_as_long_as_asked_for():
+    import time
+
+    calls: list[int] = []
+
+    def call(i: int) -> jax.Array:
+        calls.append(i)
+        time.sleep(0.002)
+        return jnp.zeros(())
+
+    times = timing.time_blocks(call, blocks=3, seconds=0.04)
+    assert len(times) == 3
+    assert min(times) >= 0.002
+    per_block = (len(calls) - timing.WARM_UP_CALLS) / 3
+    assert 4 <= per_block <= 20
+    assert calls[-1] == per_block - 1
+
+
+def test_shares_are_of_the_measured_peaks():
+    result = _result()
+    timed = result.timed([4e-6, 2e-6, 3e-6], Peaks(tflops=10.0, copy_gbs=1000.0))
+    assert (timed.microseconds, timed.fastest, timed.slowest) == pytest.approx((3.0, 2.0, 4.0))
+    assert timed.tflops == pytest.approx(6 * 100 * 2 * 10 * 20 / 3e-6 / 1e12)
+    assert timed.share_of_peak == pytest.approx(6 * 100 * 2 * 10 * 20 / 3e-6 / 1e12 / 10)
+    assert timed.hbm_gbs == pytest.approx(1)
+    assert timed.share_of_copy == pytest.approx(0.001)
+    assert result.timed([1.0], None).share_of_peak is None
+
+
+def test_bytes_that_are_not_all_there_are_are_marked_in_the_line():
+    timed = _result().timed([1e-6], None)
+    assert " 3 " in table.line(timed)
+    assert " >3 " in table.line(dataclasses.replace(timed, hbm_complete=False))
+
+
+def _result() -> table.Result:
+    return table.Result(
+        shape="a",
+        hidden=10,
+        intermediate=20,
+        num_experts=4,
+        top_k=2,
+        tokens=100,
+        ranks=2,
+        processes=1,
+        dtype="bf16",
+        routing="uniform",
+        implementation="megakernel",
+        plan={"unit_tiles": 1, "lag_units": 2, "ring_tiles": 3},
+        device="a",
+        jax="a",
+        relative_error=0.0,
+        allowed_error=1.0,
+        same_bits=None,
+        checked=True,
+        hbm_complete=True,
+        hbm_rank=0,
+        hbm_bytes={"weights": 1000, "rows": 2000},
+        nvlink_rank=1,
+        nvlink_bytes={"rows": 30},
+        weight_copies=1,
+        arena_mib=1.0,
+        temporary_mib=1.0,
+        dropped_rows=0,
+    )
+
+
+def test_peaks_are_measured_by_a_product_and_a_copy():
+    found = peaks.measure(product_size=64, copy_bytes=2**12)
+    assert found.tflops > 0
+    assert found.copy_gbs > 0
+    assert peaks.known("cpu") is None
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_is_names_or_five_numbers_or_four():
+    assert [case.name for case in shapes.parse("flashdmoe-8,flashdmoe-128")] == ["flashdmoe-8", "flashdmoe-128"]
+    assert shapes.parse("flashdmoe-64")[0].shape == LayerShape(2048, 2048, 64, 2)
+    with_tokens, without = shapes.parse("8192,7168,2048,256,8"), shapes.parse("7168,2048,256,8")
+    assert (with_tokens[0].tokens, without[0].tokens) == (8192, None)
+    assert with_tokens[0].shape == without[0].shape == shapes.SHAPES["deepseek-v3"]
+    assert with_tokens[0].name == without[0].name == "7168,2048,256,8"
+
+
+@pytest.mark.parametrize("text", ["mixtral", "1,2,3", "1,2,3,4,5,6", "deepseek-v3,64", "64,0,48,8,2", "", "1.5,2,3,4"])
+def test_other_shapes_say_what_a_shape_is(text):
+    with pytest.raises(ValueError, match=r"is neither names, any of mixtral-8x7b.* nor the five numbers tokens,hidden"):
+        shapes.parse(text)
+
+
+def test_options_that_cannot_be_say_why():
+    with pytest.raises(ValueError, match=r"--implementation=mega is not one of megakernel"):
+        options(implementations=("mega",))
+    with pytest.raises(ValueError, match=r"at least one token"):
+        options(tokens=(8, 0))
+    with pytest.raises(ValueError, match=r"Add megakernel, or leave them out"):
+        options(sweep=Sweep(lag_units=(1,)))
+    with pytest.raises(ValueError, match=r"KernelPlan: unit_tiles=0 must be"):
+        Sweep(unit_tiles=(0,))
+    with pytest.raises(ValueError, match=r"--ep=9: JAX has 8 devices"):
+        layer.run(options(ranks=9))
+    with pytest.raises(ValueError, match=r"top_k=9 is more than the 8 experts"):
+        shapes.parse("32,48,8,9")
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxmoe.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def test_the_program_measures_what_its_flags_say(tmp_path):
+    path = tmp_path / "results"
+    done = program(
+        "layer",
+        "--shape=24,16,24,4,2",
+        "--shape=16,24,8,2",
+        "--tokens=8,12",
+        "--ep=2",
+        "--dtype=f16",
+        "--implementation=megakernel,xla",
+        "--routing=zipf",
+        "--unit-tiles=1",
+        "--ring-tiles=8,9",
+        "--blocks=2",
+        "--seconds=0",
+        f"--json={path}",
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(results) == 3 * (1 + 3)
+    assert {(r["ranks"], r["dtype"], r["routing"], r["processes"]) for r in results} == {(2, "f16", "zipf", 1)}
+    assert [r["tokens"] for r in results[::4]] == [24, 8, 12]
+    assert [r["plan"] and r["plan"]["ring_tiles"] for r in results[:4]][2:] == [8, 9]
+
+
+def test_the_program_says_what_is_wrong_with_its_flags():
+    for arguments, message in (
+        (["layer", "--shape=nothing"], "jaxmoe bench: --shape=nothing is neither"),
+        (["layer", "--tokens=a"], "jaxmoe bench: --tokens=a must be whole numbers"),
+        ([], "name what to measure"),
+    ):
+        done = program(*arguments)
+        assert done.returncode == 1
+        assert message in done.stderr + done.stdout
