@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.call import Call, Implementation
-from jaxmoe.plan import WORKERS_OF_A_GPU, KernelPlan, Plan, granularity, most_row_tiles
+from jaxmoe.plan import WORKERS_OF_A_GPU, KernelPlan, Plan, granularity, most_row_tiles, pulls_per_token
 
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 
@@ -174,7 +174,9 @@ def _xla_memory(call: Call, plan: Plan) -> dict[str, int]:
 def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
-    remote_rows = shape.balanced_rows * (shape.ranks - 1) // shape.ranks
+    of_slots, of_ranks = pulls_per_token(shape)
+    remote_rows = int(shape.tokens * of_slots)
+    pulled_rows = int(shape.tokens * of_ranks) if plan.keep_tokens else remote_rows
     return Explanation(
         call=call,
         reasons=(
@@ -185,8 +187,8 @@ def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
         ),
         memory_bytes=_arena(call, plan, min(plan.ring_tiles, most)),
         worst_case_bytes=sum(_arena(call, plan, most).values()),
-        # Rows in, outputs of rows back, and a slot number of 4 bytes for each row.
-        wire_bytes=remote_rows * (2 * shape.hidden * shape.itemsize + 4),
+        # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.
+        wire_bytes=(pulled_rows + remote_rows) * shape.hidden * shape.itemsize + 4 * remote_rows,
         flops=_flops(shape),
     )
 
@@ -202,9 +204,10 @@ def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
         lag_units=plan.lag_units,
         ring_tiles=ring_tiles,
         workers=workers,
-        chunk_rows=pieces.chunk_rows,
+        chunk_rows=plan.chunk_rows,
         dispatchers=workers * pieces.dispatchers_per_worker,
         narrow_rows=pieces.tile_rows // 2,
+        keeps_tokens=int(plan.keep_tokens),
     )
     arena = layout.layout_of(sizes, schedule, layout.needed_head(sizes, schedule), shape.itemsize)
     return {f"arena: {name}": size for name, (_, size) in {**arena.head, **arena.body}.items()}

@@ -107,16 +107,19 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 def _launch(static: Static, inputs: Inputs) -> jax.Array:
     """The call of compiled code. What it may assume is what `limits.py` has checked."""
     x, experts = inputs.x, inputs.experts
-    nothing = {3: jnp.zeros((0, 0, 0), x.dtype), 2: jnp.zeros((0, 0), x.dtype)}
+    # What experts without an up projection or biases pass: an array without elements, and one that depends on all
+    # inputs. jax.grad moves what does not depend on the carry of a lax.scan out of its loop, and so through shard_map,
+    # where XLA (jax 0.11.2) crashes on an operand without elements. Nothing of the barrier is left after compilation.
+    nothing = jax.lax.optimization_barrier(inputs).x[:0]
     operands = (
         _place(static.group),
         x,
         inputs.topk_ids,
         inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
         experts.w_gate,
-        nothing[3] if experts.w_up is None else experts.w_up,
+        nothing if experts.w_up is None else experts.w_up,
         experts.w_down,
-        *(nothing[2] if bias is None else bias for bias in (experts.b_gate, experts.b_up, experts.b_down)),
+        *(nothing if bias is None else bias for bias in (experts.b_gate, experts.b_up, experts.b_down)),
     )
     # The number of the group varies over every manual axis, and operands must vary alike. The result does not depend on
     # that number, so it varies as the tokens do.
@@ -187,9 +190,10 @@ def _attributes(static: Static) -> dict[str, np.int32 | np.float32 | np.ndarray]
         "unit_tiles": plan.unit_tiles,
         "lag_units": plan.lag_units,
         "ring_tiles": min(plan.ring_tiles, most_row_tiles(static.shape, static.platform)),
-        "chunk_rows": pieces.chunk_rows,
+        "chunk_rows": plan.chunk_rows,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
+        "keeps_tokens": int(plan.keep_tokens),
     }
     floats = {
         "limit": form.limit,

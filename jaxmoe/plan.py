@@ -34,6 +34,15 @@ UNIT_TILES_ON_CPU = 2
 WORKERS_OF_A_GPU = 66
 LAG_WAVES = 1.5
 MOST_LAG_UNITS = 16
+# Rows that a warp pulls at a time. Few, where the start counts: 396 warps pull at once, and the first tile is there
+# when all its chunks are. More, where a rank pulls more bytes than this.
+CHUNK_ROWS, LARGE_CHUNK_ROWS = 4, 8
+LARGE_CHUNK_BYTES = 512 * 2**20
+CHUNK_ROWS_ON_CPU = 4
+# A peer's tokens are kept where keeping them saves that share of the rows pulled from peers, and a rank has so many
+# rows: those of a decode batch are pulled all at once, before any could be kept.
+KEEP_SAVES = 1 / 3
+KEEP_FROM_ROWS = 4096
 # Units of ring beyond the lag: one that is being pulled, one that gate_up reads, one that down reads. Small units take
 # more of them, so that pulls keep ahead.
 RING_UNITS_BEYOND_LAG = 3
@@ -124,6 +133,9 @@ class KernelPlan:
       ring_tiles: row tiles that the rings hold: memory grows with it. At least `(lag_units + 1) * unit_tiles`, or as
         many as a rank can have: with fewer, a pull would wait for a tile that waits for that pull. More than a rank can
         have are not allocated.
+      chunk_rows: rows of a tile that one warp (on a CPU, one thread) pulls at a time, 1 to 32.
+      keep_tokens: whether a rank keeps the tokens that it has pulled from peers. A token that several of its experts
+        want then crosses the link once, or little more; it takes memory for all tokens of all peers.
       reasons: why, one sentence per choice; not compared.
 
     >>> KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4).ring_tiles
@@ -133,16 +145,25 @@ class KernelPlan:
     unit_tiles: int
     lag_units: int
     ring_tiles: int
+    chunk_rows: int = 8
+    keep_tokens: bool = False
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        # The product of the first two has to fit in int32.
-        bounds = {"unit_tiles": (1, 2**15 - 1), "lag_units": (0, 2**15 - 1), "ring_tiles": (1, 2**31 - 1)}
+        # The product of the first two has to fit in int32; a lane of a warp for each row of a chunk.
+        bounds = {
+            "unit_tiles": (1, 2**15 - 1),
+            "lag_units": (0, 2**15 - 1),
+            "ring_tiles": (1, 2**31 - 1),
+            "chunk_rows": (1, 32),
+        }
         for name, (least, most) in bounds.items():
             value = _integer(given := getattr(self, name))
             if value is None or not least <= value <= most:
                 raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
             object.__setattr__(self, name, value)
+        if not isinstance(self.keep_tokens, bool):
+            raise ValueError(f"KernelPlan: keep_tokens={self.keep_tokens!r} must be True or False.")
 
     @property
     def fewest_ring_tiles(self) -> int:
@@ -161,7 +182,6 @@ class Granularity:
       tile_rows: rows of a row tile.
       hidden_columns: columns between the two GEMMs of one task.
       output_columns: output columns of one task.
-      chunk_rows: rows that a dispatcher pulls at a time.
       workers: pairs of thread blocks of a GPU, 0 for as many as it has room for; threads of a CPU, per rank.
       dispatchers_per_worker: warps of such a pair, or threads of a CPU, that pull rows.
     """
@@ -169,7 +189,6 @@ class Granularity:
     tile_rows: int
     hidden_columns: int
     output_columns: int
-    chunk_rows: int
     workers: int
     dispatchers_per_worker: int
 
@@ -177,9 +196,9 @@ class Granularity:
 def granularity(platform: str, gated: bool) -> Granularity:
     """Returns the pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated."""
     if platform == "cpu":  # small, so that a test of a few rows has many tiles
-        return Granularity(16, 32 if gated else 64, 64, 4, workers=2, dispatchers_per_worker=1)
+        return Granularity(16, 32 if gated else 64, 64, workers=2, dispatchers_per_worker=1)
     # A worker is a pair of thread blocks, which share a tile of 2 x 128 rows and have 3 warps each for dispatch.
-    return Granularity(256, 128 if gated else 256, 256, 16, workers=0, dispatchers_per_worker=6)
+    return Granularity(256, 128 if gated else 256, 256, workers=0, dispatchers_per_worker=6)
 
 
 def most_row_tiles(shape: Shape, platform: str) -> int:
@@ -238,7 +257,45 @@ def _kernel_plan(shape: Shape, platform: str) -> KernelPlan:
         if wanted >= most
         else f"the lag and {beyond} more, of {most} row tiles that a rank can have"
     )
-    return KernelPlan(unit_tiles, lag_units, ring_tiles, (unit_reason, lag_reason, ring_reason))
+    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    keep_tokens, keep_reason = _keep_tokens(shape, platform)
+    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason)
+    return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, reasons)
+
+
+def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return CHUNK_ROWS_ON_CPU, f"chunk_rows={CHUNK_ROWS_ON_CPU}: a quarter of a row tile"
+    pulled = shape.balanced_rows * shape.hidden * shape.itemsize
+    if pulled <= LARGE_CHUNK_BYTES:
+        return CHUNK_ROWS, f"chunk_rows={CHUNK_ROWS}: small pieces, so that the first tiles are there early"
+    return LARGE_CHUNK_ROWS, (
+        f"chunk_rows={LARGE_CHUNK_ROWS}: {pulled / 2**20:.0f} MiB of rows, next to which the start of a launch is short"
+    )
+
+
+def pulls_per_token(shape: Shape) -> tuple[float, float]:
+    """Returns how often peers pull a token under uniform routing: once for each slot, and once for each rank.
+
+    >>> pulls_per_token(Shape(tokens=1, hidden=1, intermediate=1, num_experts=128, top_k=8, ranks=4))
+    (6.0, 2.7)
+    """
+    away = (shape.ranks - 1) / shape.ranks
+    return shape.top_k * away, round((shape.ranks - 1) * (1 - away**shape.top_k), 3)
+
+
+def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
+    if shape.ranks == 1:
+        return False, "keep_tokens=False: one rank pulls nothing from peers"
+    of_slots, of_ranks = pulls_per_token(shape)
+    if of_ranks > (1 - KEEP_SAVES) * of_slots:
+        return False, (
+            f"keep_tokens=False: a token goes to peers for {of_slots:.3g} slots and to {of_ranks:.3g} of them; keeping "
+            "it there would save little"
+        )
+    if platform != "cpu" and shape.balanced_rows < KEEP_FROM_ROWS:
+        return False, f"keep_tokens=False: {shape.balanced_rows} rows, most of which are pulled at the same time"
+    return True, f"keep_tokens=True: a token goes to peers for {of_slots:.3g} slots, but to {of_ranks:.3g} of them only"
 
 
 def _tiles_per_expert(shape: Shape, platform: str) -> int:

@@ -74,6 +74,8 @@ struct ArenaLayout {
   Region tokens;        // [tokens, hidden]                            stage -> peers' dispatch; empty for one rank
   Region partials;      // [slots, hidden]                             peers' down -> combine
   Region histograms;    // [planners, num_experts] int32               plan -> plan
+  Region kept_tokens;   // [ranks - 1, tokens, hidden]                 dispatch -> dispatch; empty unless kept
+  Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      stage, dispatch -> dispatch; the same
   Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down
   Region rows;          // [ring_tiles, tile rows, hidden]             dispatch -> gate_up
   Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down
@@ -105,6 +107,9 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   l.tokens = pack.take(shape.ranks == 1 ? 0 : int64_t{shape.tokens} * shape.hidden * itemsize);
   l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
   l.histograms = pack.take(int64_t{num_planners(shape, schedule)} * shape.num_experts * int64_t{sizeof(int32_t)});
+  const int64_t kept = schedule.keeps_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
+  l.kept_tokens = pack.take(kept * shape.hidden * itemsize);
+  l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(ring_rows * shape.hidden * itemsize);
   l.hidden = pack.take(ring_rows * shape.intermediate * itemsize);
@@ -136,6 +141,19 @@ JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const H
 // Byte offset of the slot list that `source` wrote for this rank's experts.
 JAXMOE_ANY constexpr int64_t slots_from_source(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
   return layout.source_slots.offset + source * head.slots * int64_t{sizeof(int32_t)};
+}
+
+// What is known of a peer's token at this rank. A token that several local experts want crosses the wire once where the
+// first pull is over before the next one begins; a pull never waits for another one. So which rows are copied from the
+// kept token depends on timing, and what they hold does not.
+//
+//   absent -> coming   by the dispatcher that will keep it (compare and swap)
+//   coming -> kept     by the same one, once the token lies in kept_tokens (release); whoever sees it may read (acquire)
+enum class KeptState : uint32_t { kAbsent = 0, kComing, kKept };
+
+// Number of a peer's token in kept_tokens and kept_states of `rank`.
+JAXMOE_ANY constexpr int64_t kept_index(const Shape& shape, int32_t rank, int32_t source, int32_t token) {
+  return int64_t{(source - rank + shape.ranks) % shape.ranks - 1} * shape.tokens + token;
 }
 
 // Where the output of a row goes: row `slot` of the partials of rank `source`.

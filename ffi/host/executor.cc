@@ -226,6 +226,10 @@ class Rank {
 
   void stage(int32_t worker) {
     if (shape_.ranks == 1) return;
+    // Before this rank says that its inputs are ready, which its own dispatchers wait for too.
+    const Span states = share(layout_.kept_states.bytes / sizeof(uint32_t), worker, schedule_.workers);
+    uint32_t* kept_states = at<uint32_t>(rank_, layout_.kept_states);
+    std::fill(kept_states + states.begin, kept_states + states.end, static_cast<uint32_t>(KeptState::kAbsent));
     const Span tokens = share(shape_.tokens, worker, schedule_.workers);
     std::copy(arrays_.x + tokens.begin * shape_.hidden, arrays_.x + tokens.end * shape_.hidden,
               at<Storage>(rank_, layout_.tokens) + tokens.begin * shape_.hidden);
@@ -276,13 +280,32 @@ class Rank {
         const int32_t slot = at<int32_t>(rank_, slots_from_source(layout_, launch_.head, from.source))
             [counts.segment_start[from.source * local + chunk.expert] + from.position];
         const Storage* tokens = shape_.ranks == 1 ? arrays_.x : at<Storage>(from.source, layout_.tokens);
-        const Storage* token = tokens + int64_t{slot / shape_.top_k} * shape_.hidden;
-        std::copy(token, token + shape_.hidden,
-                  ring_row(layout_.rows, chunk.ring_slot, chunk.tile_row + i, shape_.hidden));
+        Storage* row = ring_row(layout_.rows, chunk.ring_slot, chunk.tile_row + i, shape_.hidden);
+        copy_token(tokens + int64_t{slot / shape_.top_k} * shape_.hidden, from.source, slot / shape_.top_k, row);
         *target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
       }
       release(release_after(chunk));
     }
+  }
+
+  // The token as its owner has it, or as an earlier pull has kept it.
+  void copy_token(const Storage* token, int32_t source, int32_t number, Storage* row) {
+    if (!schedule_.keeps_tokens || source == rank_) {
+      std::copy(token, token + shape_.hidden, row);
+      return;
+    }
+    const int64_t index = kept_index(shape_, rank_, source, number);
+    Storage* kept = at<Storage>(rank_, layout_.kept_tokens) + index * shape_.hidden;
+    const std::atomic_ref<uint32_t> state(at<uint32_t>(rank_, layout_.kept_states)[index]);
+    uint32_t seen = static_cast<uint32_t>(KeptState::kAbsent);
+    if (state.compare_exchange_strong(seen, static_cast<uint32_t>(KeptState::kComing), std::memory_order_acquire)) {
+      std::copy(token, token + shape_.hidden, kept);
+      delay();
+      state.store(static_cast<uint32_t>(KeptState::kKept), std::memory_order_release);
+    } else if (seen == static_cast<uint32_t>(KeptState::kKept)) {
+      token = kept;
+    }
+    std::copy(token, token + shape_.hidden, row);
   }
 
   // --- the two GEMMs -------------------------------------------------------------------------------------------------

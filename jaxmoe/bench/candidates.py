@@ -108,12 +108,13 @@ def _baseline(mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Callable[[j
     return function, fuse
 
 
-def moved(implementation: str, inputs: Inputs) -> traffic.Traffic | None:
+def moved(candidate: Candidate, inputs: Inputs) -> traffic.Traffic | None:
     """Returns what a forward pass moves; `None` for the reference, which applies every expert to every token."""
-    if implementation == "reference":
+    if candidate.implementation == "reference":
         return None
-    count = traffic.of_megakernel if implementation == "megakernel" else traffic.of_gathering
-    return count(inputs.routings, inputs.shape)
+    if candidate.plan is not None:
+        return traffic.of_megakernel(inputs.routings, inputs.shape, candidate.plan.keep_tokens)
+    return traffic.of_gathering(inputs.routings, inputs.shape)
 
 
 def dropped_rows(implementation: str, inputs: Inputs) -> int:

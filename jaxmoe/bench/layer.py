@@ -128,7 +128,7 @@ class _Lines:
         if result.microseconds is not None and candidate.is_default:
             self.microseconds[candidate.implementation] = result.microseconds
         _print(table.line(result))
-        if self.options.terms and candidate.is_default:  # a plan changes none of them
+        if self.options.terms and candidate.is_default:
             _print(table.terms(result))
         if self.options.json and jax.process_index() == 0:
             with self.options.json.open("a") as file:
@@ -172,7 +172,7 @@ def measure(
     outputs = outputs if keep_outputs else []  # memory for what is timed
 
     device = mesh.devices.flat[0].device_kind
-    traffic = moved(candidate.implementation, inputs)
+    traffic = moved(candidate, inputs)
     memory = compiled.memory_analysis()
     arena = explain(candidate, inputs, mesh).memory_bytes if candidate.plan else None
     result = Result(

@@ -27,11 +27,15 @@ class Sweep:
       unit_tiles: row tiles of one expert that are worked on together.
       lag_units: units by which the down GEMM comes later.
       ring_tiles: row tiles that the rings hold. Where empty, the default plan's or the fewest that a plan needs.
+      chunk_rows: rows that a warp pulls at a time.
+      keep_tokens: whether tokens of peers are kept.
     """
 
     unit_tiles: tuple[int, ...] = ()
     lag_units: tuple[int, ...] = ()
     ring_tiles: tuple[int, ...] = ()
+    chunk_rows: tuple[int, ...] = ()
+    keep_tokens: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         # A plan checks its numbers. Whether they go together depends on the shape and is said in the line of the plan.
@@ -41,17 +45,24 @@ class Sweep:
             KernelPlan(1, lag_units, 1)
         for ring_tiles in self.ring_tiles:
             KernelPlan(1, 0, ring_tiles)
+        for chunk_rows in self.chunk_rows:
+            KernelPlan(1, 0, 1, chunk_rows)
 
     def plans(self, default: KernelPlan) -> list[KernelPlan]:
         """Returns the plans to measure, the default one first."""
         plans = [default]
         if not any(dataclasses.astuple(self)):
             return plans
-        units, lags = self.unit_tiles or (default.unit_tiles,), self.lag_units or (default.lag_units,)
-        for unit_tiles, lag_units in itertools.product(units, lags):
+        values = (
+            self.unit_tiles or (default.unit_tiles,),
+            self.lag_units or (default.lag_units,),
+            self.chunk_rows or (default.chunk_rows,),
+            self.keep_tokens or (default.keep_tokens,),
+        )
+        for unit_tiles, lag_units, chunk_rows, keep_tokens in itertools.product(*values):
             fewest = KernelPlan(unit_tiles, lag_units, 1).fewest_ring_tiles
             rings = self.ring_tiles or (max(default.ring_tiles, fewest),)
-            plans += [KernelPlan(unit_tiles, lag_units, ring_tiles) for ring_tiles in rings]
+            plans += [KernelPlan(unit_tiles, lag_units, ring, chunk_rows, keep_tokens) for ring in rings]
         return plans
 
 
@@ -124,6 +135,8 @@ _RING_TILES = flags.DEFINE_list(
     [],
     "Plans to sweep: KernelPlan.ring_tiles. Without it the default plan's, or the fewest that a plan needs.",
 )
+_CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
+_KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
 _TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
@@ -148,6 +161,8 @@ def from_flags() -> Options:
             _integers("unit-tiles", _UNIT_TILES.value),
             _integers("lag-units", _LAG_UNITS.value),
             _integers("ring-tiles", _RING_TILES.value),
+            _integers("chunk-rows", _CHUNK_ROWS.value),
+            tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
         ),
         blocks=_BLOCKS.value,
         seconds=_SECONDS.value,

@@ -26,7 +26,7 @@ class Result:
       dtype: of tokens and weights.
       routing: how tokens choose experts.
       implementation: that was measured.
-      plan: `unit_tiles`, `lag_units` and `ring_tiles` of the megakernel.
+      plan: of the megakernel: the fields of `jaxmoe.KernelPlan`.
       device: its kind.
       jax: its version.
       relative_error: of the sampled tokens, the worst of the sets of inputs.
@@ -136,10 +136,10 @@ _COLUMNS = (
     ("shape", 16, True),
     ("tokens", 6, False),
     ("implementation", 19, True),
-    ("plan", 9, True),
+    ("plan", 12, True),
     ("check", 9, True),
     ("us", 9, False),
-    ("fastest-slowest", 15, False),
+    ("fast-slow", 13, False),
     ("TFLOP/s", 7, False),
     ("of peak", 7, False),
     ("HBM GB/s", 8, False),
@@ -205,8 +205,15 @@ def failure(shape: str, tokens: int | None, implementation: str, plan: str, text
 
 
 def plan_text(plan: dict[str, int] | None) -> str:
-    """Returns a plan as it stands in the table: unit tiles / lag units / ring tiles."""
-    return "-" if plan is None else "/".join(map(str, plan.values()))
+    """Returns a plan as in the table: unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept.
+
+    >>> plan_text({"unit_tiles": 9, "lag_units": 3, "ring_tiles": 54, "chunk_rows": 4, "keep_tokens": True})
+    '9/3/54/4k'
+    """
+    if plan is None:
+        return "-"
+    numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
+    return "/".join(map(str, numbers)) + ("k" if plan["keep_tokens"] else "")
 
 
 def _case(r: Result) -> list[str]:

@@ -27,9 +27,11 @@ class Routing:
 
     Args:
       slots: used slots of each rank's tokens that name each expert of the group.
+      tokens: of each rank, those that name at least one expert of each owner.
     """
 
     slots: Int[np.ndarray, "ranks experts"]
+    tokens: Int[np.ndarray, "ranks owners"]
 
     @classmethod
     def of(cls, topk_ids: Integer[np.ndarray, "all_tokens top_k"], ranks: int, num_experts: int) -> "Routing":
@@ -40,7 +42,9 @@ class Routing:
         """
         by_rank = topk_ids.reshape(ranks, -1)
         used = [ids[(ids >= 0) & (ids < num_experts)] for ids in by_rank]
-        return cls(np.stack([np.bincount(ids, minlength=num_experts) for ids in used]))
+        owner = np.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids // (num_experts // ranks), -1)
+        tokens = [(owner == rank).any(-1).reshape(ranks, -1).sum(-1) for rank in range(ranks)]
+        return cls(np.stack([np.bincount(ids, minlength=num_experts) for ids in used]), np.stack(tokens, -1))
 
     @property
     def by_owner(self) -> Int[np.ndarray, "ranks owners"]:
@@ -63,6 +67,14 @@ class Routing:
     def remote_slots(self, rank: int) -> int:
         """Those of them whose expert another rank owns."""
         return self.used_slots(rank) - int(self.by_owner[rank, rank])
+
+    def remote_tokens(self, rank: int) -> int:
+        """Different tokens of other ranks among the rows of a rank."""
+        return int(self.tokens[:, rank].sum() - self.tokens[rank, rank])
+
+    def wanted_tokens(self, rank: int) -> int:
+        """Tokens of a rank that other ranks want, once for each of those."""
+        return int(self.tokens[rank].sum() - self.tokens[rank, rank])
 
     def active_experts(self, rank: int) -> int:
         """Experts of a rank that have rows."""
@@ -95,6 +107,9 @@ class MegakernelMemory(Terms):
         makes no copy: 0.
       tokens_pulled: `used_slots * hidden * itemsize`: this rank's tokens read by dispatch, its own and that of its
         peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
+        Where the plan keeps tokens, by each peer once for all slots of a token.
+      tokens_kept: where the plan keeps tokens, `remote_rows * hidden * itemsize`: a peer's token is written for its
+        first row and read for each of the others.
       rows_written: `rows * hidden * itemsize`: rows of this rank's experts into the ring, by dispatch.
       rows_read: the same, by the gate and up GEMM.
       hidden_written: `rows * intermediate * itemsize`: h into its ring, by the gate and up GEMM.
@@ -110,6 +125,7 @@ class MegakernelMemory(Terms):
     weights: Bytes
     tokens_staged: Bytes
     tokens_pulled: Bytes
+    tokens_kept: Bytes
     rows_written: Bytes
     rows_read: Bytes
     hidden_written: Bytes
@@ -122,14 +138,16 @@ class MegakernelMemory(Terms):
     lists_read: Bytes
 
     @classmethod
-    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "MegakernelMemory":
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelMemory":
         """Counts the terms of one rank."""
         rows, slots = routing.rows(rank), routing.used_slots(rank)
+        to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
         token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
         return cls(
             weights=weight_bytes(routing, shape, rank),
             tokens_staged=0 if shape.ranks == 1 else 2 * shape.tokens * token,
-            tokens_pulled=slots * token,
+            tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
+            tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
             rows_written=rows * token,
             rows_read=rows * token,
             hidden_written=rows * h,
@@ -149,7 +167,8 @@ class MegakernelLinks(Terms):
 
     Args:
       rows_received: `remote_rows * hidden * itemsize`: tokens of other ranks that chose this rank's experts, pulled by
-        dispatch, once for each of their slots.
+        dispatch, once for each of their slots. Where the plan keeps tokens `remote_tokens * hidden * itemsize`, the
+        least: a token that two experts pull at the same time crosses twice.
       answers_received: `remote_slots * hidden * itemsize`: answers of other ranks' experts to this rank's tokens.
       lists_received: `4 * remote_rows`: slot lists.
     """
@@ -159,11 +178,12 @@ class MegakernelLinks(Terms):
     lists_received: Bytes
 
     @classmethod
-    def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "MegakernelLinks":
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelLinks":
         """Counts the terms of one rank."""
         token = shape.hidden * shape.itemsize
         rows, slots = routing.remote_rows(rank), routing.remote_slots(rank)
-        return cls(rows_received=rows * token, answers_received=slots * token, lists_received=WORD * rows)
+        received = routing.remote_tokens(rank) if keep_tokens else rows
+        return cls(rows_received=received * token, answers_received=slots * token, lists_received=WORD * rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +270,10 @@ class Traffic:
     complete: bool
 
 
-def of_megakernel(routings: Sequence[Routing], shape: Shape) -> Traffic:
-    """Returns what `"megakernel"` moves for these routings."""
-    memory, links = _busiest(MegakernelMemory, routings, shape), _busiest(MegakernelLinks, routings, shape)
+def of_megakernel(routings: Sequence[Routing], shape: Shape, keep_tokens: bool) -> Traffic:
+    """Returns what `"megakernel"` moves for these routings with a plan that keeps tokens or does not."""
+    memory = _busiest(MegakernelMemory, routings, shape, keep_tokens=keep_tokens)
+    links = _busiest(MegakernelLinks, routings, shape, keep_tokens=keep_tokens)
     return Traffic(memory, links, complete=True)
 
 
@@ -272,9 +293,10 @@ def _busiest(
     kind: type[MegakernelMemory] | type[MegakernelLinks] | type[GatherMemory] | type[GatherLinks],
     routings: Sequence[Routing],
     shape: Shape,
+    **plan: bool,
 ) -> OfRank:
     def mean(rank: int) -> Terms:
-        counts = [kind.of_rank(routing, shape, rank).items() for routing in routings]
+        counts = [kind.of_rank(routing, shape, rank, **plan).items() for routing in routings]
         return kind(**{name: sum(count[name] for count in counts) / len(counts) for name in counts[0]})
 
     ranks = [OfRank(rank, mean(rank)) for rank in range(shape.ranks)]

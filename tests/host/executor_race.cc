@@ -23,7 +23,8 @@ constexpr Schedule kSchedule{.tile = {4, 8, 8},
                              .workers = 3,  // odd, or each would always meet the same tile of a unit
                              .chunk_rows = 3,
                              .dispatchers = 3,
-                             .narrow_rows = 2};
+                             .narrow_rows = 2,
+                             .keeps_tokens = 1};
 constexpr int kLaunches = 25;
 
 int32_t site_named(const char* name) {

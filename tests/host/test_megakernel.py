@@ -81,7 +81,7 @@ def test_checkpoint_repeats_no_call_of_compiled_code(policy):
 def test_the_call_carries_the_plan_the_pieces_and_the_activation():
     arguments = make_inputs(0, **SIZES)
     swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)
-    run = layer("all devices", implementation="megakernel", activation=swiglu, plan=KernelPlan(3, 1, 7))
+    run = layer("all devices", implementation="megakernel", activation=swiglu, plan=KernelPlan(3, 1, 7, 2, True))
     text = jax.jit(run).lower(arguments).as_text()
     attributes = dict(re.findall(r"(\w+) = (\S+) : [if]32", text[text.index("@jaxmoe_forward(") :]))
     pieces = granularity("cpu", gated=True)
@@ -95,9 +95,10 @@ def test_the_call_carries_the_plan_the_pieces_and_the_activation():
         "unit_tiles": 3,
         "lag_units": 1,
         "ring_tiles": 7,
-        "chunk_rows": pieces.chunk_rows,
+        "chunk_rows": 2,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
+        "keeps_tokens": 1,
     }
     assert {name: int(attributes[name]) for name in integers} == integers
     floats = {"limit": 7.0, "alpha": 1.5, "up_offset": 1.0, "timeout_seconds": 60.0}
@@ -128,8 +129,9 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     assert told.memory_bytes["arena: partials"] == 4096 * 2 * 64 * 2
     assert sum(told.memory_bytes.values()) < told.worst_case_bytes
     # Seven of eight slots name an expert of another rank: a row there, its output back, and its number.
+    assert not plan.keep_tokens
     assert told.wire_bytes == 4096 * 2 * 7 // 8 * (2 * 64 * 2 + 4)
-    choices = "unit_tiles=2:", "lag_units=1:", f"ring_tiles={plan.ring_tiles}:"
+    choices = "unit_tiles=2:", "lag_units=1:", f"ring_tiles={plan.ring_tiles}:", "chunk_rows=4:", "keep_tokens=False:"
     for part in ("backward: that of 'xla'", *choices, "was asked for", "kept"):
         assert part in str(told)
 

@@ -79,15 +79,15 @@ def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path,
 
 
 def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_path, capsys):
-    sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2))
+    sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2), keep_tokens=(True,))
     status, results = run(options(implementations=("megakernel",), sweep=sweep, routing="zipf"), tmp_path / "results")
     assert status == 0
     assert [tuple(result["plan"].values()) for result in results] == [
-        (2, 1, 18),
-        (1, 0, 18),
-        (1, 2, 18),
-        (3, 0, 18),
-        (3, 2, 18),
+        (2, 1, 18, 4, False),
+        (1, 0, 18, 4, True),
+        (1, 2, 18, 4, True),
+        (3, 0, 18, 4, True),
+        (3, 2, 18, 4, True),
     ]
     assert [result["same_bits"] for result in results] == [None, True, True, True, True]
     assert capsys.readouterr().out.count("same bits") == 4
@@ -106,7 +106,7 @@ def test_a_plan_that_cannot_run_says_why_and_the_next_one_is_measured(tmp_path, 
     status, results = run(options(implementations=("megakernel",), sweep=sweep), tmp_path / "results")
     assert status == 1
     assert [result["plan"]["ring_tiles"] for result in results] == [18, 14]
-    assert "2/5/3 cannot run: moe_layer: plan has ring_tiles=3" in capsys.readouterr().out
+    assert "2/5/3/4 cannot run: moe_layer: plan has ring_tiles=3" in capsys.readouterr().out
 
 
 def test_terms_are_printed_with_their_sum(capsys):
@@ -276,7 +276,7 @@ def _result() -> table.Result:
         dtype="bf16",
         routing="uniform",
         implementation="megakernel",
-        plan={"unit_tiles": 1, "lag_units": 2, "ring_tiles": 3},
+        plan={"unit_tiles": 1, "lag_units": 2, "ring_tiles": 3, "chunk_rows": 4, "keep_tokens": True},
         device="a",
         jax="a",
         relative_error=0.0,

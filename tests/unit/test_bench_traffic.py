@@ -1,5 +1,6 @@
 """Bytes of a forward pass: the formulas against counts by hand and against counts slot by slot."""
 
+import functools
 from typing import Any
 
 import jax
@@ -26,10 +27,11 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
     # Rank 0 has the rows of slots 0:0, 1:0 and 3:0, rank 1 those of 0:1, 2:0, 2:1 and 3:1. The tokens of rank 0 use
     # three slots, those of rank 1 four.
-    assert MegakernelMemory.of_rank(routing, SMALL, 0) == MegakernelMemory(
+    assert MegakernelMemory.of_rank(routing, SMALL, 0, keep_tokens=False) == MegakernelMemory(
         weights=2 * EXPERT,
         tokens_staged=2 * 2 * TOKEN,
         tokens_pulled=3 * TOKEN,
+        tokens_kept=0,
         rows_written=3 * TOKEN,
         rows_read=3 * TOKEN,
         hidden_written=3 * H,
@@ -41,10 +43,11 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
         lists_written=3 * 8,
         lists_read=3 * 8,
     )
-    assert MegakernelMemory.of_rank(routing, SMALL, 1) == MegakernelMemory(
+    assert MegakernelMemory.of_rank(routing, SMALL, 1, keep_tokens=False) == MegakernelMemory(
         weights=1 * EXPERT,  # expert 3 has no rows
         tokens_staged=2 * 2 * TOKEN,
         tokens_pulled=4 * TOKEN,
+        tokens_kept=0,
         rows_written=4 * TOKEN,
         rows_read=4 * TOKEN,
         hidden_written=4 * H,
@@ -62,7 +65,7 @@ def test_the_link_terms_of_the_megakernel_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
     # Over the link go slot 0:1, of rank 0, and slot 3:0, of rank 1.
     both = MegakernelLinks(rows_received=TOKEN, answers_received=TOKEN, lists_received=4)
-    assert [MegakernelLinks.of_rank(routing, SMALL, rank) for rank in (0, 1)] == [both, both]
+    assert [MegakernelLinks.of_rank(routing, SMALL, rank, keep_tokens=False) for rank in (0, 1)] == [both, both]
 
 
 def test_the_terms_of_a_layer_that_gathers_all_tokens_equal_a_count_by_hand():
@@ -74,8 +77,9 @@ def test_the_terms_of_a_layer_that_gathers_all_tokens_equal_a_count_by_hand():
     assert GatherLinks.of_rank(routing, SMALL, 1) == links
 
 
-def counted_slot_by_slot(ids: np.ndarray, shape: Shape) -> list[dict[str, Any]]:
+def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> list[dict[str, Any]]:
     """What every rank moves for its tokens and rows, in a walk over the slots as the kernel sees them."""
+    kept = set()
     token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
     ranks: list[dict[str, Any]] = [{"weights": set()} for _ in range(shape.ranks)]
 
@@ -93,7 +97,12 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape) -> list[dict[str, Any]]:
                 continue
             owner = int(expert) // shape.local_experts
             ranks[owner]["weights"].add(int(expert))
-            add(home, "tokens_pulled", token)
+            again = keep_tokens and (owner, number) in kept
+            kept.add((owner, number))
+            if keep_tokens and owner != home:
+                add(owner, "tokens_kept", token)
+            if owner == home or not again:
+                add(home, "tokens_pulled", token)
             add(owner, "rows_written", token)
             add(owner, "rows_read", token)
             add(owner, "hidden_written", h)
@@ -103,7 +112,7 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape) -> list[dict[str, Any]]:
             add(owner, "lists_written", 4 + 4)
             add(owner, "lists_read", 4 + 4)
             if owner != home:
-                add(owner, "rows_received", token)
+                add(owner, "rows_received", 0 if again else token)
                 add(owner, "lists_received", 4)
                 add(home, "answers_received", token)
     for counts in ranks:
@@ -118,15 +127,20 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape) -> list[dict[str, Any]]:
     tokens=st.integers(1, 12),
     top_k=st.integers(1, 4),
     kind=st.sampled_from(ROUTING_KINDS),
+    keep_tokens=st.booleans(),
 )
-def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(seed, ranks, local_experts, tokens, top_k, kind):
+def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(
+    seed, ranks, local_experts, tokens, top_k, kind, keep_tokens
+):
     num_experts = ranks * local_experts
     top_k = min(top_k, num_experts)
     shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks, itemsize=2)
     ids = make_ids(np.random.default_rng(seed), tokens * ranks, num_experts, top_k, kind)
     routing = Routing.of(ids, ranks, num_experts)
-    for rank, counts in enumerate(counted_slot_by_slot(ids, shape)):
-        memory, links = (terms.of_rank(routing, shape, rank).items() for terms in (MegakernelMemory, MegakernelLinks))
+    for rank, counts in enumerate(counted_slot_by_slot(ids, shape, keep_tokens)):
+        memory, links = (
+            terms.of_rank(routing, shape, rank, keep_tokens).items() for terms in (MegakernelMemory, MegakernelLinks)
+        )
         assert {name: size for name, size in (memory | links).items() if size} == {
             name: size for name, size in counts.items() if size
         }
@@ -145,7 +159,7 @@ def test_an_expert_without_rows_reads_no_weights():
 
 def test_one_rank_alone_stages_nothing_and_receives_nothing():
     shape = Shape(tokens=4, hidden=10, intermediate=7, num_experts=4, top_k=2)
-    for count in (traffic.of_megakernel, traffic.of_gathering):
+    for count in (functools.partial(traffic.of_megakernel, keep_tokens=True), traffic.of_gathering):
         moved = count([Routing.of(IDS, ranks=1, num_experts=4)], shape)
         assert moved.links.terms.total == 0
         assert not {"tokens_staged", "tokens_gathered", "sums_sent"} & {
@@ -157,7 +171,7 @@ def test_the_busiest_rank_is_that_of_the_largest_mean_over_the_routings():
     shape = Shape(tokens=1, hidden=10, intermediate=7, num_experts=2, top_k=1, ranks=2)
     # Both tokens to rank 1, then both to rank 0, then both to rank 1 again: rank 1 has 4 / 3 rows in the mean.
     routings = [Routing.of(np.array([[expert], [expert]]), 2, 2) for expert in (1, 0, 1)]
-    moved = traffic.of_megakernel(routings, shape)
+    moved = traffic.of_megakernel(routings, shape, keep_tokens=False)
     assert moved.memory.rank == 1
     assert moved.memory.terms.items()["rows_read"] == pytest.approx(4 / 3 * 10 * 2)
     assert moved.memory.terms.items()["weights"] == pytest.approx(2 / 3 * 3 * 10 * 7 * 2)
@@ -174,7 +188,10 @@ def test_a_balanced_routing_moves_the_bytes_that_explain_says(implementation):
     experts = jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), num_experts, 24, 40, dtype=jnp.bfloat16))
     weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     told = jaxmoe.explain(x, ids, weights, experts, mesh=mesh_of("expert"), implementation=implementation)
-    count = traffic.of_megakernel if implementation == "megakernel" else traffic.of_gathering
-    moved = count([Routing.of(ids, ranks, num_experts)], told.call.shape)
+    routings = [Routing.of(ids, ranks, num_experts)]
+    if implementation == "megakernel":
+        moved = traffic.of_megakernel(routings, told.call.shape, told.call.plan.keep_tokens)
+    else:
+        moved = traffic.of_gathering(routings, told.call.shape)
     assert moved.links.terms.total == told.wire_bytes
     assert moved.complete == (implementation == "megakernel")

@@ -96,7 +96,14 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     # Whatever the number of tokens, the rings hold a few units beyond the lag.
     assert plan.lag_units <= plans.MOST_LAG_UNITS
     assert plan.ring_tiles <= plan.lag_units * plan.unit_tiles + max(3 * plan.unit_tiles, 16)
-    assert [reason.split("=")[0] for reason in plan.reasons] == ["unit_tiles", "lag_units", "ring_tiles"]
+    assert [reason.split("=")[0] for reason in plan.reasons] == [
+        "unit_tiles",
+        "lag_units",
+        "ring_tiles",
+        "chunk_rows",
+        "keep_tokens",
+    ]
+    assert not (plan.keep_tokens and ranks == 1)
     assert all(": " in reason for reason in plan.reasons)
 
 

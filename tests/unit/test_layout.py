@@ -81,6 +81,11 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
             claim("partials", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
     for planner in range(steps.num_planners(shape, schedule)):
         claim("histograms", planner * shape.num_experts, shape.num_experts, 4, f"histogram of planner {planner}")
+    if schedule.keeps_tokens:
+        for source, token in itertools.product(range(1, shape.ranks), range(shape.tokens)):
+            index = steps.kept_index(shape, 0, source, token)
+            claim("kept_tokens", index * shape.hidden, shape.hidden, itemsize, f"kept token {token} of {source}")
+            claim("kept_states", index, 1, 4, f"state of token {token} of {source}")
     for ring_slot in range(schedule.ring_tiles):
         for row in range(ring_slot * tile.rows, (ring_slot + 1) * tile.rows):
             claim("row_targets", row, 1, 4, f"target of ring row {row}")
@@ -173,6 +178,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     """The sizes once more, in integers without a limit."""
     shape, schedule, _ = problem
     ring_rows = schedule.ring_tiles * schedule.tile.rows
+    kept = schedule.keeps_tokens * (shape.ranks - 1) * shape.tokens
     return {
         "control": control_bytes,
         "flags": 2 * head.ranks * steps.flag_bytes,
@@ -182,6 +188,8 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "tokens": shape.tokens * shape.hidden * itemsize if shape.ranks > 1 else 0,
         "partials": shape.slots * shape.hidden * itemsize,
         "histograms": steps.num_planners(shape, schedule) * shape.num_experts * 4,
+        "kept_tokens": kept * shape.hidden * itemsize,
+        "kept_states": kept * 4,
         "row_targets": ring_rows * 4,
         "rows": ring_rows * shape.hidden * itemsize,
         "hidden": ring_rows * shape.intermediate * itemsize,
@@ -202,6 +210,15 @@ def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, i
         assert regions_of(layout)[name] == (end, size)
         end += size + -size % ALIGNMENT
     assert layout.bytes == end
+
+
+@given(ranks=st.integers(2, 8), tokens=st.integers(1, 40), data=st.data())
+def test_every_token_of_every_peer_has_a_place_of_its_own_where_it_is_kept(ranks, tokens, data):
+    shape = steps.Shape(ranks=ranks, tokens=tokens, hidden=1, intermediate=1, num_experts=ranks, top_k=1)
+    rank = data.draw(st.integers(0, ranks - 1))
+    peers = [source for source in range(ranks) if source != rank]
+    places = [steps.kept_index(shape, rank, source, token) for source in peers for token in range(tokens)]
+    assert sorted(places) == list(range((ranks - 1) * tokens))
 
 
 @given(problem=large_problems())

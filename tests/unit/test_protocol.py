@@ -61,6 +61,7 @@ def a_full_pipeline(**changes) -> Problem:
         chunk_rows=2,
         dispatchers=1,
         narrow_rows=2,
+        keeps_tokens=0,
     )
     shape = steps.Shape(ranks=1, tokens=32, hidden=16, intermediate=16, num_experts=1, top_k=1)
     return Problem(shape, with_fields(schedule, **changes), [32])
@@ -179,7 +180,15 @@ def busy_launches(faults: Faults, ranks: int = 3, launches: int = 4) -> Group:
     """Launches of few rows for many workers and dispatchers, so that some have nothing to do and may be very late."""
     shape = steps.Shape(ranks, tokens=2, hidden=8, intermediate=8, num_experts=ranks, top_k=1)
     schedule = steps.Schedule(
-        steps.TileSizes(2, 8, 8), 1, 0, ring_tiles=1, workers=3, chunk_rows=2, dispatchers=3, narrow_rows=1
+        steps.TileSizes(2, 8, 8),
+        1,
+        0,
+        ring_tiles=1,
+        workers=3,
+        chunk_rows=2,
+        dispatchers=3,
+        narrow_rows=1,
+        keeps_tokens=0,
     )
     # All rows go to the first rank in one launch and to the last in the next: the others have none.
     experts = [[[0, 0]] * ranks, [[ranks - 1, ranks - 1]] * ranks]
@@ -209,7 +218,15 @@ def many_planners(faults: Faults) -> Group:
     """One rank with more slots than one planner sorts."""
     shape = steps.Shape(1, tokens=1100, hidden=1, intermediate=1, num_experts=1, top_k=1)
     schedule = steps.Schedule(
-        steps.TileSizes(256, 1, 1), 1, 0, ring_tiles=2, workers=2, chunk_rows=256, dispatchers=1, narrow_rows=128
+        steps.TileSizes(256, 1, 1),
+        1,
+        0,
+        ring_tiles=2,
+        workers=2,
+        chunk_rows=256,
+        dispatchers=1,
+        narrow_rows=128,
+        keeps_tokens=0,
     )
     assert steps.num_planners(shape, schedule) == 2
     return Group([Launch(1, shape, schedule, [[0] * 1100])], faults)

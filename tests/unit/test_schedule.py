@@ -255,7 +255,15 @@ def test_the_counts_of_an_expert_may_be_a_column_of_a_table(table, expert):
 
 SHAPE = steps.Shape(ranks=2, tokens=8, hidden=64, intermediate=32, num_experts=4, top_k=1)
 SCHEDULE = steps.Schedule(
-    steps.TileSizes(4, 32, 64), 2, 1, ring_tiles=4, workers=3, chunk_rows=4, dispatchers=5, narrow_rows=2
+    steps.TileSizes(4, 32, 64),
+    2,
+    1,
+    ring_tiles=4,
+    workers=3,
+    chunk_rows=4,
+    dispatchers=5,
+    narrow_rows=2,
+    keeps_tokens=0,
 )
 
 

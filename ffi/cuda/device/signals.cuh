@@ -34,6 +34,18 @@ __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* word) {
 __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t amount) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(amount) : "memory");
 }
+__device__ __forceinline__ void store_release_gpu(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+// Returns what was there before.
+__device__ __forceinline__ uint32_t compare_and_swap_acquire_gpu(uint32_t* word, uint32_t expected, uint32_t value) {
+  uint32_t seen;
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(seen)
+               : "l"(word), "r"(expected), "r"(value)
+               : "memory");
+  return seen;
+}
 __device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

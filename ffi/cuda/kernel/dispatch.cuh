@@ -28,7 +28,8 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
-__device__ __forceinline__ void copy_row(uint4* target, const uint4* source, int32_t vectors, int lane) {
+// Copies a row to `target`, and to `kept` unless that is null.
+__device__ __forceinline__ void copy_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors, int lane) {
 #pragma unroll 1
   for (int32_t first = lane; first < vectors; first += 32 * kUnroll) {
     uint4 values[kUnroll];
@@ -38,7 +39,10 @@ __device__ __forceinline__ void copy_row(uint4* target, const uint4* source, int
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (first + 32 * i < vectors) target[first + 32 * i] = values[i];
+      if (first + 32 * i < vectors) {
+        target[first + 32 * i] = values[i];
+        if (kept != nullptr) kept[first + 32 * i] = values[i];
+      }
     }
   }
 }
@@ -104,7 +108,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     const void* tokens = !is_row ? nullptr
                          : p.shape.ranks == 1 ? p.x
                                               : cta.template at<void>(from.source, p.layout.tokens.offset);
-    const unsigned long long source =
+    unsigned long long source =
         is_row ? reinterpret_cast<unsigned long long>(static_cast<const uint4*>(tokens) +
                                                       int64_t{slot / p.shape.top_k} * vectors)
                : 0;
@@ -116,15 +120,29 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       if (lane == 0) cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
       __syncwarp();
     }
+    uint4* kept = nullptr;
+    uint32_t* kept_state = nullptr;
+    if (schedule.keeps_tokens && is_row && from.source != p.rank) {
+      const int64_t index = kept_index(p.shape, p.rank, from.source, slot / p.shape.top_k);
+      kept = cta.template at<uint4>(p.layout.kept_tokens) + index * vectors;
+      kept_state = cta.template at<uint32_t>(p.layout.kept_states) + index;
+      // Pairs with the release at the end of the chunk that keeps the token.
+      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(kept_state, static_cast<uint32_t>(KeptState::kAbsent),
+                                                              static_cast<uint32_t>(KeptState::kComing));
+      if (seen == static_cast<uint32_t>(KeptState::kKept)) source = reinterpret_cast<unsigned long long>(kept);
+      if (seen != static_cast<uint32_t>(KeptState::kAbsent)) kept = nullptr;  // not this warp's to keep
+    }
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
       targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : ~0u;
     }
     for (int32_t i = 0; i < chunk.rows; ++i) {
       const auto* row = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffff, source, i));
-      if (row != nullptr) copy_row(ring + (ring_row + i) * vectors, row, vectors, lane);
+      auto* kept_row = reinterpret_cast<uint4*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(kept), i));
+      if (row != nullptr) copy_row(ring + (ring_row + i) * vectors, kept_row, row, vectors, lane);
     }
     __syncwarp();
+    if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));
     if (lane == 0) cta.signals.release(release_after(chunk));
   }
 }

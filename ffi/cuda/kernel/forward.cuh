@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   const Cta<Variant> cta(params, shared);
 
   stage::clear_other_bank(cta);
+  stage::forget_kept_tokens(cta);
   stage::copy_tokens(cta);
   plan::run(cta);
   stage::publish(cta);

@@ -47,6 +47,18 @@ __device__ void copy_tokens(const Cta<Variant>& cta) {
   for (; i < vectors; i += stride) target[i] = source[i];
 }
 
+// No token of a peer is here yet. Ordered before every pull by the flags that dispatch waits for, this rank's own among
+// them.
+template <class Variant>
+__device__ void forget_kept_tokens(const Cta<Variant>& cta) {
+  const Region& states = cta.params.layout.kept_states;
+  uint32_t* target = cta.template at<uint32_t>(states);
+  const int64_t words = states.bytes / static_cast<int64_t>(sizeof(uint32_t));
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
+    target[i] = static_cast<uint32_t>(KeptState::kAbsent);
+  }
+}
+
 // This block's part of tokens and lists is written; the first block tells all ranks once every block's is.
 template <class Variant>
 __device__ void publish(const Cta<Variant>& cta) {
