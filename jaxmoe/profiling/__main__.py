@@ -1,32 +1,30 @@
 """`python -m jaxmoe.profiling timeline [flags]`: runs a layer, or reads a recording, and shows where the time goes."""
 
 import functools
-from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 import jaxmoe
 from jaxmoe.bench import shapes
+from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, error_of, make_inputs, random_experts
 from jaxmoe.profiling import summary, timeline
-from jaxmoe.testing import make_ids, relative_error, use_virtual_devices
+from jaxmoe.testing import use_virtual_devices
 
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 _SHAPE = flags.DEFINE_string(
-    "shape", "deepseek-v3", "A name in jaxmoe/bench/shapes.py, or hidden,intermediate,experts,top_k."
+    "shape",
+    "deepseek-v3",
+    "A name in jaxmoe/bench/shapes.py, or [tokens per rank,]hidden width,intermediate width,experts,experts per token.",
 )
-_TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank; not for shapes that name them.", lower_bound=1)
 _EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
 _RUNS = flags.DEFINE_integer("runs", 10, "Calls back to back; the last one is shown.", lower_bound=1)
-_CHECK = flags.DEFINE_bool("check", True, "Compare the output with that of 'xla'; nothing is shown where they differ.")
 _SAVE = flags.DEFINE_string("save", None, "Write the recording to this .npz file.")
 _READ = flags.DEFINE_string("read", None, "Read such a file instead of running a layer.")
 _PERFETTO = flags.DEFINE_string("perfetto", None, "Write a trace for https://ui.perfetto.dev (.json or .json.gz).")
@@ -64,42 +62,32 @@ def main(argv: list[str]) -> int:
 
 
 def _record() -> tuple[list[timeline.Timeline], str]:
+    cases = shapes.parse(_SHAPE.value)
+    if len(cases) != 1:
+        raise app.UsageError(f"--shape={_SHAPE.value}: one shape at a time.")
+    (case,), dtype = cases, DTYPES[_DTYPE.value]
+    tokens = case.tokens or _TOKENS.value
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
-    shape, tokens, dtype = shapes.parse(_SHAPE.value), _TOKENS.value, DTYPES[_DTYPE.value]
     ranks = _EP.value or jax.device_count()
-    mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    split = NamedSharding(mesh, P("expert"))
+    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    experts = random_experts(case.shape, mesh, dtype)
+    inputs = make_inputs(case.shape, experts, tokens, _ROUTING.value, mesh)  # pyright: ignore[reportArgumentType]
+    layer = jax.jit(functools.partial(jaxmoe.moe_layer, mesh=mesh, implementation="megakernel"))
+    compiled = layer.lower(*inputs.sets[0][:3], experts).compile()
+    copies = copies_of(experts, inputs.weight_copies)
 
-    def init(key: jax.Array) -> tuple[jaxmoe.Experts, jax.Array]:
-        experts = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
-        x = jax.random.normal(jax.random.key(1), (tokens * ranks, shape.hidden), jnp.float32)
-        return experts, x.astype(dtype)
+    def call(number: int) -> jax.Array:
+        return compiled(*arguments_of_call(inputs.sets, copies, number)[:4])
 
-    experts, x = jax.jit(init, out_shardings=split)(jax.random.key(0))
-    rng = np.random.default_rng(0)
-    numbers = make_ids(rng, tokens * ranks, shape.num_experts, shape.top_k, _ROUTING.value)  # pyright: ignore
-    raw = rng.random(numbers.shape, np.float32) + 0.1
-    ids, weights = jax.device_put((numbers, raw / raw.sum(-1, keepdims=True)), split)
-
-    def layer(implementation: Literal["megakernel", "xla"]) -> Callable[[], jax.Array]:
-        call = functools.partial(jaxmoe.moe_layer, mesh=mesh, implementation=implementation)
-        compiled = jax.jit(call).lower(x, ids, weights, experts).compile()
-        return functools.partial(compiled, x, ids, weights, experts)
-
-    run = layer("megakernel")
-    y = run()
-    recorded = timeline.record(lambda: [run() for _ in range(_RUNS.value)])
-    checked = "not checked"
-    if _CHECK.value:
-        # They round at different places and add up in different orders.
-        error = relative_error(y, layer("xla")())
-        allowed = max(2 * float(jnp.finfo(dtype).eps), 1e-5)
-        if not error <= allowed:
-            raise SystemExit(f"relative error against 'xla' is {error:.1e}, more than {allowed:.1e}: nothing is shown")
-        checked = f"relative error against 'xla' {error:.1e}"
+    outputs = [call(number) for number in range(len(inputs.sets))]
+    errors = [error_of(y, sample, mesh) for y, sample in zip(outputs, inputs.samples, strict=True)]
+    for error, sample in zip(errors, inputs.samples, strict=True):
+        if not error <= sample.allowed:
+            raise SystemExit(f"relative error {error:.1e} is more than the allowed {sample.allowed:.1e}: nothing shown")
+    recorded = timeline.record(lambda: [call(number) for number in range(_RUNS.value)])
     device = jax.devices()[0].device_kind
-    what = f"{_SHAPE.value}, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}, {_ROUTING.value} routing"
-    return recorded, f"{what}, {checked}"
+    what = f"{case.name}, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}, {_ROUTING.value} routing"
+    return recorded, f"{what}, relative error {max(errors):.1e}"
 
 
 if __name__ == "__main__":

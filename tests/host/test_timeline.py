@@ -81,11 +81,11 @@ def test_the_command_records_saves_and_reads_again(tmp_path: Path, monkeypatch, 
     trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.png"
     with monkeypatch.context() as patch:
         patch.setattr(command, "use_virtual_devices", lambda count: None)  # they are there
-        small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--dtype=f32", "--runs=2"]
+        small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2"]
         flags(["profiling", *small, f"--save={recording}", f"--perfetto={trace}"])
         assert command.main(["profiling", "timeline"]) == 0
     told = capsys.readouterr().out
-    assert "relative error against 'xla'" in told
+    assert "relative error" in told
     assert len([line for line in told.splitlines() if "hidden behind products" in line]) == 4
     entries = json.loads(trace.read_text())["traceEvents"]
     assert {entry["pid"] for entry in entries} == {0, 1, 2, 3}
