@@ -9,6 +9,7 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,13 @@ __all__ = [
     "build_info",
     "cuda_status",
     "device_info",
+    "record_timelines",
     "report",
     "schedule",
     "targets",
+    "timeline_kinds",
+    "timeline_roles",
+    "timelines",
 ]
 
 _REBUILD = (
@@ -50,6 +55,7 @@ class BuildInfo:
         cuda_missing: why the CUDA part was not built; empty where it was.
         nvcc: path of the CUDA compiler during the build; None where the CUDA part was not built.
         nvcc_flags: flags of the CUDA compiler, without include folders; None where the CUDA part was not built.
+        timeline: whether the kernels of the CUDA part record what they do when.
     """
 
     compiler: str
@@ -62,6 +68,7 @@ class BuildInfo:
     cuda_missing: str
     nvcc: str | None
     nvcc_flags: str | None
+    timeline: bool
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,7 @@ def build_info() -> BuildInfo:
         cuda_missing=host["cuda_missing"],
         nvcc=cuda.get("nvcc"),
         nvcc_flags=cuda.get("nvcc_flags"),
+        timeline=cuda.get("timeline") == "on",
     )
 
 
@@ -314,6 +322,80 @@ def schedule() -> ModuleType:
     return _load_native().schedule
 
 
+def timeline_kinds() -> tuple[tuple[str, bool], ...]:
+    """Returns the kinds of timeline events by number: their names, and whether they are waits for someone else.
+
+    >>> ("gate_up", False) in timeline_kinds()
+    True
+    """
+    return _load_native().timeline_kinds
+
+
+def timeline_roles() -> tuple[str, ...]:
+    """Returns the roles whose lanes a timeline has, by number.
+
+    >>> timeline_roles()
+    ('block', 'producer', 'dispatch', 'math', 'answers')
+    """
+    return _load_native().timeline_roles
+
+
+def record_timelines(platform: str, on: bool) -> None:
+    """Switches the recording of what layers do when on or off, for all that run from now on.
+
+    On a GPU that is decided when the CUDA part is built, and this only checks that it was.
+
+    Args:
+        platform: `"cpu"` or `"gpu"`.
+        on: whether to record.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+        NotImplementedError: the kernels are compiled without a timeline, or the platform has no compiled part.
+    """
+    native = _load_native()
+    if platform == "cpu":
+        native.executor.record_timelines(on)
+    elif on:
+        _timeline_module(platform)
+
+
+def timelines(platform: str) -> list[Any]:
+    """Returns what the last launch of every rank of this process recorded; waits for launches that are under way.
+
+    Args:
+        platform: `"cpu"` or `"gpu"`.
+
+    Returns:
+        Objects with the numbers `device`, `ranks`, `rank` and `launch`, and the structured arrays `clocks`, one entry
+        per thread block, and `events` (ffi/common/timeline.h). `jaxmoe.profiling.timeline` turns ticks into time.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+        NotImplementedError: the kernels are compiled without a timeline, or the platform has no compiled part.
+        RuntimeError: a launch has failed.
+    """
+    return _timeline_module(platform).timelines()
+
+
+def _timeline_module(platform: str) -> ModuleType:
+    native = _load_native()
+    if platform == "cpu":
+        return native
+    if platform not in ("gpu", "cuda"):
+        raise NotImplementedError(
+            f"timeline: no compiled part for platform {platform!r}; there is one for cpu and gpu."
+        )
+    module = _load_cuda()
+    if module is None or not build_info().timeline:
+        raise NotImplementedError(
+            "timeline: the kernels of this build record nothing. Build jaxmoe with JAXMOE_TIMELINE=on in the "
+            "environment: `JAXMOE_TIMELINE=on pip install --no-build-isolation --no-deps .`, or `make test` with it. "
+            f"{'' if module else cuda_status().reason}".rstrip()
+        )
+    return module
+
+
 def report() -> str:
     """Describes the compiled parts in a few lines, for people and for bug reports.
 
@@ -328,10 +410,11 @@ def report() -> str:
     except ImportError as error:
         return f"jaxmoe._native  missing: {error}"
     collectives = built.collectives_api or "none"
+    timeline = ", with a timeline" if built.timeline else ""
     lines = [
         f"jaxmoe._native  {built.compiler}, C++ {built.cpp_standard}, FFI {built.ffi_api} "
         f"(collectives {collectives}) of jaxlib {built.jaxlib}",
-        f"jaxmoe._cuda    nvcc {built.cuda_toolkit} for {built.cuda_arch}"
+        f"jaxmoe._cuda    nvcc {built.cuda_toolkit} for {built.cuda_arch}{timeline}"
         if built.cuda_toolkit
         else f"jaxmoe._cuda    not built: {built.cuda_missing}",
     ]

@@ -7,7 +7,7 @@
 #   tools/environment.sh fingerprints   print what the two stamps would hold
 #
 # Read from the environment: VENV (folder), PYTHON (interpreter; empty: the newest suitable one), EXTRAS (extras of
-# pyproject.toml), CXX, and JAXMOE_CUDA and JAXMOE_NVCC, which ffi/README.md explains.
+# pyproject.toml), CXX, and JAXMOE_CUDA, JAXMOE_NVCC and JAXMOE_TIMELINE, which ffi/README.md explains.
 #
 # Two steps with a stamp each: packages (depends on pyproject.toml and EXTRAS) and the extension (depends on ffi/, the
 # build's variables and the packages). Stamps hold checksums, not times, so that a checkout that touches files rebuilds
@@ -166,7 +166,7 @@ extension_fingerprint() {
             # shellcheck disable=SC2086
             ls -d "$VENV"/lib/python3*/site-packages/$package 2>/dev/null
         done
-        echo "${JAXMOE_CUDA:-} ${JAXMOE_NVCC:-} ${CXX:-g++} ${CXXFLAGS:-} ${CMAKE_ARGS:-}"
+        echo "${JAXMOE_CUDA:-} ${JAXMOE_NVCC:-} ${JAXMOE_TIMELINE:-} ${CXX:-g++} ${CXXFLAGS:-} ${CMAKE_ARGS:-}"
     } | checksum
 }
 

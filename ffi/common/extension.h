@@ -8,6 +8,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "common/timeline.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jaxmoe {
@@ -31,6 +32,9 @@ std::vector<StateType> state_types();
 
 // Facts about this module's build that the other module does not share, by name.
 std::map<std::string, std::string> part_build_info();
+
+// The last launch of every rank that this module has a timeline of. Throws where one cannot be read.
+std::vector<LaunchTimeline> timelines();
 
 // Adds to `module` what only this module offers.
 void define_part(pybind11::module_& module);

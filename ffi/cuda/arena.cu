@@ -8,11 +8,14 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "cuda/errors.h"
 #include "cuda/launch.h"
+#include "cuda/timelines.h"
 
 namespace ffi = xla::ffi;
 
@@ -106,7 +109,7 @@ ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& 
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = failure(); error.failure()) return error;
   program_stream_ = link.stream;
-  if (holds(shape, schedule, itemsize)) return ffi::Error::Success();
+  if (holds(shape, schedule, itemsize)) return reserve_timeline(schedule);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
   const HeadCapacity head = larger_head(head_, needed_head(shape, schedule));
@@ -126,6 +129,21 @@ ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& 
   if (ffi::Error error = replace_memory(link, bytes, schedule, ring_bytes); error.failure()) return error;
   head_ = head;
   body_bytes_ = body_bytes;
+  return reserve_timeline(schedule);
+}
+
+// Outside of the arena: peers do not reach it.
+ffi::Error Arena::reserve_timeline(const Schedule& schedule) {
+  const int32_t blocks = timeline_blocks(schedule);
+  if (blocks <= timeline_blocks_) return ffi::Error::Success();
+  cudaError_t status = cudaFree(timeline_);
+  timeline_ = nullptr;
+  timeline_blocks_ = launch_blocks_ = 0;
+  void* memory = nullptr;
+  if (status == cudaSuccess) status = cudaMalloc(&memory, timeline_bytes(blocks));
+  if (status != cudaSuccess) return cuda_error("a timeline of " + bytes_text(timeline_bytes(blocks)), status);
+  timeline_ = static_cast<std::byte*>(memory);
+  timeline_blocks_ = blocks;
   return ffi::Error::Success();
 }
 
@@ -197,6 +215,7 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   params->layout = layout_of(params->shape, params->schedule, head_, itemsize);
   params->rank = rank_;
   params->failure = failure_record_;
+  params->timeline = timeline_;
   std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
   if (const std::string error = make_tensor_maps(params, type, w_gate, w_up, w_down); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
@@ -215,7 +234,31 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
     status = cudaStreamWaitEvent(program_stream_, last_launch_);
   }
   last_stream_ = stream;
+  launch_blocks_ = timeline_blocks(params->schedule);
+  ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
+}
+
+ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
+  std::unique_lock<std::mutex> lock;
+  if (ffi::Error error = claim(&lock); error.failure()) return ffi::Unexpected(error);
+  if (launch_blocks_ == 0) return std::optional<LaunchTimeline>();
+  const int32_t blocks = launch_blocks_;
+  std::vector<std::byte> bytes(timeline_bytes(blocks));
+  int previous = 0;
+  cudaGetDevice(&previous);
+  cudaError_t status = cudaSetDevice(device_);
+  if (status == cudaSuccess) status = cudaEventSynchronize(last_launch_);
+  if (status == cudaSuccess) status = cudaMemcpy(bytes.data(), timeline_, bytes.size(), cudaMemcpyDeviceToHost);
+  cudaSetDevice(previous);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("the timeline could not be read", status));
+  if (ffi::Error error = failure(); error.failure()) return ffi::Unexpected(error);
+  LaunchTimeline result = decode_timeline(bytes.data(), blocks);
+  result.device = device_;
+  result.ranks = ranks_;
+  result.rank = rank_;
+  result.launch = launches_;
+  return std::optional(std::move(result));
 }
 
 namespace {
@@ -223,12 +266,20 @@ namespace {
 // GPUs of a group by UUID, in the order of their ranks.
 using Members = std::vector<std::vector<unsigned char>>;
 
+struct Table {
+  std::mutex mutex;
+  std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>> arenas;
+
+  static Table& get() {
+    static Table* table = new Table;  // never destroyed: handlers may still run while the process ends
+    return *table;
+  }
+};
+
 Arena* arena_of(int32_t device, const Members& members, int32_t ranks, int32_t rank) {
-  // Never destroyed: handlers may still run while the process ends.
-  static std::mutex* mutex = new std::mutex;
-  static auto* arenas = new std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>>;
-  const std::lock_guard lock(*mutex);
-  std::unique_ptr<Arena>& arena = (*arenas)[{device, members}];
+  Table& table = Table::get();
+  const std::lock_guard lock(table.mutex);
+  std::unique_ptr<Arena>& arena = table.arenas[{device, members}];
   if (arena == nullptr) arena = std::make_unique<Arena>(device, ranks, rank);
   return arena.get();
 }
@@ -245,6 +296,22 @@ ffi::Error check_membership(const Membership& found, int32_t device, int32_t ran
 }
 
 }  // namespace
+
+std::vector<LaunchTimeline> arena_timelines() {
+  std::vector<Arena*> arenas;
+  {
+    Table& table = Table::get();
+    const std::lock_guard lock(table.mutex);
+    for (const auto& [key, arena] : table.arenas) arenas.push_back(arena.get());
+  }
+  std::vector<LaunchTimeline> launches;
+  for (Arena* arena : arenas) {
+    ffi::ErrorOr<std::optional<LaunchTimeline>> read = arena->timeline();
+    if (read.has_error()) throw std::runtime_error(read.error().message());
+    if (*read) launches.push_back(std::move(**read));
+  }
+  return launches;
+}
 
 ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
   if (link.ranks == 1) return arena_of(device, {}, 1, 0);

@@ -13,11 +13,13 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/layout.h"
 #include "common/shape.h"
+#include "common/timeline.h"
 #include "cuda/exchange.h"
 #include "cuda/kernel/params.cuh"
 #include "cuda/symmetric_memory.h"
@@ -43,11 +45,16 @@ class Arena {
   xla::ffi::Error launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
                          const void* w_down, int32_t itemsize, cudaStream_t stream);
 
+  // What the last launch recorded; nothing where there was none, or where the kernel is compiled without a timeline.
+  // Waits for that launch.
+  xla::ffi::ErrorOr<std::optional<LaunchTimeline>> timeline();
+
  private:
   bool holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) const;
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
   xla::ffi::Error failure();
   xla::ffi::Error prepare_launches();
+  xla::ffi::Error reserve_timeline(const Schedule& schedule);
   xla::ffi::Error replace_memory(const Link& link, int64_t bytes, const Schedule& schedule, int64_t ring_bytes);
   xla::ffi::Error meet(const Link& link, const char* step, int64_t bytes, bool succeeded, std::vector<Note>* notes);
 
@@ -64,6 +71,10 @@ class Arena {
   double timeout_seconds_ = 0;             // of the last launch
   FailureRecord* failure_record_ = nullptr;  // in host memory; written by the kernel
   std::string failure_text_;               // not empty: a launch has failed
+  std::byte* timeline_ = nullptr;          // in memory of the GPU
+  int32_t timeline_blocks_ = 0;            // that it has room for
+  int32_t launch_blocks_ = 0;              // that the last launch had; none: 0
+  int64_t launches_ = 0;
 };
 
 // The arena of the current device `device` in the group that `link` leads to. Collective.

@@ -5,6 +5,7 @@
 #include "common/device_info.h"
 #include "common/forward_call.h"
 #include "cuda/forward_handler.h"
+#include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoCuda);
@@ -28,9 +29,12 @@ std::vector<StateType> state_types() { return {forward_instruction_type()}; }
 std::map<std::string, std::string> part_build_info() {
   return {{"cuda_toolkit", build_config::kNvccVersion},
           {"cuda_arch", build_config::kCudaArch},
+          {"timeline", build_config::kTimeline},
           {"nvcc", build_config::kNvcc},
           {"nvcc_flags", build_config::kNvccFlags}};
 }
+
+std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 
 // What Python asks about schedules and layouts is integer code that needs no GPU: _native, which is always built, has
 // it.

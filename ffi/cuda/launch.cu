@@ -7,9 +7,15 @@
 namespace jaxmoe {
 namespace {
 
+#ifdef JAXMOE_TIMELINE
+constexpr bool kTimeline = true;
+#else
+constexpr bool kTimeline = false;
+#endif
+
 struct ForwardBf16 {
   using Precision = Bf16;
-  static constexpr KernelConfig config{};
+  static constexpr KernelConfig config{.timeline = kTimeline};
 };
 struct ForwardF16 {
   using Precision = F16;
@@ -96,6 +102,10 @@ std::string make_tensor_maps(ForwardParams* params, ElementType type, const void
     make(&p.w_down, "w_down", w_down, {hidden, intermediate, experts}, {box, box, 1});
     return error;
   });
+}
+
+int32_t timeline_blocks(const Schedule& schedule) {
+  return kTimeline ? schedule.workers * ForwardBf16::config.cluster_size : 0;
 }
 
 cudaError_t launch_forward(const ForwardParams& params, ElementType type, cudaStream_t stream) {

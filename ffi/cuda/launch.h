@@ -20,6 +20,10 @@ std::string prepare_forward(ElementType type, int32_t* workers);
 std::string make_tensor_maps(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
                              const void* w_down);
 
+// Thread blocks that record a timeline, which params.timeline has to have room for; 0 where the kernel is compiled
+// without.
+int32_t timeline_blocks(const Schedule& schedule);
+
 // Enqueues the kernel on `stream`.
 cudaError_t launch_forward(const ForwardParams& params, ElementType type, cudaStream_t stream);
 

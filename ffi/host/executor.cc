@@ -22,12 +22,13 @@ class Rank {
   using Storage = typename Format::Storage;
   using Number = typename Format::Number;
 
-  Rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays)
+  Rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays, LaunchTimeline* timeline)
       : launch_(launch), shape_(launch.shape), schedule_(launch.schedule), arrays_(arrays), rank_(rank),
         layout_(layout_of(shape_, schedule_, launch.head, sizeof(Storage))),
         planners_(num_planners(shape_, schedule_)),
         epoch_(at<Control>(rank, layout_.control)->epoch + 1),
-        timeout_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(launch.timeout_seconds))) {}
+        timeout_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(launch.timeout_seconds))),
+        timeline_(timeline), recorder_(timeline != nullptr, schedule_.workers, schedule_.dispatchers) {}
 
   std::string run() {
     std::vector<std::thread> threads;
@@ -40,6 +41,7 @@ class Rank {
     for (std::thread& thread : threads) thread.join();
     if (!failures_.empty()) return failures_;
     at<Control>(rank_, layout_.control)->epoch = epoch_;
+    if (timeline_ != nullptr) *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, epoch_);
     return "";
   }
 
@@ -135,35 +137,48 @@ class Rank {
   // --- a worker -----------------------------------------------------------------------------------------------------
 
   void work(int32_t worker) {
+    LaneRecorder lane = recorder_.of_worker(worker);
     clear_other_bank(worker);
     plan(worker);
+    lane.mark(EventKind::kPlan);
     stage(worker);
+    lane.mark(EventKind::kStage);
     release({Signal::kInputsStaged, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
       wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
       release_to_all(Signal::kInputsReady);
     }
+    lane.mark(EventKind::kPublish);
     const RowCounts counts = wait_for_counts(worker);
+    lane.mark(EventKind::kWaitInputs);
+    lane.move_to(LaneRole::kMath);
     TaskWalk walk(shape_, schedule_, counts.rows_per_expert.data());
     const std::atomic_ref<uint32_t> taken(at<Control>(rank_, layout_.control)->tasks_taken[epoch_ & 1]);
     for (Task task; walk.seek(static_cast<int32_t>(taken.fetch_add(1, std::memory_order_relaxed)), task);) {
       // Gate/up pairs with the release in dispatch, down with that of gate/up below.
-      wait(wait_before(shape_, schedule_, task), task.gemm == Gemm::kGateUp ? Site::kGateUp : Site::kDown, worker);
-      if (task.gemm == Gemm::kGateUp) {
+      const bool is_gate_up = task.gemm == Gemm::kGateUp;
+      wait(wait_before(shape_, schedule_, task), is_gate_up ? Site::kGateUp : Site::kDown, worker);
+      lane.mark(is_gate_up ? EventKind::kWaitRows : EventKind::kWaitHidden, task);
+      if (is_gate_up) {
         gate_up(task);
       } else {
         down(task);
       }
       release(release_after(task));
+      lane.mark(is_gate_up ? EventKind::kGateUp : EventKind::kDown, task);
     }
     release({Signal::kTasksDone, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
       wait({Signal::kTasksDone, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kAnnounce, worker);
       release_to_all(Signal::kPartialsWritten);
+      lane.mark(EventKind::kWaitTasks);
     }
+    wait_for_answers(worker);
+    lane.mark(EventKind::kWaitAnswers);
     combine(worker);
+    lane.mark(EventKind::kCombine);
   }
 
   struct Span {
@@ -268,12 +283,16 @@ class Rank {
 
   void dispatch(int32_t dispatcher) {
     const int32_t worker = dispatcher / launch_.dispatchers_per_worker;
+    LaneRecorder lane = recorder_.of_dispatcher(dispatcher, launch_.dispatchers_per_worker);
     const RowCounts counts = wait_for_counts(worker);
+    lane.mark(EventKind::kWaitInputs);
     const int32_t local = shape_.local_experts();
     ChunkWalk walk(shape_, schedule_, counts.rows_per_expert.data(), dispatcher);
     for (Chunk chunk; walk.next(chunk);) {
       // The slot is free once its last tile has left. Pairs with the release after down().
+      const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
       wait(wait_before(shape_, schedule_, chunk), Site::kDispatch, worker);
+      lane.mark(EventKind::kWaitSlot, subject);
       for (int32_t i = 0; i < chunk.rows; ++i) {
         const RowSource from = source_of_row(counts.from_source.data() + chunk.expert, local, shape_.ranks, rank_,
                                              chunk.first_row + i);
@@ -285,6 +304,7 @@ class Rank {
         *target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
       }
       release(release_after(chunk));
+      lane.mark(EventKind::kDispatch, subject);
     }
   }
 
@@ -364,11 +384,14 @@ class Rank {
   // --- combine: adds up the answers of each token's experts, in the order of its slots
   // ------------------------------------
 
-  void combine(int32_t worker) {
+  void wait_for_answers(int32_t worker) {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kPartialsWritten) of the source's first worker.
       wait({Signal::kPartialsWritten, source, epoch_}, Site::kCombine, worker);
     }
+  }
+
+  void combine(int32_t worker) {
     const Span tokens = share(shape_.tokens, worker, schedule_.workers);
     std::vector<Number> sums(shape_.hidden);
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
@@ -395,18 +418,20 @@ class Rank {
   const Clock::duration timeout_;
   std::mutex failures_mutex_;
   std::string failures_;  // a line for each thread that gave up
+  LaunchTimeline* const timeline_;
+  RankTimeline recorder_;
 };
 
 }  // namespace
 
 template <class Format>
-std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays) {
-  return Rank<Format>(launch, rank, arrays).run();
+std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays, LaunchTimeline* timeline) {
+  return Rank<Format>(launch, rank, arrays, timeline).run();
 }
 
-template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&);
-template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&);
-template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&);
-template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&);
+template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&, LaunchTimeline*);
+template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&, LaunchTimeline*);
+template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&, LaunchTimeline*);
+template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&, LaunchTimeline*);
 
 }  // namespace jaxmoe::host

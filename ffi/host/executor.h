@@ -18,6 +18,7 @@
 #include "common/scheduler.h"
 #include "common/shape.h"
 #include "host/precision.h"
+#include "host/timeline.h"
 
 namespace jaxmoe::host {
 
@@ -62,13 +63,15 @@ struct Launch {
   Disturbance disturbance;
 };
 
-// Computes `arrays.y` for rank `rank`; blocks until it is done. Returns what went wrong, empty where nothing did.
+// Computes `arrays.y` for rank `rank`; blocks until it is done. Returns what went wrong, empty where nothing did. What
+// happened when is written to `timeline`, which may be null.
 template <class Format>
-std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays);
+std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays,
+                     LaunchTimeline* timeline = nullptr);
 
-extern template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&);
-extern template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&);
-extern template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&);
-extern template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&);
+extern template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&, LaunchTimeline*);
+extern template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&, LaunchTimeline*);
+extern template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&, LaunchTimeline*);
+extern template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&, LaunchTimeline*);
 
 }  // namespace jaxmoe::host

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <pybind11/numpy.h>
@@ -72,8 +73,11 @@ Array<float> run_layers(const Shape& shape, const Schedule& schedule, const Arra
                                                 .b_up = nullptr,
                                                 .b_down = nullptr,
                                                 .y = y + nth * shape.tokens * shape.hidden};
-      const std::string failure = host::run_rank<host::F32>(launch, rank, arrays);
+      LaunchTimeline timeline;
+      const bool recorded = host::timeline_is_on;
+      const std::string failure = host::run_rank<host::F32>(launch, rank, arrays, recorded ? &timeline : nullptr);
       if (!failure.empty()) return failure;
+      if (recorded) host::keep_timeline(std::move(timeline));
     }
     return "";
   };
@@ -110,6 +114,8 @@ void define_executor(py::module_& module) {
                py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
                "Runs x.shape[0] layers one after the other on every rank and returns y "
                "[launches, ranks, tokens, hidden]; raises RuntimeError with what each rank had to say.");
+  executor.def("record_timelines", &host::record_timelines, py::arg("on"),
+               "Whether layers of this process record what they do when, from now on; returns what held before.");
 }
 
 }  // namespace jaxmoe

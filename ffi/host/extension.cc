@@ -4,6 +4,7 @@
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "host/forward.h"
+#include "host/timeline.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoHost);
@@ -21,5 +22,7 @@ std::vector<Registration> registrations() {
 std::vector<StateType> state_types() { return {host::instruction_type()}; }
 
 std::map<std::string, std::string> part_build_info() { return {{"cuda_missing", build_config::kCudaMissing}}; }
+
+std::vector<LaunchTimeline> timelines() { return host::kept_timelines(); }
 
 }  // namespace jaxmoe

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "host/executor.h"
 #include "host/group.h"
@@ -63,7 +64,13 @@ ffi::Error run(const ForwardBuffers& buffers, const ForwardAttributes& attribute
                       .timeout_seconds = attributes.timeout_seconds,
                       .given_up = &meeting.given_up,
                       .disturbance = {}};
-  const std::string failure = run_rank<Format>(launch, rank, arrays_of<Format>(buffers));
+  LaunchTimeline timeline;
+  const bool recorded = timeline_is_on;
+  const std::string failure = run_rank<Format>(launch, rank, arrays_of<Format>(buffers), recorded ? &timeline : nullptr);
+  if (recorded && failure.empty()) {
+    timeline.device = device;
+    keep_timeline(std::move(timeline));
+  }
   return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
 }
 

@@ -14,14 +14,23 @@ import jaxmoe.native as native
 ROOT = Path(__file__).parents[2]
 
 
+TIMELINE = "-DJAXMOE_TIMELINE"
+
+
+@pytest.fixture(scope="module", params=["without a timeline", "with a timeline"])
+def has_timeline(request) -> bool:
+    return request.param == "with a timeline"
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> tuple[str, Path]:
+def compiled(tmp_path_factory, has_timeline) -> tuple[str, Path]:
     """What ptxas says about the kernels, and their code."""
     built = native.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
         pytest.skip(f"the CUDA part was not built: {built.cuda_missing}")
     cubin = tmp_path_factory.mktemp("kernel") / "launch.cubin"
-    flags = (*shlex.split(built.nvcc_flags), "-Xptxas=-v", "-I", ROOT / "ffi", "-isystem", jax.ffi.include_dir())
+    flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * has_timeline
+    flags += ["-Xptxas=-v", "-I", str(ROOT / "ffi"), "-isystem", jax.ffi.include_dir()]
     result = subprocess.run(
         [built.nvcc, *flags, "-cubin", ROOT / "ffi/cuda/launch.cu", "-o", cubin],
         capture_output=True,
@@ -52,17 +61,29 @@ def test_the_assembler_serialises_no_tensor_core_products(compiled):
     assert "C7508" not in said  # setmaxnreg ignored
 
 
-def test_products_are_those_of_hopper_alone(compiled):
+@pytest.fixture(scope="module")
+def kernels(compiled) -> list[str]:
+    """The machine code of every kernel."""
     _, cubin = compiled
     nvcc = Path(native.build_info().nvcc or "")
     disassembler = shutil.which("cuobjdump", path=str(nvcc.parent)) or shutil.which("cuobjdump")
     if disassembler is None:
         pytest.skip("needs cuobjdump (nvidia-cuda-cuobjdump, or a CUDA toolkit)")
     code = subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    kernels = code.split("Function : ")[1:]
+    return code.split("Function : ")[1:]
+
+
+def test_products_are_those_of_hopper_alone(kernels):
     assert len(kernels) == 2  # BF16, F16
     for kernel in kernels:
         products = re.findall(r"\bHGMMA\.(\w+)", kernel)
         assert len(products) >= 4
         assert set(products) == {"64x256x16"}
         assert not re.search(r"\b(HMMA|LDL|STL)\b", kernel)
+
+
+def test_only_a_kernel_with_a_timeline_reads_the_clock(kernels, has_timeline):
+    """Without one nothing of it is left; the timer of the bounded waits is another register."""
+    for kernel in kernels:
+        assert bool(re.search(r"\bSR_CLOCK", kernel)) == has_timeline
+        assert "SR_GLOBALTIMER" in kernel

@@ -16,8 +16,11 @@ namespace jaxmoe::combine {
 template <class Variant>
 __device__ void announce(const Cta<Variant>& cta) {
   const uint32_t workers = cta.params.schedule.workers;
+  const auto lane = cta.timeline.template lane<32>(LaneRole::kDispatch);
+  lane.start();
   // Pairs with the last release of every math warp in math::run().
   cta.signals.wait({Signal::kTasksDone, 0, workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
+  lane.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kPartialsWritten);
 }
 
@@ -83,11 +86,13 @@ template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
   const ForwardParams& p = cta.params;
+  const auto timeline = cta.timeline.template lane<128>(LaneRole::kMath, math_warp / 4);
   if (math_warp == 0 && lane < p.shape.ranks) {
     // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
     cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.epoch()}, Site::kCombine, 1, Signals::kLongNapNs);
   }
   ptx::named_barrier<1, 32 * kMathWarps>();
+  timeline.mark(EventKind::kWaitAnswers);
   const float poison = cta.signals.given_up() ? __uint_as_float(0x7fffffffu) : 0.0f;  // NaN: what follows is rubbish
   const uint4* partials = cta.template at<uint4>(p.layout.partials);
   const int32_t vectors = p.shape.hidden / 8;
@@ -100,6 +105,7 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
     uint4* y = static_cast<uint4*>(p.y) + int64_t{token} * vectors;
     add_up<Variant>(answers, y, vectors, top_k, weight, used, poison, lane);
   }
+  timeline.mark(EventKind::kCombine);
 }
 
 }  // namespace jaxmoe::combine

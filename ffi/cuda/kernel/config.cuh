@@ -27,6 +27,7 @@ struct KernelConfig {
   // fewer for the control warps the walk over the schedule spills, with fewer for the math warps the epilogues do.
   int control_registers = 104;  // warpgroup 0: producer, dispatch
   int math_registers = 200;
+  bool timeline = false;  // records what every role does when, see device/timeline.cuh
 
   constexpr int threads() const { return 128 * (1 + math_warpgroups); }
 };

@@ -9,6 +9,7 @@
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/device/signals.cuh"
+#include "cuda/device/timeline.cuh"
 #include "cuda/kernel/config.cuh"
 #include "cuda/kernel/params.cuh"
 
@@ -32,6 +33,7 @@ struct ForwardStorage {
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
+  TimelineStorage<Variant::config.timeline> timeline;
 };
 
 template <class Variant>
@@ -42,7 +44,7 @@ struct Cta {
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
   __device__ Cta(const ForwardParams& params, ForwardStorage<Variant>& shared)
-      : params(params), shared(shared), signals(params),
+      : params(params), shared(shared), signals(params), timeline(shared.timeline, params),
         cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
 
   template <class T>
@@ -79,6 +81,7 @@ struct Cta {
   const ForwardParams& params;
   ForwardStorage<Variant>& shared;
   const Signals signals;
+  const Timeline<config.timeline> timeline;
   const uint32_t cta_rank;  // in the cluster
 };
 

@@ -88,6 +88,8 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
   uint4* ring = cta.template at<uint4>(p.layout.rows);
   Segments segments;
+  const auto timeline = cta.timeline.template lane<32>(LaneRole::kDispatch, dispatch_warp);
+  timeline.start();
 
   ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, blockIdx.x * kDispatchWarps + dispatch_warp);
   for (Chunk chunk; walk.next(chunk);) {
@@ -113,11 +115,15 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
                                                       int64_t{slot / p.shape.top_k} * vectors)
                : 0;
 
+    const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
+    timeline.mark(EventKind::kFindRows, subject);
+
     // The ring slot is free once the tile that had it has left. Pairs with the releases behind down tasks in
     // math::run().
     const Wait freed = wait_before(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
+      timeline.mark(EventKind::kWaitSlot, subject);
       __syncwarp();
     }
     uint4* kept = nullptr;
@@ -144,6 +150,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     __syncwarp();
     if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));
     if (lane == 0) cta.signals.release(release_after(chunk));
+    timeline.mark(EventKind::kDispatch, subject);
   }
 }
 

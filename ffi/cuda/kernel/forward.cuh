@@ -28,12 +28,18 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
+  const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
 
+  cta.timeline.begin();
+  lane.start();
   stage::clear_other_bank(cta);
   stage::forget_kept_tokens(cta);
   stage::copy_tokens(cta);
+  lane.mark(EventKind::kStage);
   plan::run(cta);
+  lane.mark(EventKind::kPlan);
   stage::publish(cta);
+  lane.mark(EventKind::kPublish);
   if (threadIdx.x == 0) {
     GemmShape<Variant>::Ring::init(shared.gemm.ring);
     ptx::fence_mbarrier_init();
@@ -41,6 +47,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   }
   ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
   stage::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
+  lane.mark(EventKind::kWaitInputs);
 
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
@@ -58,6 +65,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   }
   if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
   stage::leave(cta);
+  cta.timeline.end();
 }
 
 }  // namespace jaxmoe

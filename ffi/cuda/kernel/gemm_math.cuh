@@ -43,12 +43,13 @@ struct MathThread {
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step while its products run.
-template <class Variant, class Meanwhile>
+// meanwhile(step) is called in every step while its products run. `lane` is that of the timeline.
+template <class Variant, class Meanwhile, class Lane>
 __device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>::Ring& ring,
                                               typename GemmShape<Variant>::Ring::Position& position,
                                               const MathThread& thread, int32_t rows, int32_t depth_steps,
-                                              ptx::Accumulators& sums, const Meanwhile& meanwhile) {
+                                              ptx::Accumulators& sums, const Meanwhile& meanwhile,
+                                              const Lane& lane) {
   using Shape = GemmShape<Variant>;
   using Stage = typename Shape::Stage;
   using Position = typename Shape::Ring::Position;
@@ -69,7 +70,7 @@ __device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>:
   Position previous = position;
   ptx::clear_accumulators(sums);
   for (int32_t step = 0; step < depth_steps; ++step) {
-    ring.wait(position);
+    lane.stall([&] { ring.wait(position); });
     Stage& stage = ring.stage(position);
     const uint64_t a = ptx::k_major_descriptor(stage.rows[64 * thread.warpgroup]);
     const uint64_t b = ptx::n_major_descriptor(stage.weights, sizeof(Stage::weights[0]));

@@ -68,6 +68,12 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   }
 }
 
+// Where the timeline shows answers on their way, beside what the warpgroup does meanwhile.
+template <class Variant>
+__device__ __forceinline__ auto answers_lane(const Cta<Variant>& cta, const MathThread& thread) {
+  return cta.timeline.template lane<128>(LaneRole::kAnswers, thread.warpgroup);
+}
+
 // Steps of a tile, of about half a microsecond, after which the stores of the tile before are likely complete.
 inline constexpr int32_t kAnnounceStep = 5;
 
@@ -81,12 +87,16 @@ __device__ void run(const Cta<Variant>& cta) {
   const int32_t gate_up_steps = ceil_div(p.shape.hidden, Variant::config.tile_depth);
   const int32_t down_steps = ceil_div(p.shape.intermediate, Variant::config.tile_depth);
 
+  const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
+  lane.start();
+
   // What this warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would
   // leave the tensor cores idle for as long as a store to a peer takes.
   Release stored{};
   bool announced = true;
   const auto announce_stored = [&] {
     wait_rows_stored();
+    answers_lane(cta, thread).finish(EventKind::kAnswers, {-1, stored.index, -1});
     if (thread.lane == 0) cta.signals.release(stored);
     announced = true;
   };
@@ -96,6 +106,7 @@ __device__ void run(const Cta<Variant>& cta) {
     ring.wait(position);  // the task's first stage, and with it the task
     const Task task = cta.shared.tasks[taken % kQueuedTasks];
     if (task.rows == kNoMoreTasks) break;
+    lane.mark(EventKind::kWaitStages, task);
     const int32_t depth_steps = task.gemm == Gemm::kGateUp ? gate_up_steps : down_steps;
     const RowTarget target = target_of(cta, task, thread.tile_row());
     const auto meanwhile = [&](int32_t step) {
@@ -103,8 +114,14 @@ __device__ void run(const Cta<Variant>& cta) {
     };
     ptx::Accumulators sums;
     const bool computed = multiply_tile<Variant>(ring, position, thread, task.rows - 64 * thread.warpgroup, depth_steps,
-                                                 sums, meanwhile);
-    if (computed) finish_tile(cta, task, thread, target, sums);
+                                                 sums, meanwhile, lane);
+    lane.mark(!computed ? EventKind::kNoRows : task.gemm == Gemm::kGateUp ? EventKind::kGateUp : EventKind::kDown,
+              task);
+    if (computed) {
+      if (task.gemm == Gemm::kDown) answers_lane(cta, thread).start();
+      finish_tile(cta, task, thread, target, sums);
+      lane.mark(EventKind::kEpilogue, task);
+    }
     stored = release_after(task);
     announced = false;
   }

@@ -55,6 +55,8 @@ struct ForwardParams {
   CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
   CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
+
+  std::byte* timeline;      // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
 };
 
 }  // namespace jaxmoe

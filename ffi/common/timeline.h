@@ -1,0 +1,182 @@
+// The timeline: what every role did when, as events that the GPU kernel (cuda/device/timeline.cuh, where it is compiled
+// in) and the host executor (host/timeline.h, where it is switched on) record alike, and that jaxmoe/profiling reads.
+//
+// A lane is a place where one thing happens at a time: a warp of dispatch, a math warpgroup. An event is a stretch of a
+// lane, and ends where the next one of that lane begins. Plain C++20, no CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "common/shape.h"
+
+namespace jaxmoe {
+
+enum class LaneRole : int32_t { kBlock = 0, kProducer, kDispatch, kMath, kAnswers, kCount };
+inline constexpr int32_t kNumLaneRoles = static_cast<int32_t>(LaneRole::kCount);
+inline constexpr const char* kLaneRoleNames[kNumLaneRoles] = {"block", "producer", "dispatch", "math", "answers"};
+
+enum class EventKind : int32_t {
+  // block: before the roles part
+  kStage = 0,
+  kPlan,
+  kPublish,
+  kWaitInputs,
+  // producer
+  kTakeTask,
+  kWaitRows,     // for rows_arrived, before gate/up
+  kWaitHidden,   // for hidden_written, before down
+  kLoadGateUp,
+  kLoadDown,
+  // dispatch
+  kFindRows,
+  kWaitSlot,     // for outputs_written of the tile that had the ring slot
+  kDispatch,     // a chunk of rows, from their owners into the ring
+  kWaitTasks,    // for tasks_done, by the thread that announces the end of the rank
+  // math
+  kWaitStages,   // for the first stage of a task, and so for the task
+  kGateUp,       // products of a tile
+  kDown,
+  kNoRows,       // a tile of which this warpgroup has no rows: stages handed on, nothing multiplied
+  kEpilogue,
+  kWaitAnswers,  // for partials_written of all ranks
+  kCombine,
+  // answers: bulk stores of a down tile, from its epilogue until the warp has seen that they are complete
+  kAnswers,
+  kCount
+};
+inline constexpr int32_t kNumEventKinds = static_cast<int32_t>(EventKind::kCount);
+
+struct EventKindInfo {
+  const char* name;
+  bool waits;  // for another role, block or rank
+};
+inline constexpr EventKindInfo kEventKinds[kNumEventKinds] = {
+    {"stage", false},       {"plan", false},         {"publish", false},  {"wait_inputs", true},
+    {"take_task", false},   {"wait_rows", true},     {"wait_hidden", true}, {"load_gate_up", false},
+    {"load_down", false},   {"find_rows", false},    {"wait_slot", true}, {"dispatch", false},
+    {"wait_tasks", true},   {"wait_stages", true},   {"gate_up", false},  {"down", false},
+    {"no_rows", true},      {"epilogue", false},     {"wait_answers", true}, {"combine", false},
+    {"answers", false}};
+
+// What an event is about; -1 where that means nothing.
+struct EventSubject {
+  int32_t expert = -1;    // local
+  int32_t row_tile = -1;  // over all local experts
+  int32_t part = -1;      // of the row tile: the column tile of a GEMM, the first row of a chunk
+};
+
+// As a GPU writes it.
+struct TimelineEvent {
+  uint64_t begin;    // ticks of the SM's clock
+  uint64_t end;
+  int16_t kind;      // EventKind
+  int16_t expert;
+  int32_t row_tile;
+  int32_t part;
+  uint32_t stalled;  // ticks, of end - begin, that went into waiting for stages of shared memory
+};
+static_assert(sizeof(TimelineEvent) == 32);
+
+// Lanes of a thread block.
+inline constexpr int32_t kLanesOfRole[kNumLaneRoles] = {1, 1, 3, 2, 2};
+inline constexpr int32_t kBlockLanes = 9;
+JAXMOE_ANY constexpr int32_t first_lane_of(LaneRole role) {
+  // An array of the host cannot be indexed on a GPU, by a number that only the run knows.
+  switch (role) {
+    case LaneRole::kBlock: return 0;
+    case LaneRole::kProducer: return 1;
+    case LaneRole::kDispatch: return 2;
+    case LaneRole::kMath: return 5;
+    default: return 7;
+  }
+}
+constexpr bool lanes_are_numbered_in_order() {
+  int32_t lane = 0;
+  for (int32_t role = 0; role < kNumLaneRoles; lane += kLanesOfRole[role++]) {
+    if (first_lane_of(static_cast<LaneRole>(role)) != lane) return false;
+  }
+  return lane == kBlockLanes;
+}
+static_assert(lanes_are_numbered_in_order());
+
+// An SM has a clock of its own, fine but of no fixed frequency; the timer that all SMs share may move in steps of up to
+// a microsecond. Both are read when a block begins and when it ends, and its ticks turn into time on the line between.
+struct TimelineBlock {
+  uint64_t begin_ticks, begin_ns;
+  uint64_t end_ticks, end_ns;
+  int32_t sm;
+  uint32_t recorded[kBlockLanes];  // events of each lane; those beyond its capacity are dropped
+};
+
+// A busy lane has about 600 events for 8192 tokens of deepseek-v3 on 4 GPUs, several times that where experts are
+// unevenly popular.
+inline constexpr int32_t kLaneEvents = 2048;
+
+// A buffer in GPU memory: [blocks] TimelineBlock, then [blocks, kBlockLanes, kLaneEvents] TimelineEvent.
+JAXMOE_ANY constexpr int64_t timeline_events_offset(int32_t blocks) {
+  return ceil_div(blocks * int64_t{sizeof(TimelineBlock)}, int64_t{1024}) * 1024;
+}
+JAXMOE_ANY constexpr int64_t timeline_bytes(int32_t blocks) {
+  return timeline_events_offset(blocks) +
+         int64_t{blocks} * kBlockLanes * kLaneEvents * int64_t{sizeof(TimelineEvent)};
+}
+
+// As Python gets it, from either platform: one launch of one rank.
+struct TimelineRow {
+  int32_t block;  // thread block; a worker of the host executor
+  int32_t role;   // LaneRole
+  int32_t nth;    // lane of that role in the block
+  int32_t kind;   // EventKind
+  int32_t expert;
+  int32_t row_tile;
+  int32_t part;
+  uint32_t stalled;
+  uint64_t begin;
+  uint64_t end;
+};
+struct TimelineClock {
+  int32_t sm;
+  uint32_t dropped;  // events of this block
+  uint64_t begin_ticks, begin_ns;
+  uint64_t end_ticks, end_ns;
+};
+struct LaunchTimeline {
+  int32_t device;  // as the platform counts
+  int32_t ranks;
+  int32_t rank;
+  int64_t launch;  // number of the launch, counted where it is recorded
+  std::vector<TimelineClock> clocks;  // of each block
+  std::vector<TimelineRow> rows;
+};
+
+// What lies in a buffer of timeline_bytes(blocks) after a launch.
+inline LaunchTimeline decode_timeline(const std::byte* buffer, int32_t blocks) {
+  LaunchTimeline launch{};
+  const std::byte* lane_events = buffer + timeline_events_offset(blocks);
+  for (int32_t block = 0; block < blocks; ++block) {
+    TimelineBlock header;
+    std::memcpy(&header, buffer + block * sizeof(header), sizeof(header));
+    TimelineClock clock{header.sm, 0, header.begin_ticks, header.begin_ns, header.end_ticks, header.end_ns};
+    for (int32_t role = 0; role < kNumLaneRoles; ++role) {
+      for (int32_t nth = 0; nth < kLanesOfRole[role]; ++nth) {
+        const uint32_t recorded = header.recorded[first_lane_of(static_cast<LaneRole>(role)) + nth];
+        const uint32_t kept = at_most(recorded, static_cast<uint32_t>(kLaneEvents));
+        clock.dropped += recorded - kept;
+        for (uint32_t i = 0; i < kept; ++i) {
+          TimelineEvent event;
+          std::memcpy(&event, lane_events + i * sizeof(event), sizeof(event));
+          launch.rows.push_back({block, role, nth, event.kind, event.expert, event.row_tile, event.part,
+                                 event.stalled, event.begin, event.end});
+        }
+        lane_events += kLaneEvents * sizeof(TimelineEvent);
+      }
+    }
+    launch.clocks.push_back(clock);
+  }
+  return launch;
+}
+
+}  // namespace jaxmoe

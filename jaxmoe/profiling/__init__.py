@@ -1,0 +1,1 @@
+"""Where the time of one layer goes: `python -m jaxmoe.profiling timeline --help`."""

@@ -1,0 +1,94 @@
+"""`python -m jaxmoe.profiling timeline [flags]`: runs a layer, or reads a recording, and shows where the time goes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import AxisType
+
+import jaxmoe
+from jaxmoe.bench import shapes
+from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, error_of, make_inputs, random_experts
+from jaxmoe.profiling import summary, timeline
+from jaxmoe.testing import use_virtual_devices
+
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+
+_SHAPE = flags.DEFINE_string(
+    "shape",
+    "deepseek-v3",
+    "A name in jaxmoe/bench/shapes.py, or [tokens per rank,]hidden width,intermediate width,experts,experts per token.",
+)
+_TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank; not for shapes that name them.", lower_bound=1)
+_EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
+_DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
+_ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
+_RUNS = flags.DEFINE_integer("runs", 10, "Calls back to back; the last one is shown.", lower_bound=1)
+_SAVE = flags.DEFINE_string("save", None, "Write the recording to this .npz file.")
+_READ = flags.DEFINE_string("read", None, "Read such a file instead of running a layer.")
+_PERFETTO = flags.DEFINE_string("perfetto", None, "Write a trace for https://ui.perfetto.dev (.json or .json.gz).")
+_BLOCKS = flags.DEFINE_integer("blocks", None, "Thread blocks of each rank in the trace; all where not set.")
+_PICTURE = flags.DEFINE_string("picture", None, "Write a picture of one rank (.png or .svg); needs matplotlib.")
+_RANK = flags.DEFINE_integer("rank", 0, "Which rank the picture shows.", lower_bound=0)
+_TITLE = flags.DEFINE_string("title", None, "Title of the picture; what was run where not set.")
+
+
+def main(argv: list[str]) -> int:
+    """Runs what the flags ask for; returns the exit status."""
+    if argv[1:] != ["timeline"]:
+        raise app.UsageError(f"name what to show: python -m jaxmoe.profiling timeline [flags]; got {argv[1:]}")
+    if _READ.value:
+        recorded, title = timeline.load(_READ.value), _READ.value
+    else:
+        recorded, title = _record()
+    print(title)
+    for each in recorded:
+        print(summary.summarize(each))
+        low, high = each.clock_ghz.min(), each.clock_ghz.max()
+        print(f"  {len(each.events)} events of {len(each.sms)} blocks; clocks {low:.3f} to {high:.3f} GHz")
+    if _SAVE.value:
+        timeline.save(recorded, _SAVE.value)
+    if _PERFETTO.value:
+        timeline.write_perfetto(recorded, _PERFETTO.value, blocks=_BLOCKS.value)
+    if _PICTURE.value:
+        from jaxmoe.profiling import picture  # the one part that needs matplotlib
+
+        chosen = [each for each in recorded if each.rank == _RANK.value]
+        if not chosen:
+            raise app.UsageError(f"--rank={_RANK.value}: recorded are {[each.rank for each in recorded]}.")
+        picture.draw(chosen[0], _PICTURE.value, title=title if _TITLE.value is None else _TITLE.value)
+    return 0
+
+
+def _record() -> tuple[list[timeline.Timeline], str]:
+    cases = shapes.parse(_SHAPE.value)
+    if len(cases) != 1:
+        raise app.UsageError(f"--shape={_SHAPE.value}: one shape at a time.")
+    (case,), dtype = cases, DTYPES[_DTYPE.value]
+    tokens = case.tokens or _TOKENS.value
+    use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
+    ranks = _EP.value or jax.device_count()
+    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    experts = random_experts(case.shape, mesh, dtype)
+    inputs = make_inputs(case.shape, experts, tokens, _ROUTING.value, mesh)  # pyright: ignore[reportArgumentType]
+    layer = jax.jit(functools.partial(jaxmoe.moe_layer, mesh=mesh, implementation="megakernel"))
+    compiled = layer.lower(*inputs.sets[0][:3], experts).compile()
+    copies = copies_of(experts, inputs.weight_copies)
+
+    def call(number: int) -> jax.Array:
+        return compiled(*arguments_of_call(inputs.sets, copies, number)[:4])
+
+    outputs = [call(number) for number in range(len(inputs.sets))]
+    errors = [error_of(y, sample, mesh) for y, sample in zip(outputs, inputs.samples, strict=True)]
+    for error, sample in zip(errors, inputs.samples, strict=True):
+        if not error <= sample.allowed:
+            raise SystemExit(f"relative error {error:.1e} is more than the allowed {sample.allowed:.1e}: nothing shown")
+    recorded = timeline.record(lambda: [call(number) for number in range(_RUNS.value)])
+    device = jax.devices()[0].device_kind
+    what = f"{case.name}, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}, {_ROUTING.value} routing"
+    return recorded, f"{what}, relative error {max(errors):.1e}"
+
+
+if __name__ == "__main__":
+    app.run(main)

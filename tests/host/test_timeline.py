@@ -1,0 +1,99 @@
+"""Timelines of the host executor, and the whole path from a layer to a trace: as a GPU's, but for lanes it lacks."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxmoe.native as native
+from jaxmoe.profiling import __main__ as command
+from jaxmoe.profiling import summary, timeline
+from jaxmoe.testing import make_inputs
+from tests import timeline_checks as checks
+from tests.host.test_executor import SCHEDULES, SHAPE, arguments, run
+from tests.layer_suite import layer
+
+RANKS = 8
+SIZES: dict[str, Any] = {"tokens": 8 * 40, "hidden": 48, "intermediate": 72, "num_experts": 16, "top_k": 3}
+
+
+def check_tasks(recorded: timeline.Timeline, shape, schedule, rows: list[int]) -> None:
+    """Every task of both GEMMs once, behind a wait of its own."""
+    tasks = checks.all_tasks(shape, schedule, rows)
+    for kind, waited in (("gate_up", "wait_rows"), ("down", "wait_hidden")):
+        expected = Counter((t.expert, t.row_tile, t.column_tile) for t in tasks if t.gemm.name == kind)
+        assert checks.subjects(recorded, kind) == checks.subjects(recorded, waited) == expected
+
+
+@pytest.mark.parametrize("plan", SCHEDULES)
+def test_every_task_and_chunk_of_the_schedule_is_recorded_once(plan):
+    schedule = SCHEDULES[plan]
+    native.record_timelines("cpu", True)
+    try:
+        run(schedule)
+        launches = native.timelines("cpu")
+    finally:
+        native.record_timelines("cpu", False)
+    assert [(launch.rank, launch.ranks) for launch in launches] == [(rank, 4) for rank in range(4)]
+    for launch in launches:
+        recorded = timeline.decode(launch, "cpu")
+        rows = checks.rows_per_expert(arguments()["ids"][-1], SHAPE.num_experts, 4, launch.rank)
+        checks.check_times(recorded)
+        check_tasks(recorded, SHAPE, schedule, rows)
+        checks.check_dispatch(recorded, SHAPE, schedule, rows)
+        checks.check_ends(recorded, schedule.workers, combining_lanes=1)
+
+
+def test_nothing_is_recorded_unless_asked_for():
+    native.record_timelines("cpu", True)
+    native.record_timelines("cpu", False)
+    run()
+    assert native.timelines("cpu") == []
+
+
+def test_the_last_of_several_layers_on_eight_devices_is_recorded():
+    inputs = make_inputs(3, **SIZES, routing="unused-slots")
+    call = layer("all devices", implementation="megakernel")
+    recorded = timeline.record(lambda: [call(inputs) for _ in range(3)])
+    shape = native.schedule().Shape(RANKS, 40, 48, 72, 16, 3)
+    assert [each.rank for each in recorded] == list(range(RANKS))
+    for each in recorded:
+        schedule = checks.schedule_of("cpu", workers=len(each.sms))
+        rows = checks.rows_per_expert(np.asarray(inputs.topk_ids), 16, RANKS, each.rank)
+        checks.check_times(each)
+        check_tasks(each, shape, schedule, rows)
+        checks.check_dispatch(each, shape, schedule, rows)
+        checks.check_ends(each, len(each.sms), combining_lanes=1)
+        numbers = summary.summarize(each)
+        assert numbers.hidden is not None
+        assert 0 <= numbers.hidden <= 1
+        assert 0 < numbers.communication <= numbers.length
+        assert numbers.start_up + numbers.tail < numbers.length
+        for shares in numbers.roles.values():
+            assert 0 < sum(shares.values()) <= 1 + 1e-6
+
+
+def test_the_command_records_saves_and_reads_again(tmp_path: Path, monkeypatch, capsys):
+    flags = command.flags.FLAGS
+    trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.png"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "use_virtual_devices", lambda count: None)  # they are there
+        small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2"]
+        flags(["profiling", *small, f"--save={recording}", f"--perfetto={trace}"])
+        assert command.main(["profiling", "timeline"]) == 0
+    told = capsys.readouterr().out
+    assert "relative error" in told
+    assert len([line for line in told.splitlines() if "hidden behind products" in line]) == 4
+    entries = json.loads(trace.read_text())["traceEvents"]
+    assert {entry["pid"] for entry in entries} == {0, 1, 2, 3}
+
+    flags.unparse_flags()
+    flags(["profiling", f"--read={recording}", f"--picture={picture}", "--rank=3", "--save=", "--perfetto="])
+    assert command.main(["profiling", "timeline"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == told.splitlines()[1:]
+    assert picture.stat().st_size > 10_000
+    with pytest.raises(command.app.UsageError):
+        command.main(["profiling"])

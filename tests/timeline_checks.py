@@ -1,0 +1,64 @@
+"""What holds of every timeline, from a CPU or a GPU: against the schedule, the same work, each item recorded once."""
+
+from collections import Counter
+
+import numpy as np
+
+import jaxmoe.native as native
+from jaxmoe.plan import granularity
+from jaxmoe.profiling.timeline import Timeline
+
+
+def rows_per_expert(ids: np.ndarray, num_experts: int, ranks: int, rank: int) -> list[int]:
+    """Rows of each expert of a rank, for the ids of all ranks."""
+    counts = np.bincount(ids[ids >= 0], minlength=num_experts)
+    return counts.reshape(ranks, -1)[rank].tolist()
+
+
+def schedule_of(platform: str, workers: int):
+    """A schedule with the tiles of a platform; what it contains does not depend on units, rings or workers."""
+    steps, pieces = native.schedule(), granularity(platform, gated=True)
+    tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
+    dispatchers = workers * pieces.dispatchers_per_worker
+    return steps.Schedule(tile, 1, 0, 1, workers, pieces.chunk_rows, dispatchers, narrow_rows=pieces.tile_rows // 2)
+
+
+def all_tasks(shape, schedule, rows: list[int]) -> list:
+    return [t for worker in range(schedule.workers) for t in native.schedule().tasks(shape, schedule, rows, worker)]
+
+
+def all_chunks(shape, schedule, rows: list[int]) -> list:
+    steps = native.schedule()
+    return [c for d in range(schedule.dispatchers) for c in steps.chunks(shape, schedule, rows, dispatcher=d)]
+
+
+def subjects(timeline: Timeline, *kinds: str) -> Counter:
+    return Counter(map(tuple, timeline.of(*kinds)[["expert", "row_tile", "part"]].tolist()))
+
+
+def check_times(timeline: Timeline) -> None:
+    """Events end after they begin, within the launch, and those of a lane follow each other."""
+    events, slack = timeline.events, 2.0  # nanoseconds
+    assert timeline.dropped == 0
+    assert len(events) > 0
+    assert (events["begin"] <= events["end"]).all()
+    assert events["begin"].min() >= -slack
+    assert events["end"].max() <= timeline.length + slack
+    assert (events["stalled"] <= events["end"] - events["begin"] + slack).all()
+    lanes = np.stack([events[name].astype(np.int64) for name in ("block", "role", "nth")], axis=-1)
+    same_lane = (lanes[1:] == lanes[:-1]).all(axis=-1)
+    assert (events["begin"][1:] >= events["end"][:-1] - slack)[same_lane].all()
+
+
+def check_dispatch(timeline: Timeline, shape, schedule, rows: list[int]) -> None:
+    chunks = all_chunks(shape, schedule, rows)
+    assert subjects(timeline, "dispatch") == Counter((c.expert, c.row_tile, c.tile_row) for c in chunks)
+
+
+def check_ends(timeline: Timeline, blocks: int, combining_lanes: int) -> None:
+    """Every block goes through the begin and the end of a launch once."""
+    for kind in ("stage", "plan", "publish"):
+        assert sorted(timeline.of(kind)["block"].tolist()) == list(range(blocks)), kind
+    assert len(timeline.of("combine")) == len(timeline.of("wait_answers")) == blocks * combining_lanes
+    assert len(timeline.of("wait_tasks")) == 1  # the thread that announces the end of the rank
+    assert timeline.of("combine")["begin"].min() >= timeline.of("wait_inputs")["end"].min()
