@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 import jaxmoe.native as native
-from jaxmoe.plan import granularity
+from jaxmoe.plan import CHUNK_ROWS, CHUNK_ROWS_ON_CPU, granularity
 from jaxmoe.profiling.timeline import Timeline
 
 
@@ -16,11 +16,12 @@ def rows_per_expert(ids: np.ndarray, num_experts: int, ranks: int, rank: int) ->
 
 
 def schedule_of(platform: str, workers: int):
-    """A schedule with the tiles of a platform; what it contains does not depend on units, rings or workers."""
+    """A schedule with the tiles of a platform and the chunks of a small layer; what it contains does not depend on units, rings or workers."""
     steps, pieces = native.schedule(), granularity(platform, gated=True)
     tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
     dispatchers = workers * pieces.dispatchers_per_worker
-    return steps.Schedule(tile, 1, 0, 1, workers, pieces.chunk_rows, dispatchers, narrow_rows=pieces.tile_rows // 2)
+    chunk_rows = CHUNK_ROWS_ON_CPU if platform == "cpu" else CHUNK_ROWS
+    return steps.Schedule(tile, 1, 0, 1, workers, chunk_rows, dispatchers, pieces.tile_rows // 2, keeps_tokens=0)
 
 
 def all_tasks(shape, schedule, rows: list[int]) -> list:

@@ -1,6 +1,8 @@
 """Timelines of the host executor, and the whole path from a layer to a trace: as a GPU's, but for lanes it lacks."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxmoe.native as native
-from jaxmoe.profiling import __main__ as command
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
@@ -76,24 +77,30 @@ def test_the_last_of_several_layers_on_eight_devices_is_recorded():
             assert 0 < sum(shares.values()) <= 1 + 1e-6
 
 
-def test_the_command_records_saves_and_reads_again(tmp_path: Path, monkeypatch, capsys):
-    flags = command.flags.FLAGS
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: flags belong to the process, and other tests define those of the benchmark."""
+    program = [sys.executable, "-m", "jaxmoe.profiling", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_records_saves_and_reads_again(tmp_path: Path):
     trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.png"
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "use_virtual_devices", lambda count: None)  # they are there
-        small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2"]
-        flags(["profiling", *small, f"--save={recording}", f"--perfetto={trace}"])
-        assert command.main(["profiling", "timeline"]) == 0
-    told = capsys.readouterr().out
-    assert "relative error" in told
-    assert len([line for line in told.splitlines() if "hidden behind products" in line]) == 4
+    small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2"]
+    recorded = command("timeline", *small, f"--save={recording}", f"--perfetto={trace}")
+    assert recorded.returncode == 0, recorded.stderr
+    told = recorded.stdout.splitlines()
+    assert "relative error" in told[0]
+    assert len([line for line in told if "hidden behind products" in line]) == 4
     entries = json.loads(trace.read_text())["traceEvents"]
     assert {entry["pid"] for entry in entries} == {0, 1, 2, 3}
 
-    flags.unparse_flags()
-    flags(["profiling", f"--read={recording}", f"--picture={picture}", "--rank=3", "--save=", "--perfetto="])
-    assert command.main(["profiling", "timeline"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == told.splitlines()[1:]
+    read = command("timeline", f"--read={recording}", f"--picture={picture}", "--rank=3")
+    assert read.returncode == 0, read.stderr
+    assert read.stdout.splitlines()[1:] == told[1:]
     assert picture.stat().st_size > 10_000
-    with pytest.raises(command.app.UsageError):
-        command.main(["profiling"])
+
+
+def test_the_command_without_a_name_says_what_it_can_show():
+    told = command()
+    assert told.returncode != 0
+    assert "name what to show" in told.stdout + told.stderr

@@ -95,9 +95,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "ranks on a CPU": ({"ranks": 512}, ValueError, ["over 512 ranks", "at most 256"]),
     "experts": ({"num_experts": 1024, "ranks": 16}, ValueError, ["num_experts=1024", "at most 512"]),
     "experts of a rank": (
-        {"num_experts": 256, "ranks": 2},
+        {"num_experts": 512, "ranks": 2},
         ValueError,
-        ["num_experts=256 over 2 ranks, 128 per rank", "64 per rank", "over more ranks"],
+        ["num_experts=512 over 2 ranks, 256 per rank", "128 per rank", "over more ranks"],
     ),
     "slots of a token": ({"top_k": 33}, ValueError, ["top_k=33", "at most 32"]),
     "slots of a rank": (
@@ -175,7 +175,7 @@ def test_a_cpu_group_of_several_processes_is_refused_and_one_rank_of_many_proces
     with pytest.raises(NotImplementedError, match=r"2 processes and experts over 8 ranks") as raised:
         call(axis_name="expert", mesh=mesh_of("expert"))
     assert "use_virtual_devices" in str(raised.value)
-    check(ranks=1, num_experts=64)
+    check(ranks=1, num_experts=128)
 
 
 @pytest.mark.usefixtures("both_platforms")
