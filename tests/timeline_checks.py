@@ -16,7 +16,10 @@ def rows_per_expert(ids: np.ndarray, num_experts: int, ranks: int, rank: int) ->
 
 
 def schedule_of(platform: str, workers: int):
-    """A schedule with the tiles of a platform and the chunks of a small layer; what it contains does not depend on units, rings or workers."""
+    """A schedule with the tiles of a platform and the chunks of a small layer.
+
+    What it contains does not depend on units, rings or workers.
+    """
     steps, pieces = native.schedule(), granularity(platform, gated=True)
     tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
     dispatchers = workers * pieces.dispatchers_per_worker
