@@ -107,6 +107,8 @@ def moe_layer(
         implementation=implementation,
         plan=plan,
     )
+    if x.size == 0:  # nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice
+        token_valid = None
     arguments = jax.tree.map(not_mapped, Arguments(x, topk_ids, topk_weights, experts, token_valid))
     y, stats = _compiled(call, return_stats)(arguments)
     return (y, stats) if return_stats else y

@@ -312,6 +312,14 @@ class LayerSuite:
         assert dx.shape == (0, HIDDEN)
         assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(dexperts))
 
+        def loss(x: jax.Array) -> Any:
+            y, stats = self.run(masked._replace(x=x), "all devices", return_stats=True)
+            return y.sum(), stats
+
+        masked = arguments._replace(token_valid=jnp.zeros((0,), bool))
+        _, stats = jax.jit(jax.grad(loss, has_aux=True))(arguments.x)
+        assert int(stats.rows_per_expert.sum()) == 0
+
     def test_an_expert_without_rows_gets_gradients_of_exactly_zero(self):
         arguments = self.inputs(10, biases=True, routing="empty-expert")
         assert not (np.asarray(arguments.topk_ids) == 0).any()
