@@ -314,7 +314,8 @@ def schedule() -> ModuleType:
     >>> shape = steps.Shape(ranks=1, tokens=8, hidden=64, intermediate=32, num_experts=2, top_k=1)
     >>> tile = steps.TileSizes(rows=4, hidden_columns=32, output_columns=64)
     >>> plan = steps.Schedule(
-    ...     tile, unit_tiles=2, lag_units=1, ring_tiles=4, workers=1, chunk_rows=4, dispatchers=1, narrow_rows=2
+    ...     tile, unit_tiles=2, lag_units=1, ring_tiles=4, workers=1, chunk_rows=4, dispatchers=1, narrow_rows=2,
+    ...     keeps_tokens=0,
     ... )
     >>> [(task.gemm.name, task.row_tile, task.rows) for task in steps.tasks(shape, plan, [5, 3], worker=0)]
     [('gate_up', 0, 4), ('gate_up', 1, 1), ('gate_up', 2, 3), ('down', 0, 4), ('down', 1, 1), ('down', 2, 3)]
