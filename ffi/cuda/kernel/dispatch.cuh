@@ -138,6 +138,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       if (seen == static_cast<uint32_t>(KeptState::kKept)) source = reinterpret_cast<unsigned long long>(kept);
       if (seen != static_cast<uint32_t>(KeptState::kAbsent)) kept = nullptr;  // not this warp's to keep
     }
+    __syncwarp();  // behind one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
       targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : ~0u;
