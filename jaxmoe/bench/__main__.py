@@ -26,7 +26,7 @@ def _run(argv: list[str]) -> None:
         given = " ".join(argv[1:]) or "nothing"
         raise app.UsageError(f"name what to measure: python -m jaxmoe.bench layer [flags], or peaks; got {given}.")
     if argv[1] == "peaks":
-        sys.exit(peaks.main())
+        sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
     try:
         chosen = options.from_flags()
         _join(chosen.ranks)

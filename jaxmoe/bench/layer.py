@@ -37,11 +37,11 @@ def run(options: Options) -> int:
     _print(
         f"{device.device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, the maximum over ranks "
-        "of the median."
+        f"of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s of rest before each."
     )
     _print(
-        "Plan: unit tiles/lag units/ring tiles. HBM and NVLink: the busiest rank; > leaves out what only the compiler "
-        "knows." + (f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else "")
+        "Plan: unit tiles/lag units/ring tiles/rows of a chunk. HBM and NVLink: the busiest rank; > leaves out what "
+        "only the compiler knows." + (f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else "")
     )
     _print(table.header())
     failed = False
@@ -210,7 +210,7 @@ def measure(
     def call(i: int) -> jax.Array:
         return compiled(arguments_of_call(inputs.sets, weights, i))
 
-    blocks = time_blocks(call, options.blocks, options.seconds)
+    blocks = time_blocks(call, options.blocks, options.seconds, options.rest)
     if options.kernels:
         _print_kernels(lambda: call(0), options.kernels)
     return result.timed(blocks, peaks.known(device)), outputs

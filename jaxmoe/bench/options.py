@@ -80,6 +80,7 @@ class Options:
       sweep: plans of `"megakernel"` beside its default one.
       blocks: timed blocks, of which the median counts.
       seconds: approximate length of a block.
+      rest: seconds of idleness before each block.
       terms: also print the bytes term by term.
       kernels: also print that many of the longest GPU kernels.
       json: file to which the results are added, one JSON object a line.
@@ -94,6 +95,7 @@ class Options:
     sweep: Sweep = Sweep()
     blocks: int = 7
     seconds: float = 0.3
+    rest: float = 0.0
     terms: bool = False
     kernels: int = 0
     json: Path | None = None
@@ -138,7 +140,14 @@ _RING_TILES = flags.DEFINE_list(
 _CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
 _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
+SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
+REST = flags.DEFINE_float(
+    "rest",
+    0.0,
+    "Seconds of idleness before each block: short blocks with a rest show what a cool chip does, as many published "
+    "figures do; without it a block is like a stretch of training.",
+    lower_bound=0.0,
+)
 _TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
 _KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
@@ -165,7 +174,8 @@ def from_flags() -> Options:
             tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
         ),
         blocks=_BLOCKS.value,
-        seconds=_SECONDS.value,
+        seconds=SECONDS.value,
+        rest=REST.value,
         terms=_TERMS.value,
         kernels=_KERNELS.value,
         json=Path(_JSON.value) if _JSON.value else None,

@@ -17,7 +17,7 @@ MOST_CALLS, FEWEST_CALLS = 400, 4
 WARM_UP_CALLS = 3
 
 
-def time_blocks(call: Callable[[int], Any], blocks: int, seconds: float) -> list[float]:
+def time_blocks(call: Callable[[int], Any], blocks: int, seconds: float, rest: float = 0.0) -> list[float]:
     """Returns seconds per call of each block, of the process whose median is the largest.
 
     Calls of a block are enqueued without waiting in between, as a model does.
@@ -26,6 +26,7 @@ def time_blocks(call: Callable[[int], Any], blocks: int, seconds: float) -> list
       call: enqueues the i-th call, of a function that is compiled, and returns its arrays; all processes call it alike.
       blocks: how many.
       seconds: approximate length of a block.
+      rest: seconds of idleness before each block, in which a chip that is limited by its power cools down.
     """
     start = time.perf_counter()
     for i in range(WARM_UP_CALLS):
@@ -34,6 +35,7 @@ def time_blocks(call: Callable[[int], Any], blocks: int, seconds: float) -> list
     calls = int(np.clip(seconds / one_call, FEWEST_CALLS, MOST_CALLS))  # the same in all processes
     times = []
     for _ in range(blocks):
+        time.sleep(rest)
         _meet()
         start = time.perf_counter()
         y = None

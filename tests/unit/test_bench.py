@@ -238,9 +238,11 @@ def test_a_block_lasts_about_as_long_as_asked_for():
         time.sleep(0.002)
         return jnp.zeros(())
 
-    times = timing.time_blocks(call, blocks=3, seconds=0.04)
+    start = time.perf_counter()
+    times = timing.time_blocks(call, blocks=3, seconds=0.04, rest=0.1)
     assert len(times) == 3
-    assert min(times) >= 0.002
+    assert 0.002 <= min(times) <= max(times) < 0.1, "the rest does not count"
+    assert time.perf_counter() - start >= 3 * (0.1 + 4 * 0.002)
     per_block = (len(calls) - timing.WARM_UP_CALLS) / 3
     assert 4 <= per_block <= 20
     assert calls[-1] == per_block - 1
