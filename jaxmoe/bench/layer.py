@@ -39,9 +39,10 @@ def run(options: Options) -> int:
         f"{options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, the maximum over ranks "
         f"of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s of rest before each."
     )
+    peak = f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
     _print(
         "Plan: unit tiles/lag units/ring tiles/rows of a chunk. HBM and NVLink: the busiest rank; > leaves out what "
-        "only the compiler knows." + (f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else "")
+        f"only the compiler knows.{peak}"
     )
     _print(table.header())
     failed = False
