@@ -207,7 +207,7 @@ def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
         chunk_rows=plan.chunk_rows,
         dispatchers=workers * pieces.dispatchers_per_worker,
         narrow_rows=pieces.tile_rows // 2,
-        keeps_tokens=int(plan.keep_tokens),
+        keep_tokens=int(plan.keep_tokens),
     )
     arena = layout.layout_of(sizes, schedule, layout.needed_head(sizes, schedule), shape.itemsize)
     return {f"arena: {name}": size for name, (_, size) in {**arena.head, **arena.body}.items()}

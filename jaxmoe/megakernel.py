@@ -193,7 +193,7 @@ def _attributes(static: Static) -> dict[str, np.int32 | np.float32 | np.ndarray]
         "chunk_rows": plan.chunk_rows,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
-        "keeps_tokens": int(plan.keep_tokens),
+        "keep_tokens": int(plan.keep_tokens),
     }
     floats = {
         "limit": form.limit,

@@ -9,7 +9,6 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,10 @@ __all__ = [
     "build_info",
     "cuda_status",
     "device_info",
-    "record_timelines",
+    "extension",
     "report",
     "schedule",
     "targets",
-    "timeline_kinds",
-    "timeline_roles",
-    "timelines",
 ]
 
 _REBUILD = (
@@ -160,10 +156,26 @@ def targets(platform: str) -> frozenset[str]:
     >>> "jaxmoe_device_info" in targets("cpu")
     True
     """
-    module = _load_native()
-    if platform != "cpu":
-        module = _load_cuda() if platform == "gpu" else None
+    module = extension(platform)
     return frozenset(module.registrations()) if module else frozenset()
+
+
+def extension(platform: str) -> ModuleType | None:
+    """Returns the extension module that serves a platform, its handlers registered; None where there is none.
+
+    Args:
+        platform: `"cpu"` or `"gpu"`.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+
+    >>> extension("cpu").__name__
+    'jaxmoe._native'
+    """
+    module = _load_native()
+    if platform == "cpu":
+        return module
+    return _load_cuda() if platform == "gpu" else None
 
 
 @functools.cache
@@ -315,86 +327,12 @@ def schedule() -> ModuleType:
     >>> tile = steps.TileSizes(rows=4, hidden_columns=32, output_columns=64)
     >>> plan = steps.Schedule(
     ...     tile, unit_tiles=2, lag_units=1, ring_tiles=4, workers=1, chunk_rows=4, dispatchers=1, narrow_rows=2,
-    ...     keeps_tokens=0,
+    ...     keep_tokens=0,
     ... )
     >>> [(task.gemm.name, task.row_tile, task.rows) for task in steps.tasks(shape, plan, [5, 3], worker=0)]
     [('gate_up', 0, 4), ('gate_up', 1, 1), ('gate_up', 2, 3), ('down', 0, 4), ('down', 1, 1), ('down', 2, 3)]
     """
     return _load_native().schedule
-
-
-def timeline_kinds() -> tuple[tuple[str, bool], ...]:
-    """Returns the kinds of timeline events by number: their names, and whether they are waits for someone else.
-
-    >>> ("gate_up", False) in timeline_kinds()
-    True
-    """
-    return _load_native().timeline_kinds
-
-
-def timeline_roles() -> tuple[str, ...]:
-    """Returns the roles whose lanes a timeline has, by number.
-
-    >>> timeline_roles()
-    ('block', 'producer', 'dispatch', 'math', 'answers')
-    """
-    return _load_native().timeline_roles
-
-
-def record_timelines(platform: str, on: bool) -> None:
-    """Switches the recording of what layers do when on or off, for all that run from now on.
-
-    On a GPU that is decided when the CUDA part is built, and this only checks that it was.
-
-    Args:
-        platform: `"cpu"` or `"gpu"`.
-        on: whether to record.
-
-    Raises:
-        ModuleNotFoundError: nothing was built.
-        NotImplementedError: the kernels are compiled without a timeline, or the platform has no compiled part.
-    """
-    native = _load_native()
-    if platform == "cpu":
-        native.executor.record_timelines(on)
-    elif on:
-        _timeline_module(platform)
-
-
-def timelines(platform: str) -> list[Any]:
-    """Returns what the last launch of every rank of this process recorded; waits for launches that are under way.
-
-    Args:
-        platform: `"cpu"` or `"gpu"`.
-
-    Returns:
-        Objects with the numbers `device`, `ranks`, `rank` and `launch`, and the structured arrays `clocks`, one entry
-        per thread block, and `events` (ffi/common/timeline.h). `jaxmoe.profiling.timeline` turns ticks into time.
-
-    Raises:
-        ModuleNotFoundError: nothing was built.
-        NotImplementedError: the kernels are compiled without a timeline, or the platform has no compiled part.
-        RuntimeError: a launch has failed.
-    """
-    return _timeline_module(platform).timelines()
-
-
-def _timeline_module(platform: str) -> ModuleType:
-    native = _load_native()
-    if platform == "cpu":
-        return native
-    if platform not in ("gpu", "cuda"):
-        raise NotImplementedError(
-            f"timeline: no compiled part for platform {platform!r}; there is one for cpu and gpu."
-        )
-    module = _load_cuda()
-    if module is None or not build_info().timeline:
-        raise NotImplementedError(
-            "timeline: the kernels of this build record nothing. Build jaxmoe with JAXMOE_TIMELINE=on in the "
-            "environment: `JAXMOE_TIMELINE=on pip install --no-build-isolation --no-deps .`, or `make test` with it. "
-            f"{'' if module else cuda_status().reason}".rstrip()
-        )
-    return module
 
 
 def report() -> str:

@@ -24,7 +24,7 @@ def schedule_of(platform: str, workers: int):
     tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
     dispatchers = workers * pieces.dispatchers_per_worker
     chunk_rows = CHUNK_ROWS_ON_CPU if platform == "cpu" else CHUNK_ROWS
-    return steps.Schedule(tile, 1, 0, 1, workers, chunk_rows, dispatchers, pieces.tile_rows // 2, keeps_tokens=0)
+    return steps.Schedule(tile, 1, 0, 1, workers, chunk_rows, dispatchers, pieces.tile_rows // 2, keep_tokens=0)
 
 
 def all_tasks(shape, schedule, rows: list[int]) -> list:

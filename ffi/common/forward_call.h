@@ -44,7 +44,7 @@ struct ForwardAttributes {
   int32_t chunk_rows;
   int32_t workers;  // 0: all that the device has
   int32_t dispatchers_per_worker;
-  int32_t keeps_tokens;
+  int32_t keep_tokens;
   float timeout_seconds;
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
 };
@@ -68,7 +68,7 @@ inline Schedule schedule_of(const ForwardAttributes& a, int32_t workers) {
           .chunk_rows = a.chunk_rows,
           .dispatchers = workers * a.dispatchers_per_worker,
           .narrow_rows = a.tile_rows / 2,
-          .keeps_tokens = a.keeps_tokens};
+          .keep_tokens = a.keep_tokens};
 }
 
 inline Activation activation_of(const ForwardAttributes& a) {
@@ -143,6 +143,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("output_columns"), xla::ffi::StructMember<int32_t>("unit_tiles"),
     xla::ffi::StructMember<int32_t>("lag_units"), xla::ffi::StructMember<int32_t>("ring_tiles"),
     xla::ffi::StructMember<int32_t>("chunk_rows"), xla::ffi::StructMember<int32_t>("workers"),
-    xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<int32_t>("keeps_tokens"),
+    xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<int32_t>("keep_tokens"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

@@ -107,7 +107,7 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   l.tokens = pack.take(shape.ranks == 1 ? 0 : int64_t{shape.tokens} * shape.hidden * itemsize);
   l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
   l.histograms = pack.take(int64_t{num_planners(shape, schedule)} * shape.num_experts * int64_t{sizeof(int32_t)});
-  const int64_t kept = schedule.keeps_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
+  const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
   l.kept_tokens = pack.take(kept * shape.hidden * itemsize);
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
@@ -148,7 +148,7 @@ JAXMOE_ANY constexpr int64_t slots_from_source(const ArenaLayout& layout, const 
 // kept token depends on timing, and what they hold does not.
 //
 //   absent -> coming   by the dispatcher that will keep it (compare and swap)
-//   coming -> kept     by the same one, once the token lies in kept_tokens (release); whoever sees it may read (acquire)
+//   coming -> kept     by the same one, once the token lies in kept_tokens (release); who sees it may read (acquire)
 enum class KeptState : uint32_t { kAbsent = 0, kComing, kKept };
 
 // Number of a peer's token in kept_tokens and kept_states of `rank`.

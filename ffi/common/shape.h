@@ -55,7 +55,7 @@ struct Schedule {
   int32_t chunk_rows;  // rows that a dispatcher pulls at a time
   int32_t dispatchers;  // over all workers
   int32_t narrow_rows;  // an expert's last tile of at most this many rows is computed two column tiles at a time
-  int32_t keeps_tokens;  // 1: a peer's token that was pulled is kept for the rows of further experts; 0: it is not
+  int32_t keep_tokens;  // 1: a peer's token that was pulled is kept for the rows of further experts; 0: it is not
 
   // With fewer ring tiles a pull would wait for a down task that comes after the tile it pulls: a deadlock.
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const { return (lag_units + 1) * unit_tiles; }

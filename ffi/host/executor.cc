@@ -2,19 +2,16 @@
 #include "host/executor.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <mutex>
-#include <random>
+#include <atomic>
 #include <thread>
 #include <vector>
 
+#include "common/scheduler.h"
+#include "host/signals.h"
+#include "host/timeline.h"
+
 namespace jaxmoe::host {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-struct GivenUp {};  // thrown by a wait, caught where the thread began
 
 template <class Format>
 class Rank {
@@ -26,20 +23,19 @@ class Rank {
       : launch_(launch), shape_(launch.shape), schedule_(launch.schedule), arrays_(arrays), rank_(rank),
         layout_(layout_of(shape_, schedule_, launch.head, sizeof(Storage))),
         planners_(num_planners(shape_, schedule_)),
-        epoch_(at<Control>(rank, layout_.control)->epoch + 1),
-        timeout_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(launch.timeout_seconds))),
+        epoch_(at<Control>(rank, layout_.control)->epoch + 1), signals_(launch, rank, layout_, epoch_),
         timeline_(timeline), recorder_(timeline != nullptr, schedule_.workers, schedule_.dispatchers) {}
 
   std::string run() {
     std::vector<std::thread> threads;
     for (int32_t worker = 0; worker < schedule_.workers; ++worker) {
-      threads.emplace_back([this, worker] { guarded([&] { work(worker); }); });
+      threads.emplace_back([this, worker] { signals_.guard([&] { work(worker); }); });
     }
     for (int32_t dispatcher = 0; dispatcher < schedule_.dispatchers; ++dispatcher) {
-      threads.emplace_back([this, dispatcher] { guarded([&] { dispatch(dispatcher); }); });
+      threads.emplace_back([this, dispatcher] { signals_.guard([&] { dispatch(dispatcher); }); });
     }
     for (std::thread& thread : threads) thread.join();
-    if (!failures_.empty()) return failures_;
+    if (!signals_.failures().empty()) return signals_.failures();
     at<Control>(rank_, layout_.control)->epoch = epoch_;
     if (timeline_ != nullptr) *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, epoch_);
     return "";
@@ -63,77 +59,6 @@ class Rank {
     return at<uint32_t>(rank_, layout_.row_targets) + int64_t{ring_slot} * schedule_.tile.rows + tile_row;
   }
 
-  // --- signals ------------------------------------------------------------------------------------------------------
-
-  std::atomic_ref<uint32_t> word(int32_t rank, Signal signal, int32_t index) const {
-    return std::atomic_ref<uint32_t>(*at<uint32_t>(rank, word_of(layout_, launch_.head, epoch_, signal, index)));
-  }
-
-  void wait(const Wait& wait, Site site, int32_t worker) {
-    const Disturbance& disturbance = launch_.disturbance;
-    if (wait.index < 0 || (disturbance.rank == rank_ && disturbance.skipped_site == static_cast<int32_t>(site))) return;
-    const std::atomic_ref<uint32_t> counter = word(rank_, wait.signal, wait.index);
-    uint32_t seen = counter.load(std::memory_order_acquire);
-    if (!has_reached(seen, wait.target)) {
-      const Clock::time_point deadline = Clock::now() + timeout_;
-      for (int polls = 0; !has_reached(seen, wait.target); ++polls) {
-        if (Clock::now() > deadline) give_up({rank_, worker, site, wait, seen});
-        if (polls < 64) {
-          std::this_thread::yield();
-        } else {
-          std::this_thread::sleep_for(std::chrono::microseconds(std::min(polls, 1000)));
-        }
-        seen = counter.load(std::memory_order_acquire);
-      }
-    }
-    delay();
-  }
-
-  // Other threads go on until their own waits fail: what is missing is among what they say, whoever noticed first.
-  [[noreturn]] void give_up(const WaitFailure& failure) {
-    launch_.given_up->store(true);
-    const std::lock_guard lock(failures_mutex_);
-    failures_ += (failures_.empty() ? "" : "\n") + describe(failure, launch_.timeout_seconds, "worker");
-    throw GivenUp{};
-  }
-
-  void release(const Release& release) {
-    delay();
-    if (!dropped(release.signal, release.index)) {
-      word(rank_, release.signal, release.index).fetch_add(release.amount, std::memory_order_release);
-    }
-  }
-
-  // Tells every rank, this one too, that the epoch's `signal` of this rank has happened.
-  void release_to_all(Signal signal) {
-    for (int32_t peer = 0; peer < shape_.ranks; ++peer) {
-      delay();
-      if (!dropped(signal, peer)) word(peer, signal, rank_).store(epoch_, std::memory_order_release);
-    }
-  }
-
-  bool dropped(Signal signal, int32_t index) const {
-    const Disturbance& disturbance = launch_.disturbance;
-    return disturbance.rank == rank_ && disturbance.dropped_signal == static_cast<int32_t>(signal) &&
-           disturbance.dropped_index == index;
-  }
-
-  void delay() const {
-    if (launch_.disturbance.most_delay_us == 0) return;
-    thread_local std::minstd_rand random(static_cast<unsigned>(
-        launch_.disturbance.delay_seed + std::hash<std::thread::id>{}(std::this_thread::get_id())));
-    const int32_t us = static_cast<int32_t>(random() % static_cast<unsigned>(launch_.disturbance.most_delay_us + 1));
-    if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
-  }
-
-  template <class Body>
-  void guarded(Body body) {
-    try {
-      body();
-    } catch (const GivenUp&) {  // give_up() has recorded it
-    }
-  }
-
   // --- a worker -----------------------------------------------------------------------------------------------------
 
   void work(int32_t worker) {
@@ -143,11 +68,11 @@ class Rank {
     lane.mark(EventKind::kPlan);
     stage(worker);
     lane.mark(EventKind::kStage);
-    release({Signal::kInputsStaged, 0, 1});
+    signals_.release({Signal::kInputsStaged, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
-      wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
-      release_to_all(Signal::kInputsReady);
+      signals_.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
+      signals_.release_to_all(Signal::kInputsReady);
     }
     lane.mark(EventKind::kPublish);
     const RowCounts counts = wait_for_counts(worker);
@@ -158,21 +83,21 @@ class Rank {
     for (Task task; walk.seek(static_cast<int32_t>(taken.fetch_add(1, std::memory_order_relaxed)), task);) {
       // Gate/up pairs with the release in dispatch, down with that of gate/up below.
       const bool is_gate_up = task.gemm == Gemm::kGateUp;
-      wait(wait_before(shape_, schedule_, task), is_gate_up ? Site::kGateUp : Site::kDown, worker);
+      signals_.wait(wait_before(shape_, schedule_, task), is_gate_up ? Site::kGateUp : Site::kDown, worker);
       lane.mark(is_gate_up ? EventKind::kWaitRows : EventKind::kWaitHidden, task);
       if (is_gate_up) {
         gate_up(task);
       } else {
         down(task);
       }
-      release(release_after(task));
+      signals_.release(release_after(task));
       lane.mark(is_gate_up ? EventKind::kGateUp : EventKind::kDown, task);
     }
-    release({Signal::kTasksDone, 0, 1});
+    signals_.release({Signal::kTasksDone, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
-      wait({Signal::kTasksDone, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kAnnounce, worker);
-      release_to_all(Signal::kPartialsWritten);
+      signals_.wait({Signal::kTasksDone, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kAnnounce, worker);
+      signals_.release_to_all(Signal::kPartialsWritten);
       lane.mark(EventKind::kWaitTasks);
     }
     wait_for_answers(worker);
@@ -196,8 +121,7 @@ class Rank {
     if (worker == 0) at<Control>(rank_, layout_.control)->tasks_taken[(epoch_ + 1) & 1] = 0;
   }
 
-  // --- plan: sorts this rank's slots by expert, stably, and writes each owner its list and counts
-  // ---------------------
+  // --- plan: sorts this rank's slots by expert, stably, and writes each owner its list and counts --------------------
 
   void plan(int32_t planner) {
     if (planner >= planners_) return;
@@ -208,9 +132,9 @@ class Rank {
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
       if (arrays_.topk_ids[slot] >= 0) ++own[arrays_.topk_ids[slot]];
     }
-    release({Signal::kHistogramsWritten, 0, 1});
+    signals_.release({Signal::kHistogramsWritten, 0, 1});
     // Pairs with the release that every planner has just done.
-    wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners_)}, Site::kPlan, planner);
+    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners_)}, Site::kPlan, planner);
 
     const int32_t local = shape_.local_experts();
     std::vector<int32_t> next(shape_.num_experts);  // position in the owner's list of this planner's next slot
@@ -236,8 +160,7 @@ class Rank {
     }
   }
 
-  // --- stage: copies tokens to where peers can read them
-  // ---------------------------------------------------------------
+  // --- stage: copies tokens to where peers can read them -------------------------------------------------------------
 
   void stage(int32_t worker) {
     if (shape_.ranks == 1) return;
@@ -250,8 +173,7 @@ class Rank {
               at<Storage>(rank_, layout_.tokens) + tokens.begin * shape_.hidden);
   }
 
-  // --- what the walks need
-  // ----------------------------------------------------------------------------------------------
+  // --- what the walks need -------------------------------------------------------------------------------------------
 
   struct RowCounts {
     std::vector<int32_t> from_source;      // [ranks][local_experts]
@@ -265,7 +187,7 @@ class Rank {
                      std::vector<int32_t>(shape_.ranks * local)};
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kInputsReady) of the source's first worker.
-      wait({Signal::kInputsReady, source, epoch_}, Site::kWalk, worker);
+      signals_.wait({Signal::kInputsReady, source, epoch_}, Site::kWalk, worker);
       const int32_t* rows = at<int32_t>(rank_, rows_from_source(layout_, launch_.head, epoch_, source));
       int32_t start = 0;
       for (int32_t expert = 0; expert < local; ++expert) {
@@ -278,8 +200,7 @@ class Rank {
     return counts;
   }
 
-  // --- dispatch: pulls rows from their owners into the ring
-  // --------------------------------------------------------------
+  // --- dispatch: pulls rows from their owners into the ring ----------------------------------------------------------
 
   void dispatch(int32_t dispatcher) {
     const int32_t worker = dispatcher / launch_.dispatchers_per_worker;
@@ -291,7 +212,7 @@ class Rank {
     for (Chunk chunk; walk.next(chunk);) {
       // The slot is free once its last tile has left. Pairs with the release after down().
       const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
-      wait(wait_before(shape_, schedule_, chunk), Site::kDispatch, worker);
+      signals_.wait(wait_before(shape_, schedule_, chunk), Site::kDispatch, worker);
       lane.mark(EventKind::kWaitSlot, subject);
       for (int32_t i = 0; i < chunk.rows; ++i) {
         const RowSource from = source_of_row(counts.from_source.data() + chunk.expert, local, shape_.ranks, rank_,
@@ -303,14 +224,14 @@ class Rank {
         copy_token(tokens + int64_t{slot / shape_.top_k} * shape_.hidden, from.source, slot / shape_.top_k, row);
         *target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
       }
-      release(release_after(chunk));
+      signals_.release(release_after(chunk));
       lane.mark(EventKind::kDispatch, subject);
     }
   }
 
   // The token as its owner has it, or as an earlier pull has kept it.
   void copy_token(const Storage* token, int32_t source, int32_t number, Storage* row) {
-    if (!schedule_.keeps_tokens || source == rank_) {
+    if (!schedule_.keep_tokens || source == rank_) {
       std::copy(token, token + shape_.hidden, row);
       return;
     }
@@ -320,7 +241,7 @@ class Rank {
     uint32_t seen = static_cast<uint32_t>(KeptState::kAbsent);
     if (state.compare_exchange_strong(seen, static_cast<uint32_t>(KeptState::kComing), std::memory_order_acquire)) {
       std::copy(token, token + shape_.hidden, kept);
-      delay();
+      signals_.delay();
       state.store(static_cast<uint32_t>(KeptState::kKept), std::memory_order_release);
     } else if (seen == static_cast<uint32_t>(KeptState::kKept)) {
       token = kept;
@@ -381,13 +302,12 @@ class Rank {
     }
   }
 
-  // --- combine: adds up the answers of each token's experts, in the order of its slots
-  // ------------------------------------
+  // --- combine: adds up the answers of each token's experts, in the order of its slots -------------------------------
 
   void wait_for_answers(int32_t worker) {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kPartialsWritten) of the source's first worker.
-      wait({Signal::kPartialsWritten, source, epoch_}, Site::kCombine, worker);
+      signals_.wait({Signal::kPartialsWritten, source, epoch_}, Site::kCombine, worker);
     }
   }
 
@@ -415,9 +335,7 @@ class Rank {
   const ArenaLayout layout_;
   const int32_t planners_;
   const uint32_t epoch_;
-  const Clock::duration timeout_;
-  std::mutex failures_mutex_;
-  std::string failures_;  // a line for each thread that gave up
+  Signals signals_;
   LaunchTimeline* const timeline_;
   RankTimeline recorder_;
 };

@@ -6,19 +6,12 @@
 // Callers: host/forward.cc (XLA:CPU) and host/executor_bindings.cc (tests).
 #pragma once
 
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 
-#include "common/activation.h"
-#include "common/layout.h"
-#include "common/protocol.h"
-#include "common/scheduler.h"
-#include "common/shape.h"
+#include "common/timeline.h"
+#include "host/launch.h"
 #include "host/precision.h"
-#include "host/timeline.h"
 
 namespace jaxmoe::host {
 
@@ -38,29 +31,6 @@ struct LayerArrays {
   const Storage* b_up;          // the same
   const Storage* b_down;        // [local_experts, hidden]
   Storage* y;                   // [tokens, hidden]
-};
-
-// What tests make go wrong. The defaults change nothing.
-struct Disturbance {
-  uint64_t delay_seed = 0;       // random delays of up to `most_delay_us` before every release and after every wait
-  int32_t most_delay_us = 0;
-  int32_t rank = -1;             // the rank at which the faults below happen; none: -1
-  int32_t dropped_signal = -1;   // a Signal whose releases at `dropped_index` do not happen
-  int32_t dropped_index = 0;
-  int32_t skipped_site = -1;     // a Site whose waits return at once
-};
-
-// One launch of a group, as each of its ranks sees it.
-struct Launch {
-  Shape shape;
-  Schedule schedule;
-  HeadCapacity head;
-  int32_t dispatchers_per_worker;
-  Activation activation;
-  std::span<std::byte* const> arenas;  // of all ranks
-  double timeout_seconds;
-  std::atomic<bool>* given_up;         // shared by the group: some wait took too long
-  Disturbance disturbance;
 };
 
 // Computes `arrays.y` for rank `rank`; blocks until it is done. Returns what went wrong, empty where nothing did. What

@@ -16,6 +16,7 @@
 #include "host/executor.h"
 #include "host/executor_bindings.h"
 #include "host/group.h"
+#include "host/timeline.h"
 
 namespace py = pybind11;
 

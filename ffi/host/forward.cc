@@ -10,6 +10,7 @@
 
 #include "host/executor.h"
 #include "host/group.h"
+#include "host/timeline.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -66,7 +67,8 @@ ffi::Error run(const ForwardBuffers& buffers, const ForwardAttributes& attribute
                       .disturbance = {}};
   LaunchTimeline timeline;
   const bool recorded = timeline_is_on;
-  const std::string failure = run_rank<Format>(launch, rank, arrays_of<Format>(buffers), recorded ? &timeline : nullptr);
+  const std::string failure =
+      run_rank<Format>(launch, rank, arrays_of<Format>(buffers), recorded ? &timeline : nullptr);
   if (recorded && failure.empty()) {
     timeline.device = device;
     keep_timeline(std::move(timeline));

@@ -82,7 +82,7 @@ void define_structs(py::module_& module) {
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
                 Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
-                Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keeps_tokens", &Schedule::keeps_tokens})
+                Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens})
       .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
   define_struct(module, "Unit", "Row tiles of one expert that are worked on together.", Field{"expert", &Unit::expert},
                 Field{"first_tile", &Unit::first_tile}, Field{"tiles", &Unit::tiles},
@@ -148,7 +148,7 @@ void check(const Schedule& schedule) {
   require_at_least("chunk_rows", schedule.chunk_rows, 1);
   require_at_least("dispatchers", schedule.dispatchers, 1);
   require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
-  require_range("keeps_tokens", schedule.keeps_tokens, 0, 2);
+  require_range("keep_tokens", schedule.keep_tokens, 0, 2);
 }
 
 void check(const Rows& rows_per_expert) {
@@ -352,14 +352,17 @@ void define_layout(py::module_& module) {
         return py::make_tuple(target.source(), target.slot());
       },
       py::arg("packed"), "(source, slot)");
-  module.def("kept_index", [](const Shape& shape, int32_t rank, int32_t source, int32_t token) {
-    check(shape);
-    require_range("rank", rank, 0, shape.ranks);
-    require_range("source", source, 0, shape.ranks);
-    require_range("token", token, 0, shape.tokens);
-    require(source != rank, "source=" + std::to_string(source) + " is the rank itself, which keeps none of its tokens.");
-    return kept_index(shape, rank, source, token);
-  }, py::arg("shape"), py::arg("rank"), py::arg("source"), py::arg("token"));
+  module.def(
+      "kept_index",
+      [](const Shape& shape, int32_t rank, int32_t source, int32_t token) {
+        check(shape);
+        require_range("rank", rank, 0, shape.ranks);
+        require_range("source", source, 0, shape.ranks);
+        require_range("token", token, 0, shape.tokens);
+        require(source != rank, "source=" + std::to_string(source) + " is the rank itself. It keeps tokens of others.");
+        return kept_index(shape, rank, source, token);
+      },
+      py::arg("shape"), py::arg("rank"), py::arg("source"), py::arg("token"));
   module.attr("region_alignment") = kRegionAlignment;
   module.attr("flag_bytes") = kFlagBytes;
   module.attr("max_slots") = kMaxSlots;

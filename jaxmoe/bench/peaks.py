@@ -31,8 +31,8 @@ class Peaks:
     copy_gbs: float
 
 
-# By a part of the device's name: a product of 8192^3 in a burst (--seconds=.05 --rest=2), and a copy of 4 GiB. Over
-# seconds the product is slower: the chip's power is limited.
+# By a part of the device's name: a product of 8192^3 in a short burst and a copy of 4 GiB, both measured with PyTorch.
+# Repeated for seconds the product is slower, since the chip's power is limited: this command prints that.
 MEASURED = {"H200": Peaks(tflops=782.0, copy_gbs=4090.0)}
 
 

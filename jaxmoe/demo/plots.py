@@ -11,21 +11,15 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from jaxmoe import plot_style
 from jaxmoe.demo.train import History
 
-DOTS_PER_INCH = 150
 TRAIN, HELD_OUT, REFERENCE_LINE = "#9db7d5", "#c2410c", "#6b7280"
-STYLE: Any = {
+STYLE: Any = plot_style.STYLE | {
     "font.size": 10,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": "#374151",
-    "xtick.color": "#374151",
-    "ytick.color": "#374151",
 }
 
 
@@ -117,7 +111,7 @@ def plot_load(history: History, path: Path) -> None:
 def _figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
     """Yields a figure and writes it; the file appears complete or not at all."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=inches, dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=inches, dpi=plot_style.DOTS_PER_INCH, layout="constrained")
         yield figure
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:

@@ -9,20 +9,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from jaxmoe import plot_style
 from jaxmoe.profiling.summary import PRODUCTS, Summary, summarize
 from jaxmoe.profiling.timeline import Timeline, role_number
 
-DOTS_PER_INCH = 150
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": "#374151",
-    "xtick.color": "#374151",
-    "ytick.color": "#374151",
-    "svg.fonttype": "none",
-}
+STYLE: Any = plot_style.STYLE | {"font.size": 9, "svg.fonttype": "none"}
 WAIT_COLOR = "#e5e7eb"
 # Label, colour, kinds: in the order of the legend and of the stacks.
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -69,7 +60,7 @@ def draw(timeline: Timeline, path: str | Path, title: str = "", sms: int = 12) -
     roles = [role for role in LANES_DRAWN if (timeline.events["role"] == role_number(role)).any()]
     lanes = {role: _lanes(timeline, role, blocks) for role in roles}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 8.5), dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(12, 8.5), dpi=plot_style.DOTS_PER_INCH, layout="constrained")
         heights = [20, 12, *(max(0.5 * len(lanes[role]), 4) for role in roles)]
         panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         _strip(panels[0], timeline, [group for group in GROUPS if group[2][0] not in ("dispatch", "answers")], "math")

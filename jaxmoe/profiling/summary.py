@@ -32,7 +32,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxmoe import native
+from jaxmoe.profiling import recording
 from jaxmoe.profiling.timeline import Timeline, kinds, role_number, waits
 
 ROWS, ANSWERS, WAITING_FOR_ANSWERS = "dispatch", "answers", "wait_answers"
@@ -136,7 +136,7 @@ def summarize(timeline: Timeline) -> Summary:
 
 def _roles(timeline: Timeline) -> dict[str, dict[str, float]]:
     names, roles = kinds(), {}
-    for role in native.timeline_roles():
+    for role in recording.roles():
         events = timeline.events[timeline.events["role"] == role_number(role)]
         lanes = len(np.unique(events[["block", "nth"]]))
         if lanes == 0:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import native
+from jaxmoe.profiling import recording
 
 # Times in nanoseconds from the begin of the launch. `stalled`: of the event, spent waiting for stages of shared memory.
 # `part`: of the row tile, the column tile of a GEMM or the first row of a chunk of dispatch. -1 where a number means
@@ -80,7 +80,7 @@ def kinds() -> tuple[str, ...]:
     >>> "dispatch" in kinds()
     True
     """
-    return tuple(name for name, _ in native.timeline_kinds())
+    return tuple(name for name, _ in recording.event_kinds())
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def waits() -> frozenset[str]:
     >>> "wait_rows" in waits()
     True
     """
-    return frozenset(name for name, is_wait in native.timeline_kinds() if is_wait)
+    return frozenset(name for name, is_wait in recording.event_kinds() if is_wait)
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def kind_number(kind: str) -> int:
 @functools.cache
 def role_number(role: str) -> int:
     """Returns the number of a role."""
-    return native.timeline_roles().index(role)
+    return recording.roles().index(role)
 
 
 def record(call: Callable[[], Any], platform: str | None = None) -> list[Timeline]:
@@ -120,13 +120,13 @@ def record(call: Callable[[], Any], platform: str | None = None) -> list[Timelin
       RuntimeError: nothing was recorded, or a launch has failed.
     """
     platform = platform or jax.default_backend()
-    native.record_timelines(platform, True)
+    recording.switch(platform, True)
     try:
-        before = {_launch(raw) for raw in native.timelines(platform)}
+        before = {_launch(raw) for raw in recording.launches(platform)}
         jax.block_until_ready(call())
-        launches = [raw for raw in native.timelines(platform) if _launch(raw) not in before]
+        launches = [raw for raw in recording.launches(platform) if _launch(raw) not in before]
     finally:
-        native.record_timelines(platform, False)
+        recording.switch(platform, False)
     if not launches:
         raise RuntimeError(
             "record: no layer ran with implementation='megakernel' in the function to record; nothing else is recorded."
@@ -250,7 +250,7 @@ def _opened(path: Path) -> io.TextIOBase:
 
 
 def _trace_events(timeline: Timeline, blocks: int | None) -> Iterator[dict[str, Any]]:
-    names, roles = kinds(), native.timeline_roles()
+    names, roles = kinds(), recording.roles()
     pid = timeline.rank
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid} of {timeline.ranks}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}

@@ -24,7 +24,7 @@ constexpr Schedule kSchedule{.tile = {4, 8, 8},
                              .chunk_rows = 3,
                              .dispatchers = 3,
                              .narrow_rows = 2,
-                             .keeps_tokens = 1};
+                             .keep_tokens = 1};
 constexpr int kLaunches = 25;
 
 int32_t site_named(const char* name) {

@@ -12,24 +12,22 @@ RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAUNCHES = 4, 20, 24, 40, 8
 schedule = native.schedule()
 executor = native.executor()
 SHAPE = schedule.Shape(RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
-SMALL_RING = schedule.Schedule(schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 3, 4, narrow_rows=0, keeps_tokens=1)
+SMALL_RING = schedule.Schedule(schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 3, 4, narrow_rows=0, keep_tokens=1)
 SCHEDULES = {
     "no lag, ring of one tile": schedule.Schedule(
-        schedule.TileSizes(4, 16, 8), 1, 0, 1, 1, 4, 1, narrow_rows=0, keeps_tokens=0
+        schedule.TileSizes(4, 16, 8), 1, 0, 1, 1, 4, 1, narrow_rows=0, keep_tokens=0
     ),
     "small ring": SMALL_RING,
-    "long lag": schedule.Schedule(schedule.TileSizes(4, 40, 24), 3, 4, 15, 3, 2, 3, narrow_rows=0, keeps_tokens=0),
-    "everything fits": schedule.Schedule(
-        schedule.TileSizes(8, 7, 5), 8, 1, 256, 2, 8, 2, narrow_rows=0, keeps_tokens=1
-    ),
+    "long lag": schedule.Schedule(schedule.TileSizes(4, 40, 24), 3, 4, 15, 3, 2, 3, narrow_rows=0, keep_tokens=0),
+    "everything fits": schedule.Schedule(schedule.TileSizes(8, 7, 5), 8, 1, 256, 2, 8, 2, narrow_rows=0, keep_tokens=1),
     "narrow tiles, small ring": schedule.Schedule(
-        schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 3, 4, narrow_rows=2, keeps_tokens=1
+        schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 3, 4, narrow_rows=2, keep_tokens=1
     ),
     "narrow tiles, one column": schedule.Schedule(
-        schedule.TileSizes(4, 40, 24), 3, 4, 15, 3, 2, 3, narrow_rows=3, keeps_tokens=0
+        schedule.TileSizes(4, 40, 24), 3, 4, 15, 3, 2, 3, narrow_rows=3, keep_tokens=0
     ),
     "every last tile is narrow": schedule.Schedule(
-        schedule.TileSizes(8, 7, 5), 8, 1, 256, 2, 8, 2, narrow_rows=8, keeps_tokens=1
+        schedule.TileSizes(8, 7, 5), 8, 1, 256, 2, 8, 2, narrow_rows=8, keep_tokens=1
     ),
 }
 
@@ -119,7 +117,7 @@ def test_a_peer_that_never_signals_is_named_by_the_rank_that_waits(signal, site)
 
 
 def test_a_ring_slot_that_is_taken_too_early_spoils_the_result():
-    plan = schedule.Schedule(schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 2, 4, narrow_rows=2, keeps_tokens=0)
+    plan = schedule.Schedule(schedule.TileSizes(4, 16, 8), 2, 1, 4, 2, 2, 4, narrow_rows=2, keep_tokens=0)
     wrong = 0
     for seed in range(10):
         fault = executor.Disturbance(

@@ -98,7 +98,7 @@ def test_the_call_carries_the_plan_the_pieces_and_the_activation():
         "chunk_rows": 2,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
-        "keeps_tokens": 1,
+        "keep_tokens": 1,
     }
     assert {name: int(attributes[name]) for name in integers} == integers
     floats = {"limit": 7.0, "alpha": 1.5, "up_offset": 1.0, "timeout_seconds": 60.0}

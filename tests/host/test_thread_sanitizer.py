@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc")
+SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc", "ffi/host/signals.cc")
 RACES_FOUND = 66  # ThreadSanitizer's exit code
 
 # What each wait protects; `plan` waits for nothing here, since one planner sorts so few slots.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmoe.native as native
-from jaxmoe.profiling import summary, timeline
+from jaxmoe.profiling import recording, summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
 from tests.host.test_executor import SCHEDULES, SHAPE, arguments, run
@@ -32,12 +32,12 @@ def check_tasks(recorded: timeline.Timeline, shape, schedule, rows: list[int]) -
 @pytest.mark.parametrize("plan", SCHEDULES)
 def test_every_task_and_chunk_of_the_schedule_is_recorded_once(plan):
     schedule = SCHEDULES[plan]
-    native.record_timelines("cpu", True)
+    recording.switch("cpu", True)
     try:
         run(schedule)
-        launches = native.timelines("cpu")
+        launches = recording.launches("cpu")
     finally:
-        native.record_timelines("cpu", False)
+        recording.switch("cpu", False)
     assert [(launch.rank, launch.ranks) for launch in launches] == [(rank, 4) for rank in range(4)]
     for launch in launches:
         recorded = timeline.decode(launch, "cpu")
@@ -49,10 +49,10 @@ def test_every_task_and_chunk_of_the_schedule_is_recorded_once(plan):
 
 
 def test_nothing_is_recorded_unless_asked_for():
-    native.record_timelines("cpu", True)
-    native.record_timelines("cpu", False)
+    recording.switch("cpu", True)
+    recording.switch("cpu", False)
     run()
-    assert native.timelines("cpu") == []
+    assert recording.launches("cpu") == []
 
 
 def test_the_last_of_several_layers_on_eight_devices_is_recorded():

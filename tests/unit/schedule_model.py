@@ -55,7 +55,7 @@ def with_fields(struct, **changes):
     names = ["ranks", "tokens", "hidden", "intermediate", "num_experts", "top_k"]
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
-        names += ["narrow_rows", "keeps_tokens"]
+        names += ["narrow_rows", "keep_tokens"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 
@@ -72,7 +72,7 @@ def schedules(draw, shape, *, workers=WORKERS, dispatchers=WORKERS, tile_rows=TI
         chunk_rows=draw(st.integers(1, rows + 1)),
         dispatchers=draw(dispatchers),
         narrow_rows=draw(st.just(0) | st.integers(0, rows)),
-        keeps_tokens=draw(st.integers(0, 1)),
+        keep_tokens=draw(st.integers(0, 1)),
     )
     return with_fields(schedule, ring_tiles=least_ring(shape, schedule) + draw(st.integers(0, 3)))
 

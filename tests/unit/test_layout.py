@@ -81,7 +81,7 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
             claim("partials", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
     for planner in range(steps.num_planners(shape, schedule)):
         claim("histograms", planner * shape.num_experts, shape.num_experts, 4, f"histogram of planner {planner}")
-    if schedule.keeps_tokens:
+    if schedule.keep_tokens:
         for source, token in itertools.product(range(1, shape.ranks), range(shape.tokens)):
             index = steps.kept_index(shape, 0, source, token)
             claim("kept_tokens", index * shape.hidden, shape.hidden, itemsize, f"kept token {token} of {source}")
@@ -178,7 +178,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     """The sizes once more, in integers without a limit."""
     shape, schedule, _ = problem
     ring_rows = schedule.ring_tiles * schedule.tile.rows
-    kept = schedule.keeps_tokens * (shape.ranks - 1) * shape.tokens
+    kept = schedule.keep_tokens * (shape.ranks - 1) * shape.tokens
     return {
         "control": control_bytes,
         "flags": 2 * head.ranks * steps.flag_bytes,

@@ -61,7 +61,7 @@ def a_full_pipeline(**changes) -> Problem:
         chunk_rows=2,
         dispatchers=1,
         narrow_rows=2,
-        keeps_tokens=0,
+        keep_tokens=0,
     )
     shape = steps.Shape(ranks=1, tokens=32, hidden=16, intermediate=16, num_experts=1, top_k=1)
     return Problem(shape, with_fields(schedule, **changes), [32])
@@ -188,7 +188,7 @@ def busy_launches(faults: Faults, ranks: int = 3, launches: int = 4) -> Group:
         chunk_rows=2,
         dispatchers=3,
         narrow_rows=1,
-        keeps_tokens=0,
+        keep_tokens=0,
     )
     # All rows go to the first rank in one launch and to the last in the next: the others have none.
     experts = [[[0, 0]] * ranks, [[ranks - 1, ranks - 1]] * ranks]
@@ -226,7 +226,7 @@ def many_planners(faults: Faults) -> Group:
         chunk_rows=256,
         dispatchers=1,
         narrow_rows=128,
-        keeps_tokens=0,
+        keep_tokens=0,
     )
     assert steps.num_planners(shape, schedule) == 2
     return Group([Launch(1, shape, schedule, [[0] * 1100])], faults)

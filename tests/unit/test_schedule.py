@@ -263,7 +263,7 @@ SCHEDULE = steps.Schedule(
     chunk_rows=4,
     dispatchers=5,
     narrow_rows=2,
-    keeps_tokens=0,
+    keep_tokens=0,
 )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmoe.native as native
-from jaxmoe.profiling import summary, timeline
+from jaxmoe.profiling import recording, summary, timeline
 from jaxmoe.profiling.timeline import EVENT, Timeline
 
 
@@ -201,14 +201,14 @@ def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
 
 @pytest.mark.skipif(native.build_info().timeline, reason="the kernels of this build record")
 def test_a_build_without_a_timeline_says_how_to_get_one():
-    for ask in (lambda: native.timelines("gpu"), lambda: native.record_timelines("gpu", True)):
+    for ask in (lambda: recording.launches("gpu"), lambda: recording.switch("gpu", True)):
         with pytest.raises(NotImplementedError, match="JAXMOE_TIMELINE=on"):
             ask()
 
 
 def test_a_platform_without_a_compiled_part_is_refused():
     with pytest.raises(NotImplementedError, match="tpu"):
-        native.timelines("tpu")
+        recording.launches("tpu")
 
 
 def test_a_function_that_runs_no_layer_is_refused():

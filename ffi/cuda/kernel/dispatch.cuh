@@ -128,7 +128,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     }
     uint4* kept = nullptr;
     uint32_t* kept_state = nullptr;
-    if (schedule.keeps_tokens && is_row && from.source != p.rank) {
+    if (schedule.keep_tokens && is_row && from.source != p.rank) {
       const int64_t index = kept_index(p.shape, p.rank, from.source, slot / p.shape.top_k);
       kept = cta.template at<uint4>(p.layout.kept_tokens) + index * vectors;
       kept_state = cta.template at<uint32_t>(p.layout.kept_states) + index;

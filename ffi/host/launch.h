@@ -1,0 +1,39 @@
+// What all ranks of one launch of the host executor are given, and what tests make go wrong in it. Filled by
+// host/forward.cc and host/executor_bindings.cc, read by host/executor.cc and host/signals.h.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "common/activation.h"
+#include "common/layout.h"
+#include "common/shape.h"
+
+namespace jaxmoe::host {
+
+// What tests make go wrong. The defaults change nothing.
+struct Disturbance {
+  uint64_t delay_seed = 0;       // random delays of up to `most_delay_us` before every release and after every wait
+  int32_t most_delay_us = 0;
+  int32_t rank = -1;             // the rank at which the faults below happen; none: -1
+  int32_t dropped_signal = -1;   // a Signal whose releases at `dropped_index` do not happen
+  int32_t dropped_index = 0;
+  int32_t skipped_site = -1;     // a Site whose waits return at once
+};
+
+// One launch of a group, as each of its ranks sees it.
+struct Launch {
+  Shape shape;
+  Schedule schedule;
+  HeadCapacity head;
+  int32_t dispatchers_per_worker;
+  Activation activation;
+  std::span<std::byte* const> arenas;  // of all ranks
+  double timeout_seconds;
+  std::atomic<bool>* given_up;         // shared by the group: some wait took too long
+  Disturbance disturbance;
+};
+
+}  // namespace jaxmoe::host

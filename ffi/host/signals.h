@@ -1,0 +1,62 @@
+// The signals of common/protocol.h among CPU threads, the counterpart of cuda/device/signals.cuh: waits are bounded,
+// and tests may delay or leave out any of them. One object for each rank and launch, shared by its threads.
+// Caller: host/executor.cc.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "common/layout.h"
+#include "common/protocol.h"
+#include "host/launch.h"
+
+namespace jaxmoe::host {
+
+class Signals {
+ public:
+  // Launch and layout have to outlive it.
+  Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t epoch);
+
+  // Runs a thread's work, which ends where one of its waits is given up.
+  template <class Body>
+  void guard(Body body) {
+    try {
+      body();
+    } catch (const GivenUp&) {  // give_up() has recorded it
+    }
+  }
+
+  // Returns once the word has reached its target; throws what guard() catches when that takes too long.
+  void wait(const Wait& wait, Site site, int32_t worker);
+
+  void release(const Release& release);
+
+  // Tells every rank, this one too, that the epoch's `signal` of this rank has happened.
+  void release_to_all(Signal signal);
+
+  // As tests ask for it.
+  void delay() const;
+
+  // A line for each thread that gave up; behind all threads.
+  const std::string& failures() const { return failures_; }
+
+ private:
+  struct GivenUp {};
+
+  std::atomic_ref<uint32_t> word(int32_t rank, Signal signal, int32_t index) const;
+  bool is_dropped(Signal signal, int32_t index) const;
+  [[noreturn]] void give_up(const WaitFailure& failure);
+
+  const Launch& launch_;
+  const int32_t rank_;
+  const ArenaLayout& layout_;
+  const uint32_t epoch_;
+  const std::chrono::steady_clock::duration timeout_;
+  std::mutex failures_mutex_;
+  std::string failures_;
+};
+
+}  // namespace jaxmoe::host
