@@ -46,14 +46,28 @@ def check_megakernel(shape: Shape, platform: str, dtype: Any, activation: Activa
             f"{', '.join(map(repr, ACTIVATIONS))} and jaxmoe.SwiGLU. Use one of those, or pass implementation='xla'."
         )
     _check_sizes(shape, platform)
-    most = most_row_tiles(shape, platform)
-    if plan.ring_tiles < min(plan.fewest_ring_tiles, most):
+    if plan.segment_tiles:
         raise ValueError(
-            f"moe_layer: plan has ring_tiles={plan.ring_tiles}, with which the kernel would wait for ever. With "
-            f"lag_units={plan.lag_units} and unit_tiles={plan.unit_tiles} it needs (lag_units + 1) * unit_tiles = "
-            f"{plan.fewest_ring_tiles}, or {most}, all row tiles that a rank can have. Raise ring_tiles, or lower the "
-            "others."
+            f"moe_layer: plan has segment_tiles={plan.segment_tiles}: it is one for a backward pass. Pass it as "
+            "jaxmoe.KernelPlan(..., backward=plan)."
         )
+    _check_ring("plan", plan, shape, platform)
+    if plan.backward is not None:
+        _check_ring("plan.backward", plan.backward, shape, platform)
+
+
+def _check_ring(name: str, plan: KernelPlan, shape: Shape, platform: str) -> None:
+    most = most_row_tiles(shape, platform)
+    if plan.ring_tiles >= min(plan.fewest_ring_tiles, most):
+        return
+    needed = "segment_tiles + 2 * lag_units * unit_tiles" if plan.segment_tiles else "(lag_units + 1) * unit_tiles"
+    segments = f", segment_tiles={plan.segment_tiles}" if plan.segment_tiles else ""
+    raise ValueError(
+        f"moe_layer: {name} has ring_tiles={plan.ring_tiles}, with which the kernel would wait for ever. With "
+        f"lag_units={plan.lag_units} and unit_tiles={plan.unit_tiles}{segments} it needs {needed} = "
+        f"{plan.fewest_ring_tiles}, or {most}, all row tiles that a rank can have. Raise ring_tiles, or lower the "
+        "others."
+    )
 
 
 def _check_platform(platform: str, ranks: int) -> None:

@@ -4,9 +4,11 @@
 already zero, after `limits.py` has checked what the compiled code relies on. On a CPU the call is served by threads
 that walk the task stream of the GPU kernel (ffi/host/).
 
-There is no compiled backward pass yet: gradients are those of `"xla"`, which computes its forward pass again for them.
+The backward pass is another such call. It gets the inputs and the gradient of the output, computes the inputs of the
+activation again, and returns all gradients.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -24,9 +26,9 @@ from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.plan import KernelPlan, Shape, default_plan, granularity, most_row_tiles
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
-from jaxmoe.xla_impl import Inputs, xla
+from jaxmoe.xla_impl import Inputs
 
-FORWARD = "jaxmoe_forward"
+FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
 # this process; on GPUs of several processes a rank may wait while another one's host reads data or writes a checkpoint.
 TIMEOUT_SECONDS = {"cpu": 60.0, "gpu": 600.0}
@@ -58,8 +60,8 @@ def megakernel(
 ) -> Float[Array, "tokens hidden"]:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
 
-    Its gradients are those of `xla` with its default plan, computed from the inputs alone: the values named
-    `CHECKPOINT_NAMES` do not exist here, so a backward pass repeats the gate and up GEMMs whatever the policy.
+    Its gradients are computed from the inputs alone: the values named `CHECKPOINT_NAMES` do not exist here, so a
+    backward pass repeats the gate and up GEMMs whatever the policy.
 
     Args:
       x: tokens of this rank.
@@ -78,25 +80,18 @@ def megakernel(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(static: Static, inputs: Inputs) -> jax.Array:
-    return _launch(static, inputs)
+    return _forward(static, inputs)
 
 
 def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Inputs]:
-    return _launch(static, inputs), inputs
+    return _forward(static, inputs), inputs
 
 
 def _layer_bwd(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
-    plan = default_plan(static.shape, static.platform, inputs.x.dtype)
-
-    def layer(x: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
-        return xla(
-            x, inputs.topk_ids, topk_weights, experts, activation=static.activation, group=static.group, plan=plan
-        )
-
-    _, vjp = jax.vjp(layer, inputs.x, inputs.topk_weights, inputs.experts)
-    dx, dweights, dexperts = vjp(dy)
+    dx, dweights, dexperts = _backward(static, inputs, dy.astype(inputs.x.dtype))
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
+    dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
 
 
@@ -104,14 +99,36 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _launch(static: Static, inputs: Inputs) -> jax.Array:
-    """The call of compiled code. What it may assume is what `limits.py` has checked."""
+def _forward(static: Static, inputs: Inputs) -> jax.Array:
+    (y,) = _launch(FORWARD, static, static.plan, _operands(static, inputs), (inputs.x,))
+    return y
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
+    operands = (*_operands(static, inputs), dy)
+    plan = static.plan.backward or default_plan(static.shape, static.platform, dy.dtype, "megakernel").backward
+    assert plan is not None
+    # Gradients have the shapes of the operands from x on, but for the ids.
+    gradients = _launch(BACKWARD, static, plan, operands, (operands[1], *operands[3:-1]))
+    dx, dweights, *of_experts = gradients
+    experts = inputs.experts
+    names = [field.name for field in dataclasses.fields(experts)]
+    arrays = {
+        name: None if getattr(experts, name) is None else gradient
+        for name, gradient in zip(names, of_experts, strict=True)
+    }
+    return dx, dweights, Experts(**arrays)
+
+
+def _operands(static: Static, inputs: Inputs) -> tuple[jax.Array, ...]:
+    """Returns the operands of a forward pass: LayerBuffers in ffi/common/layer_call.h, in order."""
     x, experts = inputs.x, inputs.experts
     # What experts without an up projection or biases pass: an array without elements, and one that depends on all
     # inputs. jax.grad moves what does not depend on the carry of a lax.scan out of its loop, and so through shard_map,
     # where XLA (jax 0.11.2) crashes on an operand without elements. Nothing of the barrier is left after compilation.
     nothing = jax.lax.optimization_barrier(inputs).x[:0]
-    operands = (
+    return (
         _place(static.group),
         x,
         inputs.topk_ids,
@@ -121,15 +138,22 @@ def _launch(static: Static, inputs: Inputs) -> jax.Array:
         experts.w_down,
         *(nothing if bias is None else bias for bias in (experts.b_gate, experts.b_up, experts.b_down)),
     )
-    # The number of the group varies over every manual axis, and operands must vary alike. The result does not depend on
-    # that number, so it varies as the tokens do.
-    call = functools.partial(jax.ffi.ffi_call(FORWARD, jax.typeof(x)), **_attributes(static))
+
+
+def _launch(
+    target: str, static: Static, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The call of compiled code, with results like the arrays `results`. What it may assume, `limits.py` has checked."""
+    like = tuple(jax.typeof(result) for result in results)
+    call = functools.partial(jax.ffi.ffi_call(target, like), **_attributes(static, plan))
     if static.platform == "gpu" and static.group.size > 1:
         call = _on_collective_stream(call)
-    return call(*vary_alike(operands))
+    # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
+    # that number, so they vary as the inputs do.
+    return tuple(call(*vary_alike(operands)))
 
 
-def _on_collective_stream(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _on_collective_stream(call: Callable[..., Any]) -> Callable[..., Any]:
     """Puts a call that waits for its peers on the stream of XLA's own collectives.
 
     On a stream of its own it could hold all multiprocessors of one GPU while a collective holds those of another, each
@@ -141,8 +165,9 @@ def _on_collective_stream(call: Callable[..., jax.Array]) -> Callable[..., jax.A
     return annotate(call)
 
 
-@_launch.defjvp
-def _no_jvp(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[jax.Array, jax.Array]:
+@_forward.defjvp
+@_backward.defjvp
+def _no_jvp(static: Static, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "moe_layer: implementation='megakernel' has first derivatives only (jax.grad, jax.vjp), and this asks for "
         "second ones. Pass implementation='xla' for those."
@@ -175,9 +200,9 @@ def timeout_seconds(platform: str) -> float:
     return seconds
 
 
-def _attributes(static: Static) -> dict[str, np.int32 | np.float32 | np.ndarray]:
-    """Returns the attributes of the call: ForwardAttributes in ffi/common/forward_call.h, by name."""
-    form, plan = compiled_form(static.activation), static.plan
+def _attributes(static: Static, plan: KernelPlan) -> dict[str, np.int32 | np.float32 | np.ndarray]:
+    """Returns the attributes of the call: LayerAttributes in ffi/common/layer_call.h, by name."""
+    form = compiled_form(static.activation)
     assert form is not None, "limits.py rejects activations that compiled code does not have"
     pieces = granularity(static.platform, static.shape.gated)
     integers = {
@@ -194,6 +219,7 @@ def _attributes(static: Static) -> dict[str, np.int32 | np.float32 | np.ndarray]
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
         "keep_tokens": int(plan.keep_tokens),
+        "segment_tiles": plan.segment_tiles,
     }
     floats = {
         "limit": form.limit,

@@ -47,6 +47,11 @@ KEEP_FROM_ROWS = 4096
 # more of them, so that pulls keep ahead.
 RING_UNITS_BEYOND_LAG = 3
 FEWEST_TILES_BEYOND_LAG = 16
+# Of a backward pass: bytes that the rows of one segment take in the rings, at most. A segment is better as large as the
+# expert: then no sums of weight gradients go through memory.
+SEGMENT_BYTES = 512 * 2**20
+FEWEST_SEGMENT_TILES = 4
+SEGMENT_TILES_ON_CPU = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +141,10 @@ class KernelPlan:
       chunk_rows: rows of a tile that one warp (on a CPU, one thread) pulls at a time, 1 to 32.
       keep_tokens: whether a rank keeps the tokens that it has pulled from peers. A token that several of its experts
         want then crosses the link once, or little more; it takes memory for all tokens of all peers.
+      segment_tiles: 0 for a forward pass. Of a backward pass, most row tiles of one expert whose weight gradients are
+        summed at once; what an expert with more of them has summed so far goes through memory in float32. The rows of
+        a segment stay in the rings until then, so ring_tiles is at least `segment_tiles + 2 * lag_units * unit_tiles`.
+      backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 
     >>> KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4).ring_tiles
@@ -147,6 +156,8 @@ class KernelPlan:
     ring_tiles: int
     chunk_rows: int = 8
     keep_tokens: bool = False
+    segment_tiles: int = 0
+    backward: "KernelPlan | None" = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +167,7 @@ class KernelPlan:
             "lag_units": (0, 2**15 - 1),
             "ring_tiles": (1, 2**31 - 1),
             "chunk_rows": (1, 32),
+            "segment_tiles": (0, 2**15 - 1),
         }
         for name, (least, most) in bounds.items():
             value = _integer(given := getattr(self, name))
@@ -164,10 +176,16 @@ class KernelPlan:
             object.__setattr__(self, name, value)
         if not isinstance(self.keep_tokens, bool):
             raise ValueError(f"KernelPlan: keep_tokens={self.keep_tokens!r} must be True or False.")
+        if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
+            raise ValueError(f"KernelPlan: backward={self.backward!r} must be a KernelPlan with segment_tiles, or None.")
+        if self.backward is not None and self.segment_tiles:
+            raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
 
     @property
     def fewest_ring_tiles(self) -> int:
         """Ring tiles without which the kernel would wait for ever, unless the ring holds all tiles of a rank."""
+        if self.segment_tiles:
+            return self.segment_tiles + 2 * self.lag_units * self.unit_tiles
         return (self.lag_units + 1) * self.unit_tiles
 
 
@@ -260,7 +278,54 @@ def _kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
     reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason)
-    return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, reasons)
+    backward = _backward_plan(shape, platform)
+    return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, backward=backward, reasons=reasons)
+
+
+def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
+    segment_tiles, segment_reason = _segment_tiles(shape, platform)
+    unit_tiles = min(_unit_tiles(shape, platform)[0], segment_tiles)
+    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    beyond = max(2 * unit_tiles, 1 if platform == "cpu" else FEWEST_TILES_BEYOND_LAG)
+    most, wanted = most_row_tiles(shape, platform), segment_tiles + 2 * lag_units * unit_tiles + beyond
+    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    keep_tokens, keep_reason = _keep_tokens(shape, platform)
+    ring_tiles = max(min(wanted, most), 1)
+    return KernelPlan(
+        unit_tiles,
+        lag_units,
+        ring_tiles,
+        chunk_rows,
+        keep_tokens,
+        segment_tiles,
+        reasons=(
+            segment_reason,
+            f"unit_tiles={unit_tiles}: as in the forward pass, within a segment",
+            lag_reason,
+            f"ring_tiles={ring_tiles}: a segment, two lags and {beyond} more, of {most} row tiles that a rank can have",
+            chunk_reason,
+            keep_reason,
+        ),
+    )
+
+
+def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return SEGMENT_TILES_ON_CPU, (
+            f"segment_tiles={SEGMENT_TILES_ON_CPU}: few, so that tests have experts of several segments"
+        )
+    # Tokens and gradients of outputs; gate, up and h.
+    columns = 2 * shape.hidden + (3 if shape.gated else 2) * shape.intermediate
+    tile_bytes = granularity(platform, shape.gated).tile_rows * columns * shape.itemsize
+    expected = _tiles_per_expert(shape, platform)
+    whole_expert = expected + 1 if expected > 1 else 2
+    room = max(SEGMENT_BYTES // tile_bytes, FEWEST_SEGMENT_TILES)
+    if whole_expert <= room:
+        return whole_expert, f"segment_tiles={whole_expert}: all rows of an expert, about {expected} tiles"
+    return room, (
+        f"segment_tiles={room}: tiles of {tile_bytes / 2**20:.3g} MiB, as many as take "
+        f"{SEGMENT_BYTES // 2**20} MiB of the rings"
+    )
 
 
 def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:

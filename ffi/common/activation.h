@@ -40,6 +40,14 @@ JAXMOE_ANY inline Number sigmoid(Number x) {
   return Number(1) / (Number(1) + std::exp(-x));
 }
 
+template <class Number>
+JAXMOE_ANY inline Number exponential(Number x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Number) == sizeof(float)) return __expf(x);
+#endif
+  return std::exp(x);
+}
+
 // erfc(z). The library's takes more registers than a GPU's epilogue has: there it is t exp(p(t) - z^2) with
 // t = 1 / (1 + |z| / 2) and p the Chebyshev fit of degree 9 to log(erfc(z) exp(z^2) / t) on 0 < t <= 1, whose own error
 // is 1.0e-7; with the rounding of exponents up to 10 the relative error stays under 2e-6.
@@ -97,6 +105,56 @@ JAXMOE_ANY inline Number activate_as(const Activation& activation, Number gate, 
   }
 }
 
+// h and its slopes along gate and up.
+template <class Number>
+struct Slopes {
+  Number hidden, gate, up;
+};
+
+// f'(gate) of the pointwise kinds, and f(gate) with what both need computed once.
+template <ActivationKind kKind, class Number>
+JAXMOE_ANY inline Number pointwise_slope(Number gate, Number& value) {
+  if constexpr (kKind == ActivationKind::kSilu) {
+    const Number s = sigmoid(gate);
+    value = gate * s;
+    return s * (Number(1) + gate * (Number(1) - s));
+  } else if constexpr (kKind == ActivationKind::kGelu) {
+    const Number cdf = Number(0.5) * complementary_error(gate * Number(-0.70710678118654752));
+    value = gate * cdf;
+    return cdf + gate * Number(0.39894228040143268) * exponential(Number(-0.5) * gate * gate);  // 1 / sqrt(2 pi)
+  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
+    const Number square = gate * gate;
+    const Number s = sigmoid(Number(1.5957691216057308) * gate * (Number(1) + Number(0.044715) * square));
+    value = gate * s;
+    return s + gate * s * (Number(1) - s) * Number(1.5957691216057308) * (Number(1) + Number(0.134145) * square);
+  } else {
+    static_assert(kKind == ActivationKind::kRelu);
+    value = pointwise<kKind>(gate);
+    return gate <= Number(0) ? Number(0) : Number(1);
+  }
+}
+
+// Of what activate_as() computes. Beyond a limit the slope is zero, at the limit it is not (jaxmoe/activation.py).
+template <ActivationKind kKind, class Number>
+JAXMOE_ANY inline Slopes<Number> slopes_as(const Activation& activation, Number gate, Number up) {
+  if constexpr (kKind == ActivationKind::kSwiGlu) {
+    const Number limit = activation.limit;
+    const Number alpha = activation.alpha;
+    const bool gate_beyond = gate > limit;
+    const bool up_beyond = up > limit || up < -limit;
+    gate = gate_beyond ? limit : gate;
+    up = up > limit ? limit : up;
+    up = (up < -limit ? -limit : up) + Number(activation.up_offset);
+    const Number s = sigmoid(alpha * gate);
+    const Number slope = s * (Number(1) + alpha * gate * (Number(1) - s));
+    return {up * gate * s, gate_beyond ? Number(0) : up * slope, up_beyond ? Number(0) : gate * s};
+  } else {
+    Number value;
+    const Number slope = pointwise_slope<kKind>(gate, value);
+    return {value * up, slope * up, value};
+  }
+}
+
 template <ActivationKind kKind>
 struct ActivationKindOf {
   static constexpr ActivationKind value = kKind;
@@ -118,6 +176,12 @@ template <class Number>
 JAXMOE_ANY inline Number activate(const Activation& activation, Number gate, Number up) {
   return with_activation_kind(activation.kind, [&](auto kind) {
     return activate_as<decltype(kind)::value>(activation, gate, up);
+  });
+}
+template <class Number>
+JAXMOE_ANY inline Slopes<Number> slopes_of(const Activation& activation, Number gate, Number up) {
+  return with_activation_kind(activation.kind, [&](auto kind) {
+    return slopes_as<decltype(kind)::value>(activation, gate, up);
   });
 }
 template <class Number>

@@ -65,20 +65,31 @@ struct ArenaLayout {
   // Head. [..] is the logical shape; "writer -> reader".
   Region control;       // Control                                              this rank
   Region flags;         // [kInputsReady, kPartialsWritten][ranks] cache lines  peers -> dispatch, tasks, combine
-  Region counters;      // [2 banks][3 + 3 * row_tiles] uint32                  this rank, see protocol.h
+  Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
   Region rows_from;     // [2 banks][ranks][local_experts] int32                peers' plan -> walks of this rank
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' plan -> dispatch
   int64_t head_bytes;
 
-  // Body.
-  Region tokens;        // [tokens, hidden]                            stage -> peers' dispatch; empty for one rank
-  Region partials;      // [slots, hidden]                             peers' down -> combine
+  // Body. `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
+  Region tokens;        // [tokens, parts, hidden]                     stage -> peers' dispatch; empty where x is read
+  Region partials;      // [slots, hidden]                             peers' down, token_gradient -> combine
   Region histograms;    // [planners, num_experts] int32               plan -> plan
-  Region kept_tokens;   // [ranks - 1, tokens, hidden]                 dispatch -> dispatch; empty unless kept
+  Region kept_tokens;   // [ranks - 1, tokens, parts, hidden]          dispatch -> dispatch; empty unless kept
   Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      stage, dispatch -> dispatch; the same
-  Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down
-  Region rows;          // [ring_tiles, tile rows, hidden]             dispatch -> gate_up
-  Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down
+  Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient
+  Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
+  Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
+  // Of a backward pass; empty in a forward one. There `hidden` holds h times the routing weight of its row, from
+  // hidden_gradient to down_gradient. Numbers are as wide as sums are: float32, or float64 where tokens are.
+  Region weights;         // [slots] number: routing weights           stage -> peers' dispatch
+  Region weight_answers;  // [slots] number: their gradients           peers' token_gradient -> combine
+  Region row_weights;     // [ring_tiles, tile rows] number            dispatch -> hidden_gradient
+  Region row_products;    // [ring_tiles, tile rows, gradient tiles]   hidden_gradient -> token_gradient
+                          //   number: h times its gradient, summed over the columns of one task
+  Region projections;     // [ring_tiles, tile rows, projections, intermediate]  gate_up -> hidden_gradient, which
+                          //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
+  Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
+                          //   empty where no expert can have two
   int64_t bytes;
 };
 
@@ -90,7 +101,25 @@ JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& sc
   return wanted < 1 ? 1 : at_most(wanted, schedule.workers);
 }
 
-JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) { return 3 + 3 * head.row_tiles; }
+JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
+  return 3 + kSignalsPerTile * head.row_tiles;
+}
+
+// Arrays of hidden numbers that make up a row of tokens, and of the ring.
+JAXMOE_ANY constexpr int32_t row_parts(const Schedule& schedule) { return schedule.backward() ? 2 : 1; }
+JAXMOE_ANY constexpr bool stages_tokens(const Shape& shape, const Schedule& schedule) {
+  return shape.ranks > 1 || schedule.backward();
+}
+
+// Numbers of all weight gradients of one expert, one array after the other: w_gate, w_up, w_down, b_gate, b_up, b_down.
+JAXMOE_ANY constexpr int64_t sums_of_an_expert(const Shape& shape) {
+  return (shape.projections + 1) * int64_t{shape.hidden} * shape.intermediate +
+         shape.projections * int64_t{shape.intermediate} + shape.hidden;
+}
+JAXMOE_ANY constexpr bool experts_have_one_segment(const Shape& shape, const Schedule& schedule) {
+  return shape.max_rows() <= int64_t{schedule.segment_tiles} * schedule.tile.rows;
+}
+
 
 JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
                                            int32_t itemsize) {
@@ -104,15 +133,25 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   l.head_bytes = pack.bytes();
 
   const int64_t ring_rows = int64_t{schedule.ring_tiles} * schedule.tile.rows;
-  l.tokens = pack.take(shape.ranks == 1 ? 0 : int64_t{shape.tokens} * shape.hidden * itemsize);
+  const int64_t token_bytes = int64_t{row_parts(schedule)} * shape.hidden * itemsize;
+  const int64_t number = itemsize < 4 ? 4 : itemsize;
+  l.tokens = pack.take(stages_tokens(shape, schedule) ? shape.tokens * token_bytes : 0);
   l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
   l.histograms = pack.take(int64_t{num_planners(shape, schedule)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
-  l.kept_tokens = pack.take(kept * shape.hidden * itemsize);
+  l.kept_tokens = pack.take(kept * token_bytes);
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
-  l.rows = pack.take(ring_rows * shape.hidden * itemsize);
+  l.rows = pack.take(ring_rows * token_bytes);
   l.hidden = pack.take(ring_rows * shape.intermediate * itemsize);
+  const int64_t backward = schedule.backward() ? 1 : 0;
+  l.weights = pack.take(backward * shape.slots() * number);
+  l.weight_answers = pack.take(backward * shape.slots() * number);
+  l.row_weights = pack.take(backward * ring_rows * number);
+  l.row_products = pack.take(backward * ring_rows * gradient_tiles(shape, schedule.tile) * number);
+  l.projections = pack.take(backward * ring_rows * shape.projections * shape.intermediate * itemsize);
+  l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0
+                            : backward * sums_of_an_expert(shape) * number);
   l.bytes = pack.bytes();
   return l;
 }
@@ -161,6 +200,7 @@ struct RowTarget {
   uint32_t packed;
 
   static constexpr int32_t kSlotBits = 24;
+  static constexpr uint32_t kNone = ~0u;  // of a row of zeros
   JAXMOE_ANY static constexpr RowTarget of(int32_t source, int32_t slot) {
     return {static_cast<uint32_t>(source) << kSlotBits | static_cast<uint32_t>(slot)};
   }

@@ -7,16 +7,23 @@
 //   inputs_staged        this rank   plan and stage, per worker (1)        the worker that publishes (workers)
 //   inputs_ready         each peer   publish, per source (the epoch)       dispatch, gate_up, down of every worker
 //   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
-//   hidden_written       this rank   gate_up, per task (its column tiles)  down (column tiles of h)
-//   outputs_written      this rank   down, per task (its column tiles)     dispatch of the tile that has the ring slot
-//                                                                          next (column tiles of the output)
+//   hidden_written       this rank   gate_up, per task (its column tiles)  down, hidden_gradient (column tiles of h)
+//   hidden_gradients_written         hidden_gradient, per task (its        token_gradient, and weight gradients of each
+//                        this rank   column tiles)                         tile of the segment (column tiles of h)
+//   outputs_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
+//                                    column tiles)                         next (column tiles of the output)
+//   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
+//                        this rank                                         next segment that adds up (tasks of a segment)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   partials_written     each peer   announce, per source (the epoch)      combine of every worker
+//
+// hidden_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
+// to a segment and has the word of its first row tile.
 //
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
 // clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
-// On a GPU each warp of a task releases its own part, so three of the counters count warps (cuda/device/signals.cuh).
+// On a GPU each warp of a task releases its own part, so those that tasks release count warps (cuda/device/signals.cuh).
 // There inputs_staged counts thread blocks, of which a worker may have several.
 //
 // Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
@@ -41,25 +48,50 @@ enum class Signal : int32_t {
   kTasksDone,
   kRowsArrived,     // from here on one word per row tile
   kHiddenWritten,
+  kHiddenGradientsWritten,
   kOutputsWritten,
+  kWeightGradientsWritten,
   kInputsReady,     // from here on one word per source, at each peer
   kPartialsWritten,
   kCount
 };
 inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
 inline constexpr const char* kSignalNames[kNumSignals] = {
-    "histograms_written", "inputs_staged",   "tasks_done",   "rows_arrived",
-    "hidden_written",     "outputs_written", "inputs_ready", "partials_written"};
+    "histograms_written",       "inputs_staged",   "tasks_done",
+    "rows_arrived",             "hidden_written",  "hidden_gradients_written", "outputs_written",
+    "weight_gradients_written", "inputs_ready",    "partials_written"};
+inline constexpr int32_t kSignalsPerTile =
+    static_cast<int32_t>(Signal::kInputsReady) - static_cast<int32_t>(Signal::kRowsArrived);
 
 JAXMOE_ANY constexpr bool is_per_tile(Signal signal) {
-  return signal >= Signal::kRowsArrived && signal <= Signal::kOutputsWritten;
+  return signal >= Signal::kRowsArrived && signal < Signal::kInputsReady;
 }
 JAXMOE_ANY constexpr bool is_from_peers(Signal signal) { return signal >= Signal::kInputsReady; }
 
 // Where in the code a wait stands.
-enum class Site : int32_t { kPlan = 0, kPublish, kWalk, kDispatch, kGateUp, kDown, kAnnounce, kCombine, kCount };
+enum class Site : int32_t {
+  kPlan = 0,
+  kPublish,
+  kWalk,
+  kDispatch,
+  kGateUp,
+  kDown,
+  kHiddenGradient,
+  kTokenGradient,
+  kWeightGradient,
+  kAnnounce,
+  kCombine,
+  kCount
+};
 inline constexpr const char* kSiteNames[static_cast<int32_t>(Site::kCount)] = {
-    "plan", "publish", "walk", "dispatch", "gate_up", "down", "announce", "combine"};
+    "plan",           "publish",         "walk",     "dispatch", "gate_up", "down", "hidden_gradient",
+    "token_gradient", "weight_gradient", "announce", "combine"};
+
+JAXMOE_ANY constexpr Site site_of(Gemm gemm) {
+  if (is_weight_gradient(gemm)) return Site::kWeightGradient;
+  return static_cast<Site>(static_cast<int32_t>(Site::kGateUp) + static_cast<int32_t>(gemm));
+}
+static_assert(site_of(Gemm::kTokenGradient) == Site::kTokenGradient);
 
 // A word that must reach `target`. `index` is the row tile or the source, 0 where there is one word.
 struct Wait {
@@ -74,22 +106,46 @@ struct Release {
   uint32_t amount;
 };
 
-// The wait before an item of the stream, and the release after it. An index below zero stands for no wait.
+// The waits before an item of the stream, and the release after it. An index below zero stands for no wait.
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
   return {Signal::kOutputsWritten, chunk.row_tile - schedule.ring_tiles,
           static_cast<uint32_t>(output_tiles(shape, schedule.tile))};
 }
+// A second one in backward passes: for the segment that held the ring slot, which the caller has to find.
+JAXMOE_ANY constexpr Wait wait_for_weight_gradients(const Shape& shape, const Schedule& schedule, int32_t first_tile) {
+  return {Signal::kWeightGradientsWritten, first_tile, static_cast<uint32_t>(weight_tasks(shape, schedule.tile))};
+}
 JAXMOE_ANY constexpr Release release_after(const Chunk& chunk) {
   return {Signal::kRowsArrived, chunk.row_tile, static_cast<uint32_t>(chunk.rows)};
 }
-JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Task& task) {
-  return task.gemm == Gemm::kGateUp
-             ? Wait{Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)}
-             : Wait{Signal::kHiddenWritten, task.row_tile, static_cast<uint32_t>(hidden_tiles(shape, schedule.tile))};
+
+// One wait, but for weight gradients: one for every row tile of the segment, and one for the sums of the segment before.
+JAXMOE_ANY constexpr int32_t num_waits(const Schedule& schedule, const Task& task) {
+  if (!is_weight_gradient(task.gemm)) return 1;
+  return ceil_div(task.rows, schedule.tile.rows) + (task.part == (kFirstPart | kLastPart) ? 0 : 1);
+}
+JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Task& task, int32_t nth = 0) {
+  const auto all = [](int32_t column_tiles) { return static_cast<uint32_t>(column_tiles); };
+  switch (task.gemm) {
+    case Gemm::kGateUp: return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
+    case Gemm::kDown:
+    case Gemm::kHiddenGradient:
+      return {Signal::kHiddenWritten, task.row_tile, all(hidden_tiles(shape, schedule.tile))};
+    case Gemm::kTokenGradient:
+      return {Signal::kHiddenGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};
+    default: break;
+  }
+  if (nth < ceil_div(task.rows, schedule.tile.rows)) {
+    return {Signal::kHiddenGradientsWritten, task.row_tile + nth, all(gradient_tiles(shape, schedule.tile))};
+  }
+  return wait_for_weight_gradients(shape, schedule, task.sums_tile);
 }
 JAXMOE_ANY constexpr Release release_after(const Task& task) {
-  return {task.gemm == Gemm::kGateUp ? Signal::kHiddenWritten : Signal::kOutputsWritten, task.row_tile,
-          static_cast<uint32_t>(task.column_tiles)};
+  const Signal signal = task.gemm == Gemm::kGateUp           ? Signal::kHiddenWritten
+                        : task.gemm == Gemm::kHiddenGradient ? Signal::kHiddenGradientsWritten
+                        : is_weight_gradient(task.gemm)      ? Signal::kWeightGradientsWritten
+                                                             : Signal::kOutputsWritten;
+  return {signal, task.row_tile, static_cast<uint32_t>(task.column_tiles)};
 }
 
 // Counters may wrap around after 2^32 launches' worth of epochs: "at least" is a signed distance.

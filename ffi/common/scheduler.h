@@ -1,5 +1,5 @@
 // The order of all work of one rank, as integers: which row goes where, and which worker computes which tile when.
-// Every role of the kernel, every thread of the host executor and the property tests in tests/unit/test_schedule.py
+// Forward and backward passes share it. Every role of the kernel, every thread of the host executor and the property tests in tests/unit/test_schedule.py
 // walk this same stream. Nothing here waits or touches memory other than the row counts it is given.
 //
 // The rows of a local expert are cut into row tiles, numbered over all experts; up to `unit_tiles` of one expert form a
@@ -15,6 +15,15 @@
 // second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
 // every pair of columns it comes behind the wide tiles, whose weights it uses.
 //
+// A backward pass has more GEMMs, each behind the one whose results it reads by `lag_units` units:
+//
+//   gate_up(u2) hidden_gradient(u1) token_gradient(u0)  gate_up(u3) hidden_gradient(u2) token_gradient(u1)  ...
+//
+// and, where a unit ends a segment of its expert (at most `segment_tiles` row tiles), the weight gradients of that
+// segment behind the unit's token_gradient: gate_gradient, up_gradient, down_gradient. Their tiles are tiles of a weight
+// matrix, and their sums go over the rows of the segment, which therefore stay in the rings until then. Experts of
+// several segments add up their weight gradients from one to the next (Task::part).
+//
 // Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every
 // worker and dispatcher takes its items in stream order, so the first unfinished item can always go on. Which worker
 // takes which task depends on timing; no bit of the result does.
@@ -26,18 +35,42 @@
 
 namespace jaxmoe {
 
-enum class Gemm : int32_t { kGateUp = 0, kDown = 1 };
+enum class Pass : int32_t { kForward = 0, kBackward = 1 };
 
-// One output tile: `tile.rows` rows of one expert times one tile of columns.
+enum class Gemm : int32_t {
+  kGateUp = 0,      // tokens x (w_gate, w_up); a backward pass computes them again
+  kDown,            // h x w_down
+  kHiddenGradient,  // gradients of outputs x transposed w_down; then those of gate and up
+  kTokenGradient,   // gradients of gate and up x transposed (w_gate, w_up)
+  kGateGradient,    // of w_gate: transposed tokens x gradients of gate
+  kUpGradient,      // of w_up
+  kDownGradient,    // of w_down: transposed h x gradients of outputs
+  kCount
+};
+inline constexpr const char* kGemmNames[static_cast<int32_t>(Gemm::kCount)] = {
+    "gate_up", "down", "hidden_gradient", "token_gradient", "gate_gradient", "up_gradient", "down_gradient"};
+
+JAXMOE_ANY constexpr bool is_weight_gradient(Gemm gemm) { return gemm >= Gemm::kGateGradient; }
+
+// One output tile: `tile.rows` rows of one expert times one tile of columns. Of a weight gradient, `tile.rows` rows of
+// the weight matrix, and what is said of the row tile below holds for the first one of the segment.
 struct Task {
   Gemm gemm;
   int32_t expert;       // local
   int32_t row_tile;     // over all local experts
-  int32_t ring_slot;    // where the tile's rows lie in both rings
-  int32_t rows;         // 1 .. tile.rows
+  int32_t ring_slot;    // where the tile's rows lie in the rings
+  int32_t rows;         // 1 .. tile.rows; of a weight gradient all rows of the segment
   int32_t column_tile;  // of h or of the output
   int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
+  // Of weight gradients alone.
+  int32_t weight_row_tile;  // of the matrix
+  int32_t part;         // kFirstPart | kLastPart, of the parts that an expert's segments contribute
+  int32_t sums_tile;    // row tile that stands for the segment whose sums lie where this one's will; none: -1
 };
+
+// The sum of an expert with one segment is both.
+inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segments to add to
+inline constexpr int32_t kLastPart = 2;   // the sums are complete
 
 // Rows that one dispatcher pulls at a time, of one row tile.
 struct Chunk {
@@ -49,7 +82,56 @@ struct Chunk {
   int32_t rows;         // 1 .. chunk_rows
 };
 
-// Row tiles of one expert that are worked on together.
+// Row tiles of one expert whose weight gradients are summed at once; in a forward pass all tiles of the expert.
+struct Segment {
+  int32_t expert;
+  int32_t first_tile;       // over all local experts
+  int32_t tiles;
+  int32_t tile_of_expert;   // the first tile, counted within its expert
+  int32_t rows_of_expert;
+  int32_t part;             // kFirstPart | kLastPart
+  // First tile of the segment before it that left sums behind for a next one or took them up: experts with several
+  // segments use the same memory for them, one after the other. None: -1.
+  int32_t sums_tile;
+};
+
+// The segments of a rank, in order. The tiles of an expert are spread evenly over as few segments as hold them.
+class SegmentWalk {
+ public:
+  // The schedule and the rows have to outlive the walk.
+  JAXMOE_ANY SegmentWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
+      : schedule_(schedule), rows_per_expert_(rows_per_expert), num_experts_(num_experts) {}
+
+  JAXMOE_ANY bool next(Segment& segment) {
+    const bool first = tiles_left_ == 0;
+    while (tiles_left_ == 0) {
+      if (++expert_ >= num_experts_) return false;
+      tiles_left_ = ceil_div(rows_per_expert_[expert_], schedule_.tile.rows);
+      tile_of_expert_ = 0;
+    }
+    const int32_t segments = schedule_.backward() ? ceil_div(tiles_left_, schedule_.segment_tiles) : 1;
+    const int32_t tiles = ceil_div(tiles_left_, segments);
+    const int32_t part = (first ? kFirstPart : 0) | (segments == 1 ? kLastPart : 0);
+    segment = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_], part, sums_tile_};
+    if (part != (kFirstPart | kLastPart)) sums_tile_ = first_tile_;
+    first_tile_ += tiles;
+    tile_of_expert_ += tiles;
+    tiles_left_ -= tiles;
+    return true;
+  }
+
+ private:
+  const Schedule& schedule_;
+  const int32_t* rows_per_expert_;
+  int32_t num_experts_;
+  int32_t expert_ = -1;
+  int32_t first_tile_ = 0;
+  int32_t tile_of_expert_ = 0;
+  int32_t tiles_left_ = 0;  // of the expert
+  int32_t sums_tile_ = -1;
+};
+
+// Row tiles of one segment that are worked on together.
 struct Unit {
   int32_t expert;
   int32_t first_tile;       // over all local experts
@@ -62,56 +144,67 @@ struct Unit {
   }
 };
 
-// The units of a rank, in order. The tiles of an expert are spread evenly over as few units as hold them, since a unit
+// The units of a rank, in order. The tiles of a segment are spread evenly over as few units as hold them, since a unit
 // of one or two tiles reads as many weights as a full one.
 class UnitWalk {
  public:
-  // The schedule and the rows have to outlive the walk.
   JAXMOE_ANY UnitWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
-      : schedule_(schedule), rows_per_expert_(rows_per_expert), num_experts_(num_experts) {}
+      : schedule_(schedule), segments_(schedule, rows_per_expert, num_experts) {}
 
   JAXMOE_ANY bool next(Unit& unit) {
-    while (tiles_left_ == 0) {
-      if (++expert_ >= num_experts_) return false;
-      tiles_left_ = ceil_div(rows_per_expert_[expert_], schedule_.tile.rows);
-      units_left_ = ceil_div(tiles_left_, schedule_.unit_tiles);
-      tile_of_expert_ = 0;
+    if (tiles_left_ == 0) {
+      if (!segments_.next(segment_)) return false;
+      tiles_left_ = segment_.tiles;
     }
-    const int32_t tiles = ceil_div(tiles_left_, units_left_);
-    unit = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_]};
-    first_tile_ += tiles;
-    tile_of_expert_ += tiles;
+    const int32_t tiles = ceil_div(tiles_left_, ceil_div(tiles_left_, schedule_.unit_tiles));
+    const int32_t passed = segment_.tiles - tiles_left_;
+    unit = {segment_.expert, segment_.first_tile + passed, tiles, segment_.tile_of_expert + passed,
+            segment_.rows_of_expert};
     tiles_left_ -= tiles;
-    --units_left_;
+    return true;
+  }
+
+  // Of the unit that came last.
+  JAXMOE_ANY const Segment& segment() const { return segment_; }
+  JAXMOE_ANY bool segment_ends() const { return tiles_left_ == 0; }
+
+ private:
+  const Schedule& schedule_;
+  SegmentWalk segments_;
+  Segment segment_{};
+  int32_t tiles_left_ = 0;  // of the segment
+};
+
+// The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
+// schedule.
+template <Pass kPass>
+class TaskWalk {
+ public:
+  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert)
+      : shape_(shape), schedule_(schedule), first_(schedule, rows_per_expert, shape.local_experts()),
+        middle_(schedule, rows_per_expert, shape.local_experts()),
+        last_(schedule, rows_per_expert, shape.local_experts()) {}
+
+  // The task with that number; false behind the last. The numbers asked of one walk must not fall.
+  JAXMOE_ANY bool seek(int32_t number, Task& task) {
+    while (number - passed_tasks_ >= section_tasks_) {
+      passed_tasks_ += section_tasks_;
+      if (!next_section()) return false;
+    }
+    const int32_t position = number - passed_tasks_;
+    if (kPass == Pass::kBackward && is_weight_gradient(gemm_)) {
+      take_weight_gradient(position, task);
+    } else {
+      take_tile(position, task);
+    }
     return true;
   }
 
  private:
-  const Schedule& schedule_;
-  const int32_t* rows_per_expert_;
-  int32_t num_experts_;
-  int32_t expert_ = -1;
-  int32_t first_tile_ = 0;
-  int32_t tile_of_expert_ = 0;
-  int32_t tiles_left_ = 0;
-  int32_t units_left_ = 0;
-};
+  static constexpr int32_t kStages = kPass == Pass::kForward ? 2 : 3;  // GEMMs of a unit
 
-// The tasks of a rank, numbered in stream order. The arguments have to outlive the walk.
-class TaskWalk {
- public:
-  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert)
-      : shape_(shape), schedule_(schedule), ahead_(schedule, rows_per_expert, shape.local_experts()),
-        behind_(schedule, rows_per_expert, shape.local_experts()) {}
-
-  // The task with that number; false behind the last. The numbers asked of one walk must not fall.
-  JAXMOE_ANY bool seek(int32_t number, Task& task) {
-    while (number - passed_tasks_ >= segment_tasks_) {
-      passed_tasks_ += segment_tasks_;
-      if (!next_segment()) return false;
-    }
-    const int32_t position = number - passed_tasks_;
-    // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile.
+  // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile.
+  JAXMOE_ANY void take_tile(int32_t position, Task& task) const {
     const int32_t wide = unit_.tiles - narrow_;
     const int32_t pair = position / (2 * wide + narrow_);
     const int32_t in_pair = position % (2 * wide + narrow_);
@@ -125,48 +218,90 @@ class TaskWalk {
             row_tile % schedule_.ring_tiles,
             unit_.rows_of_tile(tile, schedule_.tile.rows),
             2 * pair + (is_narrow ? 0 : in_pair / wide),
-            is_narrow ? columns : 1};
-    return true;
+            is_narrow ? columns : 1,
+            -1,
+            0,
+            -1};
   }
 
- private:
-  // A segment is one GEMM of one unit. Moves to the next one; false behind the last.
-  JAXMOE_ANY bool next_segment() {
-    segment_tasks_ = 0;
-    if (gemm_ == Gemm::kDown) {  // also before the first segment
-      ++step_;
-      gemm_ = Gemm::kGateUp;
-      if (ahead_.next(unit_)) {
-        begin_segment(hidden_tiles(shape_, schedule_.tile));
-        return true;
-      }
+  // The rows of the matrix vary fastest: tasks side by side share the columns of one factor.
+  JAXMOE_ANY void take_weight_gradient(int32_t position, Task& task) const {
+    const Segment& segment = last_.segment();
+    const int32_t of_projection = weight_tiles(shape_.hidden, shape_.intermediate, schedule_.tile);
+    const int32_t matrix = at_most(position / of_projection, shape_.projections);
+    const bool is_down = matrix == shape_.projections;
+    const int32_t in_matrix = position - matrix * of_projection;
+    const int32_t row_tiles = ceil_div(is_down ? shape_.intermediate : shape_.hidden, schedule_.tile.rows);
+    task = {is_down ? Gemm::kDownGradient : matrix == 0 ? Gemm::kGateGradient : Gemm::kUpGradient,
+            segment.expert,
+            segment.first_tile,
+            segment.first_tile % schedule_.ring_tiles,
+            at_most(segment.rows_of_expert - segment.tile_of_expert * schedule_.tile.rows,
+                    segment.tiles * schedule_.tile.rows),
+            in_matrix / row_tiles,
+            1,
+            in_matrix % row_tiles,
+            segment.part,
+            segment.sums_tile};
+  }
+
+  // A section is one GEMM of one unit, or the weight gradients of one segment. Moves to the next one; false behind the
+  // last.
+  JAXMOE_ANY bool next_section() {
+    section_tasks_ = 0;
+    if (kPass == Pass::kBackward && stage_ == kStages - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
+        last_.segment_ends()) {
+      gemm_ = Gemm::kGateGradient;
+      section_tasks_ = weight_tasks(shape_, schedule_.tile);
+      return true;
     }
-    gemm_ = Gemm::kDown;
-    if (step_ < schedule_.lag_units) return true;  // an empty segment
-    if (!behind_.next(unit_)) return false;
-    begin_segment(output_tiles(shape_, schedule_.tile));
-    return true;
+    if (++stage_ == kStages) {  // also before the first section
+      stage_ = 0;
+      ++step_;
+    }
+    gemm_ = gemm_of_stage();
+    has_unit_ = step_ >= stage_ * schedule_.lag_units && next_unit();
+    if (has_unit_) begin_section();
+    // Behind the last unit the later stages still have some; before their first, they have none yet.
+    return has_unit_ || stage_ < kStages - 1 || step_ < stage_ * schedule_.lag_units;
   }
 
-  JAXMOE_ANY void begin_segment(int32_t columns) {
-    columns_ = columns;
+  JAXMOE_ANY Gemm gemm_of_stage() const {
+    if (stage_ == 0) return Gemm::kGateUp;
+    if (kPass == Pass::kForward) return Gemm::kDown;
+    return stage_ == 1 ? Gemm::kHiddenGradient : Gemm::kTokenGradient;
+  }
+
+  JAXMOE_ANY bool next_unit() {
+    if (stage_ == 0) return first_.next(unit_);
+    if (kPass == Pass::kBackward && stage_ == 1) return middle_.next(unit_);
+    return last_.next(unit_);
+  }
+
+  JAXMOE_ANY void begin_section() {
+    columns_ = gemm_ == Gemm::kGateUp           ? hidden_tiles(shape_, schedule_.tile)
+               : gemm_ == Gemm::kHiddenGradient ? gradient_tiles(shape_, schedule_.tile)
+                                                : output_tiles(shape_, schedule_.tile);
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
     narrow_ = rows_left <= schedule_.narrow_rows ? 1 : 0;
-    segment_tasks_ = (unit_.tiles - narrow_) * columns + narrow_ * ceil_div(columns, 2);
+    section_tasks_ = (unit_.tiles - narrow_) * columns_ + narrow_ * ceil_div(columns_, 2);
   }
 
   const Shape& shape_;
   const Schedule& schedule_;
-  UnitWalk ahead_;   // of the gate/up GEMM
-  UnitWalk behind_;  // of the down GEMM
+  UnitWalk first_;   // of the gate/up GEMM
+  UnitWalk middle_;  // of hidden_gradient; a forward pass has none
+  UnitWalk last_;    // of the down GEMM, of token_gradient
   Unit unit_{};
+  bool has_unit_ = false;
   int32_t step_ = -1;
-  Gemm gemm_ = Gemm::kDown;
-  int32_t columns_ = 0;  // column tiles of the segment's GEMM
+  int32_t stage_ = kStages - 1;
+  Gemm gemm_ = Gemm::kGateUp;
+  int32_t columns_ = 0;  // column tiles of the section's GEMM
   int32_t narrow_ = 0;   // narrow tiles of the unit: its last one, or none
-  int32_t segment_tasks_ = 0;
-  int32_t passed_tasks_ = 0;  // of the segments before
+  int32_t section_tasks_ = 0;
+  int32_t passed_tasks_ = 0;  // of the sections before
 };
 
 // The chunks of one dispatcher, in stream order: the row tiles in order, the rows of a tile in order.

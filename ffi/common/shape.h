@@ -30,6 +30,7 @@ struct Shape {
   int32_t intermediate;  // width between the two GEMMs of an expert
   int32_t num_experts;   // of the group
   int32_t top_k;         // slots per token
+  int32_t projections = 2;  // of an expert's tokens: 2, gate and up, or 1, gate alone
 
   JAXMOE_ANY constexpr int32_t local_experts() const { return num_experts / ranks; }
   // A slot is one (token, k) pair of a rank, numbered token * top_k + k; with its expert it becomes a row.
@@ -56,9 +57,16 @@ struct Schedule {
   int32_t dispatchers;  // over all workers
   int32_t narrow_rows;  // an expert's last tile of at most this many rows is computed two column tiles at a time
   int32_t keep_tokens;  // 1: a peer's token that was pulled is kept for the rows of further experts; 0: it is not
+  // Of a backward pass: most row tiles of one expert whose weight gradients are summed at once. 0: a forward pass.
+  int32_t segment_tiles;
 
-  // With fewer ring tiles a pull would wait for a down task that comes after the tile it pulls: a deadlock.
-  JAXMOE_ANY constexpr int32_t min_ring_tiles() const { return (lag_units + 1) * unit_tiles; }
+  JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
+  // Weight gradients are sums over rows, several at a time: the rows of an expert are filled up with rows of zeros.
+  JAXMOE_ANY constexpr int32_t row_multiple() const { return !backward() || tile.rows < 4 ? 1 : tile.rows / 4; }
+  // With fewer ring tiles a pull would wait for a task that comes after the tile it pulls: a deadlock.
+  JAXMOE_ANY constexpr int32_t min_ring_tiles() const {
+    return backward() ? segment_tiles + 2 * lag_units * unit_tiles : (lag_units + 1) * unit_tiles;
+  }
 };
 
 JAXMOE_ANY constexpr int64_t max_row_tiles(const Shape& shape, const TileSizes& tile) {
@@ -69,6 +77,18 @@ JAXMOE_ANY constexpr int32_t hidden_tiles(const Shape& shape, const TileSizes& t
 }
 JAXMOE_ANY constexpr int32_t output_tiles(const Shape& shape, const TileSizes& tile) {
   return ceil_div(shape.hidden, tile.output_columns);
+}
+// Of a backward pass, whose tasks have as many columns of h as of the output behind the gate/up GEMM.
+JAXMOE_ANY constexpr int32_t gradient_tiles(const Shape& shape, const TileSizes& tile) {
+  return ceil_div(shape.intermediate, tile.output_columns);
+}
+// Tasks of one weight gradient of one segment, and of all of them.
+JAXMOE_ANY constexpr int32_t weight_tiles(int32_t rows, int32_t columns, const TileSizes& tile) {
+  return ceil_div(rows, tile.rows) * ceil_div(columns, tile.output_columns);
+}
+JAXMOE_ANY constexpr int32_t weight_tasks(const Shape& shape, const TileSizes& tile) {
+  return shape.projections * weight_tiles(shape.hidden, shape.intermediate, tile) +
+         weight_tiles(shape.intermediate, shape.hidden, tile);
 }
 
 }  // namespace jaxmoe

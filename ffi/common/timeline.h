@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/scheduler.h"
 #include "common/shape.h"
 
 namespace jaxmoe {
@@ -27,18 +28,23 @@ enum class EventKind : int32_t {
   // producer
   kTakeTask,
   kWaitRows,     // for rows_arrived, before gate/up
-  kWaitHidden,   // for hidden_written, before down
+  kWaitHidden,   // for hidden_written, before down and hidden_gradient
+  kWaitGradients,  // for hidden_gradients_written, before the other gradients
   kLoadGateUp,
   kLoadDown,
+  kLoadGradient,
   // dispatch
   kFindRows,
-  kWaitSlot,     // for outputs_written of the tile that had the ring slot
+  kWaitSlot,     // for those that read the tile that had the ring slot
   kDispatch,     // a chunk of rows, from their owners into the ring
   kWaitTasks,    // for tasks_done, by the thread that announces the end of the rank
   // math
   kWaitStages,   // for the first stage of a task, and so for the task
   kGateUp,       // products of a tile
   kDown,
+  kHiddenGradient,
+  kTokenGradient,
+  kWeightGradient,
   kNoRows,       // a tile of which this warpgroup has no rows: stages handed on, nothing multiplied
   kEpilogue,
   kWaitAnswers,  // for partials_written of all ranks
@@ -54,12 +60,34 @@ struct EventKindInfo {
   bool waits;  // for another role, block or rank
 };
 inline constexpr EventKindInfo kEventKinds[kNumEventKinds] = {
-    {"stage", false},       {"plan", false},         {"publish", false},  {"wait_inputs", true},
-    {"take_task", false},   {"wait_rows", true},     {"wait_hidden", true}, {"load_gate_up", false},
-    {"load_down", false},   {"find_rows", false},    {"wait_slot", true}, {"dispatch", false},
-    {"wait_tasks", true},   {"wait_stages", true},   {"gate_up", false},  {"down", false},
-    {"no_rows", true},      {"epilogue", false},     {"wait_answers", true}, {"combine", false},
-    {"answers", false}};
+    {"stage", false},           {"plan", false},           {"publish", false},
+    {"wait_inputs", true},      {"take_task", false},      {"wait_rows", true},
+    {"wait_hidden", true},      {"wait_gradients", true},  {"load_gate_up", false},
+    {"load_down", false},       {"load_gradient", false},  {"find_rows", false},
+    {"wait_slot", true},        {"dispatch", false},       {"wait_tasks", true},
+    {"wait_stages", true},      {"gate_up", false},        {"down", false},
+    {"hidden_gradient", false}, {"token_gradient", false}, {"weight_gradient", false},
+    {"no_rows", true},          {"epilogue", false},       {"wait_answers", true},
+    {"combine", false},         {"answers", false}};
+
+// What goes on around a task: the wait before it, its loads, its products.
+JAXMOE_ANY constexpr EventKind wait_event_of(Gemm gemm) {
+  if (gemm == Gemm::kGateUp) return EventKind::kWaitRows;
+  return gemm == Gemm::kDown || gemm == Gemm::kHiddenGradient ? EventKind::kWaitHidden : EventKind::kWaitGradients;
+}
+JAXMOE_ANY constexpr EventKind load_event_of(Gemm gemm) {
+  if (gemm == Gemm::kGateUp) return EventKind::kLoadGateUp;
+  return gemm == Gemm::kDown ? EventKind::kLoadDown : EventKind::kLoadGradient;
+}
+JAXMOE_ANY constexpr EventKind event_of(Gemm gemm) {
+  switch (gemm) {
+    case Gemm::kGateUp: return EventKind::kGateUp;
+    case Gemm::kDown: return EventKind::kDown;
+    case Gemm::kHiddenGradient: return EventKind::kHiddenGradient;
+    case Gemm::kTokenGradient: return EventKind::kTokenGradient;
+    default: return EventKind::kWeightGradient;
+  }
+}
 
 // What an event is about; -1 where that means nothing.
 struct EventSubject {

@@ -1,9 +1,9 @@
-// The host executor: one rank's part of one layer, with CPU threads in the place of thread blocks. It walks the same
+// The host executor: one rank's part of one layer or of its gradients, with CPU threads in the place of thread blocks. It walks the same
 // task stream (common/scheduler.h), in the same arena (common/layout.h), with the same signals (common/protocol.h) as
 // the GPU kernel, so that what goes wrong there can be found here, under ThreadSanitizer and with delays at every
 // signal.
 //
-// Callers: host/forward.cc (XLA:CPU) and host/executor_bindings.cc (tests).
+// Callers: host/layer_handler.cc (XLA:CPU) and host/executor_bindings.cc (tests).
 #pragma once
 
 #include <cstdint>
@@ -21,20 +21,31 @@ struct LayerArrays {
   using Storage = typename Format::Storage;
   using Number = typename Format::Number;
 
-  const Storage* x;             // [tokens, hidden]
-  const int32_t* topk_ids;      // [tokens, top_k], -1 for an unused slot
-  const Number* topk_weights;   // [tokens, top_k]
-  const Storage* w_gate;        // [local_experts, hidden, intermediate]
-  const Storage* w_up;          // the same
-  const Storage* w_down;        // [local_experts, intermediate, hidden]
-  const Storage* b_gate;        // [local_experts, intermediate]
-  const Storage* b_up;          // the same
-  const Storage* b_down;        // [local_experts, hidden]
-  Storage* y;                   // [tokens, hidden]
+  const Storage* x = nullptr;             // [tokens, hidden]
+  const int32_t* topk_ids = nullptr;      // [tokens, top_k], -1 for an unused slot
+  const Number* topk_weights = nullptr;   // [tokens, top_k]
+  const Storage* w_gate = nullptr;        // [local_experts, hidden, intermediate]
+  const Storage* w_up = nullptr;          // the same
+  const Storage* w_down = nullptr;        // [local_experts, intermediate, hidden]
+  const Storage* b_gate = nullptr;        // [local_experts, intermediate]
+  const Storage* b_up = nullptr;          // the same
+  const Storage* b_down = nullptr;        // [local_experts, hidden]
+  Storage* y = nullptr;                   // [tokens, hidden]; of a forward pass
+
+  // Of a backward pass: the gradient of the outputs, and those of everything above, of the same shapes.
+  const Storage* dy = nullptr;
+  Storage* dx = nullptr;
+  Number* dtopk_weights = nullptr;
+  Storage* dw_gate = nullptr;
+  Storage* dw_up = nullptr;
+  Storage* dw_down = nullptr;
+  Storage* db_gate = nullptr;
+  Storage* db_up = nullptr;
+  Storage* db_down = nullptr;
 };
 
-// Computes `arrays.y` for rank `rank`; blocks until it is done. Returns what went wrong, empty where nothing did. What
-// happened when is written to `timeline`, which may be null.
+// Computes the results in `arrays` for rank `rank`, of the pass that the schedule is for; blocks until it is done.
+// Returns what went wrong, empty where nothing did. What happened when is written to `timeline`, which may be null.
 template <class Format>
 std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays,
                      LaunchTimeline* timeline = nullptr);

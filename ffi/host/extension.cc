@@ -3,20 +3,22 @@
 
 #include "common/build_config.h"
 #include "common/device_info.h"
-#include "host/forward.h"
+#include "host/layer_handler.h"
 #include "host/timeline.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoHost);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInstantiateHost);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInstantiateHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerHost);
 
 namespace jaxmoe {
 
 std::vector<Registration> registrations() {
   return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoHost},
-          {kForwardTarget, "instantiate", JaxmoeForwardInstantiateHost},
-          {kForwardTarget, "execute", JaxmoeForwardHost}};
+          {kForwardTarget, "instantiate", JaxmoeLayerInstantiateHost},
+          {kForwardTarget, "execute", JaxmoeLayerHost},
+          {kBackwardTarget, "instantiate", JaxmoeLayerInstantiateHost},
+          {kBackwardTarget, "execute", JaxmoeLayerHost}};
 }
 
 std::vector<StateType> state_types() { return {host::instruction_type()}; }

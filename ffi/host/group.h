@@ -1,5 +1,5 @@
 // Symmetric memory on a CPU: the devices of one process share an address space, so an arena is a block of the heap that
-// every rank of a group knows. Caller: host/forward.cc.
+// every rank of a group knows. Caller: host/layer_handler.cc.
 //
 // Handlers of one call run on as many threads as the group has ranks, in any order and beside those of other calls; all
 // handlers of one call get the same `Meeting`. Arenas outlive calls: the next call of a group of that size takes them

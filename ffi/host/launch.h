@@ -1,5 +1,5 @@
 // What all ranks of one launch of the host executor are given, and what tests make go wrong in it. Filled by
-// host/forward.cc and host/executor_bindings.cc, read by host/executor.cc and host/signals.h.
+// host/layer_handler.cc and host/executor_bindings.cc, read by host/rank.h and host/signals.h.
 #pragma once
 
 #include <atomic>

@@ -26,20 +26,33 @@ using Rows = std::vector<int32_t>;  // of each local expert
 
 // --- plain structs as Python classes ---------------------------------------------------------------------------------
 
-template <class Struct, class Type>
+template <class Struct, class Type, bool kMayBeLeftOut>
 struct Field {
   const char* name;
   Type Struct::*member;
+  Type fallback{};  // where it is left out
+
+  auto argument() const {
+    if constexpr (kMayBeLeftOut) {
+      return py::arg(name) = fallback;
+    } else {
+      return py::arg(name);
+    }
+  }
 };
+template <class Struct, class Type>
+Field(const char*, Type Struct::*) -> Field<Struct, Type, false>;
+template <class Struct, class Type>
+Field(const char*, Type Struct::*, Type) -> Field<Struct, Type, true>;
 
 // A class with one argument and one readable attribute per field, in the order of the struct; values are equal where
 // all fields are.
-template <class Struct, class... Types>
+template <class Struct, class... Types, bool... kMayBeLeftOut>
 py::class_<Struct> define_struct(py::module_& module, const char* name, const char* doc,
-                                 Field<Struct, Types>... fields) {
+                                 Field<Struct, Types, kMayBeLeftOut>... fields) {
   const auto as_tuple = [=](const Struct& self) { return py::make_tuple(self.*(fields.member)...); };
   py::class_<Struct> type(module, name, doc);
-  type.def(py::init([](Types... values) { return Struct{values...}; }), py::arg(fields.name)...);
+  type.def(py::init([](Types... values) { return Struct{values...}; }), fields.argument()...);
   (type.def_readonly(fields.name, fields.member), ...);
   type.def("__eq__", [=](const Struct& self, const py::object& other) {
     return py::isinstance<Struct>(other) && as_tuple(self).equal(as_tuple(other.cast<const Struct&>()));
@@ -58,7 +71,8 @@ py::class_<Struct> define_struct(py::module_& module, const char* name, const ch
 }
 
 void define_names(py::module_& module) {
-  py::enum_<Gemm>(module, "Gemm").value("gate_up", Gemm::kGateUp).value("down", Gemm::kDown);
+  py::enum_<Gemm> gemms(module, "Gemm");
+  for (int32_t i = 0; i < static_cast<int32_t>(Gemm::kCount); ++i) gemms.value(kGemmNames[i], static_cast<Gemm>(i));
   py::enum_<Signal> signals(module, "Signal", "Signals under the names that messages use.");
   for (int32_t i = 0; i < kNumSignals; ++i) signals.value(kSignalNames[i], static_cast<Signal>(i));
   py::enum_<Site> sites(module, "Site", "Where in the code a wait stands.");
@@ -71,7 +85,7 @@ void define_structs(py::module_& module) {
   define_struct(module, "Shape", "Sizes of one layer as one rank sees them.", Field{"ranks", &Shape::ranks},
                 Field{"tokens", &Shape::tokens}, Field{"hidden", &Shape::hidden},
                 Field{"intermediate", &Shape::intermediate}, Field{"num_experts", &Shape::num_experts},
-                Field{"top_k", &Shape::top_k})
+                Field{"top_k", &Shape::top_k}, Field{"projections", &Shape::projections, 2})
       .def_property_readonly("local_experts", &Shape::local_experts)
       .def_property_readonly("slots", &Shape::slots)
       .def_property_readonly("max_rows", &Shape::max_rows);
@@ -82,7 +96,10 @@ void define_structs(py::module_& module) {
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
                 Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
-                Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens})
+                Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
+                Field{"segment_tiles", &Schedule::segment_tiles, 0})
+      .def_property_readonly("backward", &Schedule::backward)
+      .def_property_readonly("row_multiple", &Schedule::row_multiple)
       .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
   define_struct(module, "Unit", "Row tiles of one expert that are worked on together.", Field{"expert", &Unit::expert},
                 Field{"first_tile", &Unit::first_tile}, Field{"tiles", &Unit::tiles},
@@ -91,7 +108,14 @@ void define_structs(py::module_& module) {
   define_struct(module, "Task", "One output tile of one GEMM, or two of a narrow row tile.", Field{"gemm", &Task::gemm},
                 Field{"expert", &Task::expert}, Field{"row_tile", &Task::row_tile},
                 Field{"ring_slot", &Task::ring_slot}, Field{"rows", &Task::rows},
-                Field{"column_tile", &Task::column_tile}, Field{"column_tiles", &Task::column_tiles});
+                Field{"column_tile", &Task::column_tile}, Field{"column_tiles", &Task::column_tiles},
+                Field{"weight_row_tile", &Task::weight_row_tile, -1}, Field{"part", &Task::part, 0},
+                Field{"sums_tile", &Task::sums_tile, -1});
+  define_struct(module, "Segment", "Row tiles of one expert whose weight gradients are summed at once.",
+                Field{"expert", &Segment::expert}, Field{"first_tile", &Segment::first_tile},
+                Field{"tiles", &Segment::tiles}, Field{"tile_of_expert", &Segment::tile_of_expert},
+                Field{"rows_of_expert", &Segment::rows_of_expert}, Field{"part", &Segment::part},
+                Field{"sums_tile", &Segment::sums_tile});
   define_struct(module, "Chunk", "Rows that one dispatcher pulls at a time.", Field{"expert", &Chunk::expert},
                 Field{"row_tile", &Chunk::row_tile}, Field{"ring_slot", &Chunk::ring_slot},
                 Field{"first_row", &Chunk::first_row}, Field{"tile_row", &Chunk::tile_row},
@@ -130,6 +154,7 @@ void check(const Shape& shape) {
   require_at_least("intermediate", shape.intermediate, 1);
   require_at_least("num_experts", shape.num_experts, 1);
   require_at_least("top_k", shape.top_k, 1);
+  require_range("projections", shape.projections, 1, 3);
   require(shape.num_experts % shape.ranks == 0, "num_experts=" + std::to_string(shape.num_experts) +
                                                     " cannot be spread over ranks=" + std::to_string(shape.ranks) +
                                                     ". It needs to be a multiple of it.");
@@ -149,6 +174,7 @@ void check(const Schedule& schedule) {
   require_at_least("dispatchers", schedule.dispatchers, 1);
   require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
   require_range("keep_tokens", schedule.keep_tokens, 0, 2);
+  require_at_least("segment_tiles", schedule.segment_tiles, 0);
 }
 
 void check(const Rows& rows_per_expert) {
@@ -194,11 +220,23 @@ std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows
   check(shape, schedule, rows_per_expert);
   require_range("worker", worker, 0, schedule.workers);
   std::vector<Task> items;
-  TaskWalk walk(shape, schedule, rows_per_expert.data());
-  Task item;
   // Dealt in turn. In a launch a worker takes the next task when it is free.
-  for (int32_t number = worker; walk.seek(number, item); number += schedule.workers) items.push_back(item);
+  const auto take_all = [&](auto walk) {
+    Task item;
+    for (int32_t number = worker; walk.seek(number, item); number += schedule.workers) items.push_back(item);
+  };
+  if (schedule.backward()) {
+    take_all(TaskWalk<Pass::kBackward>(shape, schedule, rows_per_expert.data()));
+  } else {
+    take_all(TaskWalk<Pass::kForward>(shape, schedule, rows_per_expert.data()));
+  }
   return items;
+}
+
+std::vector<Segment> segments(const Schedule& schedule, const Rows& rows_per_expert) {
+  check(schedule);
+  check(rows_per_expert);
+  return all_of<Segment>(SegmentWalk(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size())));
 }
 
 std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,
@@ -221,6 +259,7 @@ std::optional<RowSource> source_of_row_in(const Rows& counts, int32_t row, int32
 }
 
 void define_scheduler(py::module_& module) {
+  module.def("segments", &segments, py::arg("schedule"), py::arg("rows_per_expert"), "The segments, in order.");
   module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
   module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),
              "The tasks of one worker, in stream order.");
@@ -233,19 +272,36 @@ void define_scheduler(py::module_& module) {
 // --- protocol.h ------------------------------------------------------------------------------------------------------
 
 // None where there is nothing to wait for.
-template <class Item>
-std::optional<Wait> wait_before_item(const Shape& shape, const Schedule& schedule, const Item& item) {
+std::optional<Wait> wait_before_chunk(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
   check(shape, schedule);
-  const Wait wait = wait_before(shape, schedule, item);
+  const Wait wait = wait_before(shape, schedule, chunk);
   if (wait.index < 0) return std::nullopt;
   return wait;
 }
 
 void define_protocol(py::module_& module) {
-  module.def("wait_before", &wait_before_item<Chunk>, py::arg("shape"), py::arg("schedule"), py::arg("chunk"),
+  module.def("wait_before", &wait_before_chunk, py::arg("shape"), py::arg("schedule"), py::arg("chunk"),
              "The wait before a chunk; None where there is nothing to wait for.");
-  module.def("wait_before", &wait_before_item<Task>, py::arg("shape"), py::arg("schedule"), py::arg("task"),
-             "The wait before a task.");
+  module.def(
+      "waits_before",
+      [](const Shape& shape, const Schedule& schedule, const Task& task) {
+        check(shape, schedule);
+        std::vector<Wait> waits;
+        for (int32_t nth = 0; nth < num_waits(schedule, task); ++nth) {
+          const Wait wait = wait_before(shape, schedule, task, nth);
+          if (wait.index >= 0) waits.push_back(wait);
+        }
+        return waits;
+      },
+      py::arg("shape"), py::arg("schedule"), py::arg("task"), "All waits before a task.");
+  module.def(
+      "wait_for_weight_gradients",
+      [](const Shape& shape, const Schedule& schedule, const Segment& segment) {
+        check(shape, schedule);
+        return wait_for_weight_gradients(shape, schedule, segment.first_tile);
+      },
+      py::arg("shape"), py::arg("schedule"), py::arg("segment"),
+      "The second wait of a backward pass before a chunk whose ring slot that segment had.");
   module.def("release_after", [](const Chunk& chunk) { return release_after(chunk); }, py::arg("chunk"));
   module.def("release_after", [](const Task& task) { return release_after(task); }, py::arg("task"));
   module.def("has_reached", &has_reached, py::arg("seen"), py::arg("target"));
@@ -267,7 +323,13 @@ constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
                                         {"row_targets", &ArenaLayout::row_targets},
                                         {"rows", &ArenaLayout::rows},
-                                        {"hidden", &ArenaLayout::hidden}};
+                                        {"hidden", &ArenaLayout::hidden},
+                                        {"weights", &ArenaLayout::weights},
+                                        {"weight_answers", &ArenaLayout::weight_answers},
+                                        {"row_weights", &ArenaLayout::row_weights},
+                                        {"row_products", &ArenaLayout::row_products},
+                                        {"projections", &ArenaLayout::projections},
+                                        {"weight_sums", &ArenaLayout::weight_sums}};
 
 template <size_t kSize>
 py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {
@@ -326,6 +388,8 @@ void define_layout(py::module_& module) {
   counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
   counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return hidden_tiles(shape, s.tile); });
   counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
+  counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
+  counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
   counted("num_planners", num_planners);
   counted("needed_head", needed_head);
 

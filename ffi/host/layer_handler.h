@@ -1,8 +1,8 @@
-// The FFI handlers of jaxmoe_forward on XLA:CPU, for host/extension.cc.
+// The FFI handlers of jaxmoe_forward and jaxmoe_backward on XLA:CPU, for host/extension.cc.
 #pragma once
 
 #include "common/extension.h"
-#include "common/forward_call.h"
+#include "common/layer_call.h"
 
 namespace jaxmoe::host {
 

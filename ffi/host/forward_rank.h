@@ -1,0 +1,106 @@
+// What a rank does in a forward pass; see host/rank.h. Caller: host/executor.cc.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "host/rank.h"
+
+namespace jaxmoe::host {
+
+template <class Format>
+class ForwardRank final : public Rank<Format> {
+ public:
+  using Base = Rank<Format>;
+  using typename Base::Number;
+  using typename Base::Span;
+  using typename Base::Storage;
+
+  using Base::Base;
+
+ private:
+  using Base::arrays_;
+  using Base::bias_of;
+  using Base::launch_;
+  using Base::layout_;
+  using Base::multiply_row;
+  using Base::rank_;
+  using Base::ring_row;
+  using Base::schedule_;
+  using Base::shape_;
+  using Base::share;
+  using Base::target_of;
+
+  // Tokens to where peers can read them.
+  void stage(int32_t worker) override {
+    if (shape_.ranks == 1) return;
+    const Span tokens = share(shape_.tokens, worker, schedule_.workers);
+    std::copy(arrays_.x + tokens.begin * shape_.hidden, arrays_.x + tokens.end * shape_.hidden,
+              at<Storage>(launch_, rank_, layout_.tokens) + tokens.begin * shape_.hidden);
+  }
+
+  void compute(const Task& task) override {
+    if (task.gemm == Gemm::kGateUp) {
+      gate_up(task);
+    } else {
+      down(task);
+    }
+  }
+
+  void gate_up(const Task& task) {
+    const int32_t width = shape_.intermediate;
+    const int32_t first = task.column_tile * schedule_.tile.hidden_columns;
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.hidden_columns, width - first);
+    const int64_t matrix = int64_t{task.expert} * shape_.hidden * width;
+    const int64_t bias = int64_t{task.expert} * width + first;
+    std::vector<Number> gate(columns), up(columns);
+    for (int32_t i = 0; i < task.rows; ++i) {
+      const Storage* row = ring_row(layout_.rows, task.ring_slot, i, shape_.hidden);
+      multiply_row(row, arrays_.w_gate + matrix, shape_.hidden, width, first, columns, gate.data());
+      if (arrays_.w_up != nullptr) {
+        multiply_row(row, arrays_.w_up + matrix, shape_.hidden, width, first, columns, up.data());
+      }
+      Storage* h = ring_row(layout_.hidden, task.ring_slot, i, width) + first;
+      for (int32_t c = 0; c < columns; ++c) {
+        const Number g = gate[c] + bias_of(arrays_.b_gate, bias + c);
+        const Number u = arrays_.w_up == nullptr ? 1 : up[c] + bias_of(arrays_.b_up, bias + c);
+        h[c] = Format::store(activate(launch_.activation, g, u));
+      }
+    }
+  }
+
+  void down(const Task& task) {
+    const int32_t first = task.column_tile * schedule_.tile.output_columns;
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.output_columns, shape_.hidden - first);
+    const Storage* weights = arrays_.w_down + int64_t{task.expert} * shape_.intermediate * shape_.hidden;
+    const int64_t bias = int64_t{task.expert} * shape_.hidden + first;
+    std::vector<Number> sums(columns);
+    for (int32_t i = 0; i < task.rows; ++i) {
+      multiply_row(ring_row(layout_.hidden, task.ring_slot, i, shape_.intermediate), weights, shape_.intermediate,
+                   shape_.hidden, first, columns, sums.data());
+      const RowTarget target{*target_of(task.ring_slot, i)};
+      Storage* out = at<Storage>(launch_, target.source(), layout_.partials) + int64_t{target.slot()} * shape_.hidden + first;
+      for (int32_t c = 0; c < columns; ++c) out[c] = Format::store(sums[c] + bias_of(arrays_.b_down, bias + c));
+    }
+  }
+
+  // The answers of each token's experts, in the order of its slots.
+  void combine(int32_t worker) override {
+    const Span tokens = share(shape_.tokens, worker, schedule_.workers);
+    std::vector<Number> sums(shape_.hidden);
+    for (int64_t token = tokens.begin; token < tokens.end; ++token) {
+      std::fill(sums.begin(), sums.end(), Number{0});
+      for (int64_t slot = token * shape_.top_k; slot < (token + 1) * shape_.top_k; ++slot) {
+        if (arrays_.topk_ids[slot] < 0) continue;
+        const Storage* partial = at<Storage>(launch_, rank_, layout_.partials) + slot * shape_.hidden;
+        for (int32_t c = 0; c < shape_.hidden; ++c) {
+          sums[c] += arrays_.topk_weights[slot] * Format::load(partial[c]);
+        }
+      }
+      std::transform(sums.begin(), sums.end(), arrays_.y + token * shape_.hidden, Format::store);
+    }
+  }
+};
+
+}  // namespace jaxmoe::host
