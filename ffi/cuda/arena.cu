@@ -203,8 +203,9 @@ ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, const Schedule
   return others;
 }
 
-ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
-                         const void* w_down, int32_t itemsize, cudaStream_t stream) {
+template <class Params>
+ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
+                         cudaStream_t stream) {
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = failure(); error.failure()) return error;
@@ -217,7 +218,7 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   params->failure = failure_record_;
   params->timeline = timeline_;
   std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
-  if (const std::string error = make_tensor_maps(params, type, w_gate, w_up, w_down); !error.empty()) {
+  if (const std::string error = make_tensor_maps(params, type, weights); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
   }
   timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
@@ -225,7 +226,7 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   // The launches of an arena have an order of their own: XLA may put two calls on two streams.
   cudaError_t status = cudaSuccess;
   if (last_stream_ != nullptr && last_stream_ != stream) status = cudaStreamWaitEvent(stream, last_launch_);
-  if (status == cudaSuccess) status = launch_forward(*params, type, stream);
+  if (status == cudaSuccess) status = launch_kernel(*params, type, stream);
   if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
   // The kernel takes all multiprocessors and waits for its peers. On the stream of the collectives it is in line with
   // those; but one that XLA has made synchronous runs on the program's stream. If that came up beside the kernel, it
@@ -238,6 +239,9 @@ ffi::Error Arena::launch(ForwardParams* params, ElementType type, const void* w_
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
 }
+
+template ffi::Error Arena::launch(ForwardParams*, ElementType, const Weights&, int32_t, cudaStream_t);
+template ffi::Error Arena::launch(BackwardParams*, ElementType, const Weights&, int32_t, cudaStream_t);
 
 ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
   std::unique_lock<std::mutex> lock;

@@ -1,6 +1,6 @@
 // The arenas of this process: for every device and every group that the device is a rank of, one block of memory that
 // all ranks of the group reach (common/layout.h says what lies in it). All layers and all programs of a group use the
-// same arena, one launch after the other. Caller: cuda/forward_handler.cu.
+// same arena, one launch after the other. Caller: cuda/layer_handler.cu.
 //
 // A group is known by its GPUs in the order of their ranks. XLA may hand out several communicators for one group, one
 // after the other, and the same numbers of devices can stand for other devices in another program, so neither names it.
@@ -22,6 +22,7 @@
 #include "common/timeline.h"
 #include "cuda/exchange.h"
 #include "cuda/kernel/params.cuh"
+#include "cuda/launch.h"
 #include "cuda/symmetric_memory.h"
 #include "cuda/tensor_map.h"
 #include "xla/ffi/api/ffi.h"
@@ -39,11 +40,12 @@ class Arena {
   // `link` is the one on which the program's own kernels run.
   xla::ffi::Error reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize);
 
-  // Launches the forward kernel after the last launch on this arena, whatever stream that was on. `params` has
+  // Launches the kernel of a pass after the last launch on this arena, whatever stream that was on. `params` has
   // everything that does not depend on the arena. Neither allocates nor waits. What the program enqueues on its own
   // stream afterwards comes after the kernel.
-  xla::ffi::Error launch(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
-                         const void* w_down, int32_t itemsize, cudaStream_t stream);
+  template <class Params>
+  xla::ffi::Error launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
+                         cudaStream_t stream);
 
   // What the last launch recorded; nothing where there was none, or where the kernel is compiled without a timeline.
   // Waits for that launch.

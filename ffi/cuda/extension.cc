@@ -3,28 +3,31 @@
 
 #include "common/build_config.h"
 #include "common/device_info.h"
-#include "common/forward_call.h"
-#include "cuda/forward_handler.h"
+#include "common/layer_call.h"
+#include "cuda/layer_handler.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInstantiateCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardPrepareCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardInitializeCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeForwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInstantiateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerPrepareCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInitializeCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerCuda);
 
 namespace jaxmoe {
 
 std::vector<Registration> registrations() {
-  return {{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoCuda},
-          {kForwardTarget, "instantiate", JaxmoeForwardInstantiateCuda},
-          {kForwardTarget, "prepare", JaxmoeForwardPrepareCuda},
-          {kForwardTarget, "initialize", JaxmoeForwardInitializeCuda},
-          {kForwardTarget, "execute", JaxmoeForwardCuda}};
+  std::vector<Registration> all{{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoCuda}};
+  for (const char* target : {kForwardTarget, kBackwardTarget}) {
+    all.push_back({target, "instantiate", JaxmoeLayerInstantiateCuda});
+    all.push_back({target, "prepare", JaxmoeLayerPrepareCuda});
+    all.push_back({target, "initialize", JaxmoeLayerInitializeCuda});
+    all.push_back({target, "execute", JaxmoeLayerCuda});
+  }
+  return all;
 }
 
-std::vector<StateType> state_types() { return {forward_instruction_type()}; }
+std::vector<StateType> state_types() { return {layer_instruction_type()}; }
 
 std::map<std::string, std::string> part_build_info() {
   return {{"cuda_toolkit", build_config::kNvccVersion},

@@ -1,6 +1,7 @@
-// See launch.h. The kernels that are compiled: one for each element type.
+// See launch.h. The kernels that are compiled: one for each pass and element type.
 #include "cuda/launch.h"
 
+#include "cuda/kernel/backward.cuh"
 #include "cuda/kernel/forward.cuh"
 #include "cuda/kernel/precision/sixteen_bit.cuh"
 
@@ -15,34 +16,47 @@ constexpr bool kTimeline = false;
 
 struct ForwardBf16 {
   using Precision = Bf16;
+  using Params = ForwardParams;
+  static constexpr Pass kPass = Pass::kForward;
   static constexpr KernelConfig config{.timeline = kTimeline};
 };
-struct ForwardF16 {
+struct ForwardF16 : ForwardBf16 {
   using Precision = F16;
-  static constexpr KernelConfig config = ForwardBf16::config;
+};
+struct BackwardBf16 {
+  using Precision = Bf16;
+  using Params = BackwardParams;
+  static constexpr Pass kPass = Pass::kBackward;
+  static constexpr KernelConfig config{.timeline = kTimeline};
+};
+struct BackwardF16 : BackwardBf16 {
+  using Precision = F16;
 };
 
-// Calls body(Variant{}) for the variant of an element type.
+// Calls body(Variant{}, kernel) for the variant of a pass and an element type.
 template <class Body>
-auto with_variant(ElementType type, Body body) {
-  return type == ElementType::kBf16 ? body(ForwardBf16{}) : body(ForwardF16{});
+auto with_variant(Pass pass, ElementType type, Body body) {
+  const bool is_bf16 = type == ElementType::kBf16;
+  if (pass == Pass::kBackward) {
+    return is_bf16 ? body(BackwardBf16{}, moe_backward<BackwardBf16>) : body(BackwardF16{}, moe_backward<BackwardF16>);
+  }
+  return is_bf16 ? body(ForwardBf16{}, moe_forward<ForwardBf16>) : body(ForwardF16{}, moe_forward<ForwardF16>);
 }
 
 std::string cuda_error(const char* what, cudaError_t status) {
-  return status == cudaSuccess ? "" : std::string("jaxmoe_forward: ") + what + ": " + cudaGetErrorString(status) + ".";
+  return status == cudaSuccess ? "" : std::string("jaxmoe: ") + what + ": " + cudaGetErrorString(status) + ".";
 }
 
 }  // namespace
 
-std::string prepare_forward(ElementType type, int32_t* workers) {
-  return with_variant(type, [&](auto variant) -> std::string {
+std::string prepare_kernel(Pass pass, ElementType type, int32_t* workers) {
+  return with_variant(pass, type, [&](auto variant, auto kernel) -> std::string {
     using Variant = decltype(variant);
-    constexpr std::size_t kSharedBytes = sizeof(ForwardStorage<Variant>);
+    constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
     static_assert(kSharedBytes <= kMaxSharedBytes);
     int device = 0;
     int processors = 0;
     int blocks = 0;
-    const auto kernel = moe_forward<Variant>;
     // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
     cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (status == cudaSuccess) status = cudaGetDevice(&device);
@@ -52,7 +66,7 @@ std::string prepare_forward(ElementType type, int32_t* workers) {
     }
     if (status != cudaSuccess) return cuda_error("the kernel could not be loaded", status);
     if (blocks < 1) {
-      return "jaxmoe_forward: a block of the kernel does not fit on a multiprocessor of this device; it needs " +
+      return "jaxmoe: a block of the kernel does not fit on a multiprocessor of this device; it needs " +
              std::to_string(kSharedBytes) + " bytes of shared memory.";
     }
     *workers = processors / Variant::config.cluster_size;
@@ -60,71 +74,132 @@ std::string prepare_forward(ElementType type, int32_t* workers) {
   });
 }
 
-std::string make_tensor_maps(ForwardParams* params, ElementType type, const void* w_gate, const void* w_up,
-                             const void* w_down) {
-  return with_variant(type, [&](auto variant) -> std::string {
-    constexpr KernelConfig config = decltype(variant)::config;
-    ForwardParams& p = *params;
-    const TileSizes tile = p.schedule.tile;
-    const int32_t hidden_columns = p.gated ? config.tile_columns / 2 : config.tile_columns;
-    if (tile.rows != config.tile_rows * config.cluster_size || tile.hidden_columns != hidden_columns ||
-        tile.output_columns != config.tile_columns || p.schedule.narrow_rows > config.tile_rows) {
-      return "jaxmoe_forward: the schedule's tiles are " + std::to_string(tile.rows) + " rows, " +
-             std::to_string(tile.hidden_columns) + " columns of h, " + std::to_string(tile.output_columns) +
-             " output columns; this kernel has " + std::to_string(config.tile_rows * config.cluster_size) + ", " +
-             std::to_string(hidden_columns) + ", " + std::to_string(config.tile_columns) + ".";
-    }
-    // A lane of a warp for each row of a chunk, and for each slot of a token.
-    constexpr int32_t kLanes = 32;
-    const int32_t dispatchers = p.schedule.workers * config.cluster_size * kDispatchWarps;
-    if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
-      return "jaxmoe_forward: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
-             std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
-             "; this kernel has " + std::to_string(dispatchers) + " dispatchers and takes up to " +
-             std::to_string(kLanes) + " of the others.";
-    }
-    const int64_t ring_rows = int64_t{p.schedule.ring_tiles} * tile.rows;
-    const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
-    const std::byte* arena = p.arenas[p.rank];
-    const int32_t box = config.tile_depth, rows = config.tile_rows;
-    constexpr int32_t few = GemmShape<decltype(variant)>::kFewRows;
-    std::string error;
-    const auto make = [&](CUtensorMap* map, const char* name, const void* base, std::initializer_list<int64_t> extents,
-                          std::initializer_list<int32_t> boxes) {
-      if (error.empty()) error = make_tensor_map(map, name, base, type, extents, boxes);
-    };
-    make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {box, rows});
-    make(&p.few_rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {box, few});
-    make(&p.hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {box, rows});
-    make(&p.few_hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {box, few});
-    make(&p.w_gate, "w_gate", w_gate, {intermediate, hidden, experts}, {box, box, 1});
-    make(&p.w_up, "w_up", p.gated ? w_up : w_gate, {intermediate, hidden, experts}, {box, box, 1});
-    make(&p.w_down, "w_down", w_down, {hidden, intermediate, experts}, {box, box, 1});
-    return error;
-  });
+namespace {
+
+// Makes tensor maps one after the other, until one fails.
+class MapMaker {
+ public:
+  explicit MapMaker(ElementType type) : type_(type) {}
+
+  void make(CUtensorMap* map, const char* name, const void* base, std::initializer_list<int64_t> extents,
+            std::initializer_list<int32_t> box) {
+    if (error_.empty()) error_ = make_tensor_map(map, name, base, type_, extents, box);
+  }
+  const std::string& error() const { return error_; }
+
+ private:
+  const ElementType type_;
+  std::string error_;
+};
+
+constexpr KernelConfig kConfig = ForwardBf16::config;
+constexpr int32_t kBox = kConfig.tile_depth;
+static_assert(kBox == gradient_producer::kBox);
+
+// What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
+std::string schedule_error(const LaunchParams& p) {
+  const TileSizes tile = p.schedule.tile;
+  const int32_t hidden_columns = p.gated ? kConfig.tile_columns / 2 : kConfig.tile_columns;
+  if (tile.rows != kConfig.tile_rows * kConfig.cluster_size || tile.hidden_columns != hidden_columns ||
+      tile.output_columns != kConfig.tile_columns || p.schedule.narrow_rows > kConfig.tile_rows) {
+    return "jaxmoe: the schedule's tiles are " + std::to_string(tile.rows) + " rows, " +
+           std::to_string(tile.hidden_columns) + " columns of h, " + std::to_string(tile.output_columns) +
+           " output columns; this kernel has " + std::to_string(kConfig.tile_rows * kConfig.cluster_size) + ", " +
+           std::to_string(hidden_columns) + ", " + std::to_string(kConfig.tile_columns) + ".";
+  }
+  // A lane of a warp for each row of a chunk, and for each slot of a token.
+  constexpr int32_t kLanes = 32;
+  const int32_t dispatchers = p.schedule.workers * kConfig.cluster_size * kDispatchWarps;
+  if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
+    return "jaxmoe: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
+           std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
+           "; this kernel has " + std::to_string(dispatchers) + " dispatchers and takes up to " +
+           std::to_string(kLanes) + " of the others.";
+  }
+  return "";
+}
+
+int64_t ring_rows_of(const LaunchParams& p) { return int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows; }
+
+void make_weight_maps(MapMaker& maker, LaunchParams& p, const Weights& weights) {
+  const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
+  maker.make(&p.w_gate, "w_gate", weights.gate, {intermediate, hidden, experts}, {kBox, kBox, 1});
+  maker.make(&p.w_up, "w_up", p.gated ? weights.up : weights.gate, {intermediate, hidden, experts}, {kBox, kBox, 1});
+  maker.make(&p.w_down, "w_down", weights.down, {hidden, intermediate, experts}, {kBox, kBox, 1});
+}
+
+}  // namespace
+
+std::string make_tensor_maps(ForwardParams* params, ElementType type, const Weights& weights) {
+  ForwardParams& p = *params;
+  if (const std::string error = schedule_error(p); !error.empty()) return error;
+  const int64_t ring_rows = ring_rows_of(p);
+  const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
+  const std::byte* arena = p.arenas[p.rank];
+  constexpr int32_t rows = kConfig.tile_rows;
+  constexpr int32_t few = GemmShape<ForwardBf16>::kFewRows;
+  MapMaker maker(type);
+  maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
+  maker.make(&p.few_rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
+  maker.make(&p.hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {kBox, rows});
+  maker.make(&p.few_hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {kBox, few});
+  make_weight_maps(maker, p, weights);
+  return maker.error();
+}
+
+std::string make_tensor_maps(BackwardParams* params, ElementType type, const Weights& weights) {
+  BackwardParams& p = *params;
+  if (const std::string error = schedule_error(p); !error.empty()) return error;
+  const int64_t ring_rows = ring_rows_of(p);
+  const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
+  const std::byte* arena = p.arenas[p.rank];
+  constexpr int32_t few = GemmShape<BackwardBf16>::kWarpRows;
+  MapMaker maker(type);
+  maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
+  const std::byte* of_projections = arena + p.layout.projections.offset;
+  maker.make(&p.projections, "projections", of_projections, {intermediate, projections, ring_rows}, {kBox, 1, kBox});
+  maker.make(&p.few_projections, "projections", of_projections, {intermediate, projections, ring_rows},
+             {kBox, 1, few});
+  const std::byte* of_hidden = arena + p.layout.hidden.offset;
+  maker.make(&p.hidden, "hidden", of_hidden, {intermediate, ring_rows}, {kBox, kBox});
+  maker.make(&p.few_hidden, "hidden", of_hidden, {intermediate, ring_rows}, {kBox, few});
+  make_weight_maps(maker, p, weights);
+  return maker.error();
 }
 
 int32_t timeline_blocks(const Schedule& schedule) {
-  return kTimeline ? schedule.workers * ForwardBf16::config.cluster_size : 0;
+  return kTimeline ? schedule.workers * kConfig.cluster_size : 0;
 }
 
-cudaError_t launch_forward(const ForwardParams& params, ElementType type, cudaStream_t stream) {
-  return with_variant(type, [&](auto variant) {
-    using Variant = decltype(variant);
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeCooperative;
-    attributes[0].val.cooperative = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(Variant::config.cluster_size), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(params.schedule.workers * Variant::config.cluster_size);
-    config.blockDim = dim3(Variant::config.threads());
-    config.dynamicSmemBytes = sizeof(ForwardStorage<Variant>);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = Variant::config.cluster_size > 1 ? 2 : 1;
-    return cudaLaunchKernelEx(&config, moe_forward<Variant>, params);
-  });
+namespace {
+
+template <class Variant, class Kernel>
+cudaError_t launch(Kernel kernel, const typename Variant::Params& params, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(Variant::config.cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(params.schedule.workers * Variant::config.cluster_size);
+  config.blockDim = dim3(Variant::config.threads());
+  config.dynamicSmemBytes = sizeof(KernelStorage<Variant>);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = Variant::config.cluster_size > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+
+cudaError_t launch_kernel(const ForwardParams& params, ElementType type, cudaStream_t stream) {
+  return type == ElementType::kBf16 ? launch<ForwardBf16>(moe_forward<ForwardBf16>, params, stream)
+                                    : launch<ForwardF16>(moe_forward<ForwardF16>, params, stream);
+}
+
+cudaError_t launch_kernel(const BackwardParams& params, ElementType type, cudaStream_t stream) {
+  return type == ElementType::kBf16 ? launch<BackwardBf16>(moe_backward<BackwardBf16>, params, stream)
+                                    : launch<BackwardF16>(moe_backward<BackwardF16>, params, stream);
 }
 
 }  // namespace jaxmoe

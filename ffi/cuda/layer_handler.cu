@@ -1,4 +1,4 @@
-// Handlers of jaxmoe_forward on CUDA devices. XLA calls `instantiate` once for every instruction of a program, and the
+// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices. XLA calls `instantiate` once for every instruction of a program, and the
 // others for every run and device:
 //
 //   prepare      asks for the communicator of the group; there is no stream and no memory yet
@@ -11,7 +11,7 @@
 // A wait of the kernel that takes too long ends the kernel; the next call of that group reports it.
 //
 // Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
-#include "cuda/forward_handler.h"
+#include "cuda/layer_handler.h"
 
 #include <cuda_runtime.h>
 
@@ -19,9 +19,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 
-#include "common/forward_call.h"
+#include "common/layer_call.h"
 #include "cuda/arena.h"
 #include "cuda/collectives.h"
 #include "cuda/errors.h"
@@ -58,7 +59,7 @@ namespace {
 
 constexpr int32_t kItemsize = 2;  // of both element types
 
-ReplicaGroups groups_of(const ForwardAttributes& a) {
+ReplicaGroups groups_of(const LayerAttributes& a) {
   ReplicaGroups groups;
   for (const int64_t* group = a.groups.begin(); group != a.groups.end(); group += a.ranks) {
     groups.emplace_back(group, group + a.ranks);
@@ -67,21 +68,31 @@ ReplicaGroups groups_of(const ForwardAttributes& a) {
 }
 
 // What this kernel cannot do, beyond what no part of jaxmoe can.
-std::string limits_error(const ForwardAttributes& a) {
+std::string limits_error(const LayerAttributes& a) {
   if (a.ranks <= kMaxPeers && a.num_experts <= kMaxExperts && a.num_experts / a.ranks <= kMaxLocalExperts) return "";
-  return "jaxmoe_forward: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
+  return "jaxmoe: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
          " ranks; on GPUs there can be " + std::to_string(kMaxExperts) + " experts, " +
          std::to_string(kMaxLocalExperts) + " per rank, and " + std::to_string(kMaxPeers) + " ranks.";
 }
 
-std::string types_error(const ForwardBuffers& b) {
-  const ffi::DataType type = b.x.element_type();
-  if (type != ffi::BF16 && type != ffi::F16) return "jaxmoe_forward: on GPUs x must be bfloat16 or float16.";
-  for (const ffi::AnyBuffer& buffer : {b.w_gate, b.w_up, b.w_down, b.b_gate, b.b_up, b.b_down, b.y}) {
-    if (buffer.element_type() != type) return "jaxmoe_forward: weights, biases and y must be of the type of x.";
+std::string types_error(const LayerBuffers& b) {
+  using Buffers = LayerBuffers;
+  const ffi::DataType type = b[Buffers::kX].element_type();
+  if (type != ffi::BF16 && type != ffi::F16) return "jaxmoe: on GPUs x must be bfloat16 or float16.";
+  bool agree = true;
+  const auto check = [&](const ffi::AnyBuffer& buffer) { agree = agree && buffer.element_type() == type; };
+  for (int i = Buffers::kWGate; i <= Buffers::kBDown; ++i) check(b[static_cast<Buffers::Operand>(i)]);
+  if (b.backward()) {
+    check(b[Buffers::kDy]);
+    check(b[Buffers::kDX]);
+    for (int i = Buffers::kDWGate; i < Buffers::kGradients; ++i) check(b[static_cast<Buffers::Gradient>(i)]);
+  } else {
+    check(b.y());
   }
-  if (b.topk_ids.element_type() != ffi::S32 || b.topk_weights.element_type() != ffi::F32) {
-    return "jaxmoe_forward: topk_ids must be int32, topk_weights float32.";
+  if (!agree) return "jaxmoe: weights, biases, y and gradients must be of the type of x.";
+  if (b[Buffers::kTopkIds].element_type() != ffi::S32 || b[Buffers::kTopkWeights].element_type() != ffi::F32 ||
+      (b.backward() && b[Buffers::kDTopkWeights].element_type() != ffi::F32)) {
+    return "jaxmoe: topk_ids must be int32, topk_weights and their gradients float32.";
   }
   return "";
 }
@@ -105,13 +116,14 @@ class CurrentDevice {
   int current_ = 0;
 };
 
-// Workers of the kernel for an element type on the current device; the first call loads it.
-ffi::ErrorOr<int32_t> workers_of(int device, ElementType type) {
+// Workers of the kernel of a pass for an element type on the current device; the first call loads it.
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, ElementType type) {
+  using Kernel = std::tuple<int, Pass, ElementType>;
   static std::mutex mutex;
-  static std::map<std::pair<int, ElementType>, int32_t>* known = new std::map<std::pair<int, ElementType>, int32_t>;
+  static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
     const std::lock_guard lock(mutex);
-    if (const auto found = known->find({device, type}); found != known->end()) return found->second;
+    if (const auto found = known->find({device, pass, type}); found != known->end()) return found->second;
   }
   // Without the lock: loading may wait for kernels that wait for peers, whose handlers come through here too.
   int major = 0, minor = 0;
@@ -121,15 +133,15 @@ ffi::ErrorOr<int32_t> workers_of(int device, ElementType type) {
   if (major != 9 || minor != 0) {
     return ffi::Unexpected(ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
-        "jaxmoe_forward: device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+        "jaxmoe: device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
             std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
   }
   int32_t workers = 0;
-  if (const std::string error = prepare_forward(type, &workers); !error.empty()) {
+  if (const std::string error = prepare_kernel(pass, type, &workers); !error.empty()) {
     return ffi::Unexpected(ffi::Error::Internal(error));
   }
   const std::lock_guard lock(mutex);
-  return (*known)[{device, type}] = workers;
+  return (*known)[{device, pass, type}] = workers;
 }
 
 // A call as initialize and execute see it.
@@ -148,16 +160,16 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
 }
 
 // Checks a call; `device` is current.
-ffi::ErrorOr<Call> call_of(int device, const ForwardBuffers& buffers, const ForwardAttributes& attributes) {
+ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
   for (const std::string& error :
-       {forward_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
+       {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
     if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
   }
-  const ElementType type = buffers.x.element_type() == ffi::BF16 ? ElementType::kBf16 : ElementType::kF16;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, type);
+  const ElementType type = buffers[LayerBuffers::kX].element_type() == ffi::BF16 ? ElementType::kBf16 : ElementType::kF16;
+  ffi::ErrorOr<int32_t> workers = workers_of(device, buffers.backward() ? Pass::kBackward : Pass::kForward, type);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (attributes.workers > *workers) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe_forward: workers=" + std::to_string(attributes.workers) +
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
                                                        "; this device has room for " + std::to_string(*workers) + "."));
   }
   return Call{.type = type,
@@ -165,18 +177,18 @@ ffi::ErrorOr<Call> call_of(int device, const ForwardBuffers& buffers, const Forw
               .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
 }
 
-ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(ForwardAttributes) {
+ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) {
   return std::make_unique<Instruction>();
 }
 
-ffi::Error prepare(ffi::Context context, ForwardAttributes attributes) {
+ffi::Error prepare(ffi::Context context, LayerAttributes attributes) {
   for (const std::string& error : {attributes_error(attributes), limits_error(attributes)}) {
     if (!error.empty()) return ffi::Error::InvalidArgument(error);
   }
   return attributes.ranks == 1 ? ffi::Error::Success() : request_communicator(context, groups_of(attributes));
 }
 
-ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const ForwardAttributes& attributes) {
+ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const LayerAttributes& attributes) {
   Link link{.communicator = nullptr,
             .ranks = attributes.ranks,
             .stream = stream,
@@ -189,11 +201,11 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
 }
 
 // Buffers are there, what they hold is not.
-ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
-                      ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
-                      ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
-                      ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
-  const ForwardBuffers buffers{place, x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, *y};
+ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream_t stream, ffi::RemainingArgs operands,
+                      ffi::RemainingRets results, LayerAttributes attributes) {
+  std::string unknown;
+  const LayerBuffers buffers(operands, results, &unknown);
+  if (!unknown.empty()) return ffi::Error::InvalidArgument(unknown);
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
@@ -211,74 +223,85 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream
   return arena->reserve(*link, call->shape, call->schedule, kItemsize);
 }
 
+// What both passes are given.
+void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const LayerAttributes& attributes) {
+  using Buffers = LayerBuffers;
+  params->shape = call.shape;
+  params->schedule = call.schedule;
+  params->activation = activation_of(attributes);
+  params->timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
+  params->x = data_of(b[Buffers::kX]);
+  params->topk_ids = data_of<const int32_t>(b[Buffers::kTopkIds]);
+  params->topk_weights = data_of<const float>(b[Buffers::kTopkWeights]);
+  params->b_gate = data_of(b[Buffers::kBGate]);
+  params->b_up = data_of(b[Buffers::kBUp]);
+  params->b_down = data_of(b[Buffers::kBDown]);
+  params->gated = call.shape.projections > 1;
+}
+
 // Device and rank follow from the stream and the communicator: `place`, which is on the GPU, is not read.
-ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
-                   ffi::AnyBuffer topk_ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
-                   ffi::AnyBuffer w_down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
-                   ffi::Result<ffi::AnyBuffer> y, ForwardAttributes attributes) {
-  const ForwardBuffers buffers{place, x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, *y};
+ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, LayerAttributes attributes) {
+  using Buffers = LayerBuffers;
+  std::string unknown;
+  const LayerBuffers buffers(operands, results, &unknown);
+  if (!unknown.empty()) return ffi::Error::InvalidArgument(unknown);
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
   ffi::ErrorOr<Call> call = call_of(*device, buffers, attributes);
   if (call.has_error()) return call.error();
   Arena* arena = instruction->arena_of(*device);
-  if (arena == nullptr) return ffi::Error::Internal("jaxmoe_forward: execute without an initialize for its group.");
+  if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");
 
-  const auto data = [](const ffi::AnyBuffer& buffer) -> const void* {
-    return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
-  };
-  ForwardParams params{};
-  params.shape = call->shape;
-  params.schedule = call->schedule;
-  params.activation = activation_of(attributes);
-  params.timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
-  params.x = data(x);
-  params.topk_ids = static_cast<const int32_t*>(data(topk_ids));
-  params.topk_weights = static_cast<const float*>(data(topk_weights));
-  params.b_gate = data(b_gate);
-  params.b_up = data(b_up);
-  params.b_down = data(b_down);
-  params.y = y->untyped_data();
-  params.gated = w_up.element_count() > 0;
-  return arena->launch(&params, call->type, data(w_gate), data(w_up), data(w_down), kItemsize, stream);
+  const Weights weights{data_of(buffers[Buffers::kWGate]), data_of(buffers[Buffers::kWUp]),
+                        data_of(buffers[Buffers::kWDown])};
+  if (!buffers.backward()) {
+    ForwardParams params{};
+    fill(&params, *call, buffers, attributes);
+    params.y = buffers.y().untyped_data();
+    return arena->launch(&params, call->type, weights, kItemsize, stream);
+  }
+  BackwardParams params{};
+  fill(&params, *call, buffers, attributes);
+  params.dy = data_of(buffers[Buffers::kDy]);
+  params.dx = data_of(buffers[Buffers::kDX]);
+  params.dtopk_weights = data_of<float>(buffers[Buffers::kDTopkWeights]);
+  params.dw_gate = data_of(buffers[Buffers::kDWGate]);
+  params.dw_up = data_of(buffers[Buffers::kDWUp]);
+  params.dw_down = data_of(buffers[Buffers::kDWDown]);
+  params.db_gate = data_of(buffers[Buffers::kDBGate]);
+  params.db_up = data_of(buffers[Buffers::kDBUp]);
+  params.db_down = data_of(buffers[Buffers::kDBDown]);
+  return arena->launch(&params, call->type, weights, kItemsize, stream);
 }
 
-// Operands, result and attributes of the call, which initialize and execute both declare.
+// Operands, results and attributes of the call, which initialize and execute both declare.
 template <class Binding>
 auto with_call(Binding binding) {
   return std::move(binding)
       .template Ctx<ffi::State<Instruction>>()
       .template Ctx<ffi::Context>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<ffi::AnyBuffer>()   // place
-      .template Arg<ffi::AnyBuffer>()   // x
-      .template Arg<ffi::AnyBuffer>()   // topk_ids
-      .template Arg<ffi::AnyBuffer>()   // topk_weights
-      .template Arg<ffi::AnyBuffer>()   // w_gate
-      .template Arg<ffi::AnyBuffer>()   // w_up
-      .template Arg<ffi::AnyBuffer>()   // w_down
-      .template Arg<ffi::AnyBuffer>()   // b_gate
-      .template Arg<ffi::AnyBuffer>()   // b_up
-      .template Arg<ffi::AnyBuffer>()   // b_down
-      .template Ret<ffi::AnyBuffer>()   // y
-      .template Attrs<ForwardAttributes>();
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attrs<LayerAttributes>();
 }
 
 }  // namespace
 
-StateType forward_instruction_type() {
+StateType layer_instruction_type() {
   static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instruction>();
-  return {"jaxmoe_forward_instruction_cuda", &Instruction::id, &info};
+  return {"jaxmoe_instruction_cuda", &Instruction::id, &info};
 }
 
 }  // namespace jaxmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardInstantiateCuda, jaxmoe::instantiate,
-                              xla::ffi::Ffi::BindInstantiate().Attrs<jaxmoe::ForwardAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerInstantiateCuda, jaxmoe::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attrs<jaxmoe::LayerAttributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxmoeForwardPrepareCuda, jaxmoe::prepare,
-    xla::ffi::Ffi::BindPrepare().Ctx<xla::ffi::Context>().Attrs<jaxmoe::ForwardAttributes>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardInitializeCuda, jaxmoe::initialize,
+    JaxmoeLayerPrepareCuda, jaxmoe::prepare,
+    xla::ffi::Ffi::BindPrepare().Ctx<xla::ffi::Context>().Attrs<jaxmoe::LayerAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerInitializeCuda, jaxmoe::initialize,
                               jaxmoe::with_call(xla::ffi::Ffi::BindInitialize()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeForwardCuda, jaxmoe::execute, jaxmoe::with_call(xla::ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerCuda, jaxmoe::execute, jaxmoe::with_call(xla::ffi::Ffi::Bind()));

@@ -1,4 +1,4 @@
-// The FFI handlers of jaxmoe_forward on CUDA devices, for cuda/extension.cc.
+// The FFI handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices, for cuda/extension.cc.
 #pragma once
 
 #include "common/extension.h"
@@ -6,6 +6,6 @@
 namespace jaxmoe {
 
 // What an instruction of a program remembers from one run to the next.
-StateType forward_instruction_type();
+StateType layer_instruction_type();
 
 }  // namespace jaxmoe

@@ -1,7 +1,10 @@
-// The submodule `executor` of jaxmoe._native: layers back to back on the host executor, without XLA between them, for
-// the tests in tests/host/test_executor.py. Ranks are threads that never wait for each other between layers, so that a
-// rank may be one launch ahead, and tests can make signals late, missing or ignored.
+// The submodule `executor` of jaxmoe._native: layers and their gradients back to back on the host executor, without XLA
+// between them, for the tests in tests/host/test_executor.py. Ranks are threads that never wait for each other between
+// passes, so that a rank may be one launch ahead, and tests can make signals late, missing or ignored.
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -27,58 +30,142 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
 void need(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument("run_layers: " + what + ".");
+  if (!holds) throw std::invalid_argument("executor: " + what + ".");
 }
 
-// Returns y [launches, ranks, tokens, hidden].
-Array<float> run_layers(const Shape& shape, const Schedule& schedule, const Array<float>& x, const Array<int32_t>& ids,
-                        const Array<float>& weights, const Array<float>& w_gate, const Array<float>& w_up,
-                        const Array<float>& w_down, const host::Disturbance& disturbance, double timeout_seconds) {
-  need(x.ndim() == 4 && ids.ndim() == 4 && weights.ndim() == 4 && w_gate.ndim() == 3 && w_down.ndim() == 3,
-       "x, ids and weights must be [launches, ranks, tokens, ...], weights of experts [experts, ..., ...]");
-  const int64_t launches = x.shape(0);
-  const int64_t experts = shape.num_experts, matrix = int64_t{shape.hidden} * shape.intermediate;
-  need(x.size() == launches * shape.ranks * shape.tokens * shape.hidden, "x does not have the shape's size");
-  need(ids.size() == launches * shape.ranks * shape.slots() && weights.size() == ids.size(),
-       "ids or weights do not have the shape's size");
-  need(w_gate.size() == experts * matrix && w_up.size() == w_gate.size() && w_down.size() == w_gate.size(),
-       "weights of experts do not have the shape's size");
-  need(schedule.workers > 0 && schedule.dispatchers % schedule.workers == 0,
-       "dispatchers must be a multiple of workers");
+// What the launches are given: of tokens [launches, ranks, tokens, ...], of experts [experts, ..., ...]. `dy` is empty
+// where there is no backward pass.
+struct Inputs {
+  Array<float> x;
+  Array<int32_t> ids;
+  Array<float> weights;
+  Array<float> w_gate, w_up, w_down;
+  Array<float> dy;
 
-  Array<float> y(std::vector<py::ssize_t>{launches, shape.ranks, shape.tokens, shape.hidden});
-  const HeadCapacity head = needed_head(shape, schedule);
-  const host::Arenas arenas(head, layout_of(shape, schedule, head, sizeof(float)).bytes);
+  int64_t launches() const { return x.shape(0); }
+};
+
+void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs& in) {
+  need(in.x.ndim() == 4 && in.ids.ndim() == 4 && in.weights.ndim() == 4 && in.w_gate.ndim() == 3 &&
+           in.w_down.ndim() == 3,
+       "x, ids and weights must be [launches, ranks, tokens, ...], weights of experts [experts, ..., ...]");
+  const int64_t matrix = int64_t{shape.hidden} * shape.intermediate;
+  need(in.x.size() == in.launches() * shape.ranks * shape.tokens * shape.hidden, "x does not have the shape's size");
+  need(in.ids.size() == in.launches() * shape.ranks * shape.slots() && in.weights.size() == in.ids.size(),
+       "ids or weights do not have the shape's size");
+  need(in.w_gate.size() == shape.num_experts * matrix && in.w_up.size() == in.w_gate.size() &&
+           in.w_down.size() == in.w_gate.size(),
+       "weights of experts do not have the shape's size");
+  need(shape.projections == 2, "experts have gate and up here");
+  for (const Schedule& schedule : passes) {
+    need(schedule.workers > 0 && schedule.dispatchers % schedule.workers == 0,
+         "dispatchers must be a multiple of workers");
+    need(!schedule.backward() || in.dy.size() == in.x.size(), "dy does not have the size of x");
+  }
+}
+
+// What all ranks write, [launches, ranks, ...]; NaN where nobody does.
+class Results {
+ public:
+  Results(const Shape& shape, int64_t launches, bool forward, bool backward) {
+    const int64_t local = shape.local_experts();
+    const std::vector<int64_t> tokens{shape.tokens, shape.hidden}, slots{shape.tokens, shape.top_k};
+    const std::vector<int64_t> up{local, shape.hidden, shape.intermediate};
+    const std::vector<int64_t> down{local, shape.intermediate, shape.hidden};
+    const auto add = [&](const char* name, float*& data, const std::vector<int64_t>& sizes) {
+      std::vector<py::ssize_t> all{launches, shape.ranks};
+      all.insert(all.end(), sizes.begin(), sizes.end());
+      Array<float> array(all);
+      data = array.mutable_data();
+      std::fill(data, data + array.size(), std::numeric_limits<float>::quiet_NaN());
+      named_[name] = array;
+    };
+    if (forward) add("y", y, tokens);
+    if (!backward) return;
+    add("dx", dx, tokens);
+    add("dweights", dweights, slots);
+    add("dw_gate", dw_gate, up);
+    add("dw_up", dw_up, up);
+    add("dw_down", dw_down, down);
+  }
+
+  const py::dict& named() const { return named_; }
+
+  float* y = nullptr;
+  float* dx = nullptr;
+  float* dweights = nullptr;
+  float* dw_gate = nullptr;
+  float* dw_up = nullptr;
+  float* dw_down = nullptr;
+
+ private:
+  py::dict named_;
+};
+
+// The arrays of one rank in one launch of all passes.
+host::LayerArrays<host::F32> arrays_of(const Shape& shape, const Inputs& in, const Results& out, int64_t launch,
+                                       int32_t rank) {
+  const int64_t nth = launch * shape.ranks + rank;
+  const int64_t tokens = nth * shape.tokens * shape.hidden, slots = nth * shape.slots();
+  const int64_t experts = int64_t{shape.local_experts()} * shape.hidden * shape.intermediate;
+  const auto from = [](auto* data, int64_t offset) { return data == nullptr ? nullptr : data + offset; };
+  return {.x = in.x.data() + tokens,
+          .topk_ids = in.ids.data() + slots,
+          .topk_weights = in.weights.data() + slots,
+          .w_gate = in.w_gate.data() + rank * experts,
+          .w_up = in.w_up.data() + rank * experts,
+          .w_down = in.w_down.data() + rank * experts,
+          .y = from(out.y, tokens),
+          .dy = in.dy.size() == 0 ? nullptr : in.dy.data() + tokens,
+          .dx = from(out.dx, tokens),
+          .dtopk_weights = from(out.dweights, slots),
+          .dw_gate = from(out.dw_gate, nth * experts),
+          .dw_up = from(out.dw_up, nth * experts),
+          .dw_down = from(out.dw_down, nth * experts)};
+}
+
+// Arenas that have room for every pass.
+host::Arenas arenas_for(const Shape& shape, const std::vector<Schedule>& passes, HeadCapacity& head) {
+  head = needed_head(shape, passes[0]);
+  for (const Schedule& schedule : passes) {
+    head.row_tiles = std::max(head.row_tiles, needed_head(shape, schedule).row_tiles);
+  }
+  int64_t bytes = 0;
+  for (const Schedule& schedule : passes) {
+    bytes = std::max(bytes, layout_of(shape, schedule, head, sizeof(float)).bytes);
+  }
+  return {head, bytes};
+}
+
+// Runs every pass for every launch's inputs, one after the other in the same arenas.
+py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, const Inputs& in,
+                    const host::Disturbance& disturbance, double timeout_seconds) {
+  check(shape, passes, in);
+  const auto backward = [](const Schedule& schedule) { return schedule.backward(); };
+  const Results out(shape, in.launches(), !std::all_of(passes.begin(), passes.end(), backward),
+                    std::any_of(passes.begin(), passes.end(), backward));
+  HeadCapacity head;
+  const host::Arenas arenas = arenas_for(shape, passes, head);
   std::atomic<bool> given_up = false;
-  const host::Launch launch{.shape = shape,
-                            .schedule = schedule,
-                            .head = head,
-                            .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
-                            .activation = {},
-                            .arenas = arenas.of_ranks(),
-                            .timeout_seconds = timeout_seconds,
-                            .given_up = &given_up,
-                            .disturbance = disturbance};
-  const auto run = [&, x = x.data(), ids = ids.data(), weights = weights.data(), w_gate = w_gate.data(),
-                    w_up = w_up.data(), w_down = w_down.data(), y = y.mutable_data()](int32_t rank) -> std::string {
-    const int64_t first_weight = int64_t{rank} * shape.local_experts() * matrix;
-    for (int64_t i = 0; i < launches; ++i) {
-      const int64_t nth = i * shape.ranks + rank;
-      const host::LayerArrays<host::F32> arrays{.x = x + nth * shape.tokens * shape.hidden,
-                                                .topk_ids = ids + nth * shape.slots(),
-                                                .topk_weights = weights + nth * shape.slots(),
-                                                .w_gate = w_gate + first_weight,
-                                                .w_up = w_up + first_weight,
-                                                .w_down = w_down + first_weight,
-                                                .b_gate = nullptr,
-                                                .b_up = nullptr,
-                                                .b_down = nullptr,
-                                                .y = y + nth * shape.tokens * shape.hidden};
-      LaunchTimeline timeline;
-      const bool recorded = host::timeline_is_on;
-      const std::string failure = host::run_rank<host::F32>(launch, rank, arrays, recorded ? &timeline : nullptr);
-      if (!failure.empty()) return failure;
-      if (recorded) host::keep_timeline(std::move(timeline));
+  const auto run = [&](int32_t rank) -> std::string {
+    for (int64_t i = 0; i < in.launches(); ++i) {
+      for (const Schedule& schedule : passes) {
+        const host::Launch launch{.shape = shape,
+                                  .schedule = schedule,
+                                  .head = head,
+                                  .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
+                                  .activation = {},
+                                  .arenas = arenas.of_ranks(),
+                                  .timeout_seconds = timeout_seconds,
+                                  .given_up = &given_up,
+                                  .disturbance = disturbance};
+        LaunchTimeline timeline;
+        const bool recorded = host::timeline_is_on;
+        const std::string failure = host::run_rank<host::F32>(launch, rank, arrays_of(shape, in, out, i, rank),
+                                                              recorded ? &timeline : nullptr);
+        if (!failure.empty()) return failure;
+        if (recorded) host::keep_timeline(std::move(timeline));
+      }
     }
     return "";
   };
@@ -94,7 +181,7 @@ Array<float> run_layers(const Shape& shape, const Schedule& schedule, const Arra
   std::string text;
   for (const std::string& failure : failures) text += (text.empty() || failure.empty() ? "" : "\n") + failure;
   if (!text.empty()) throw std::runtime_error(text);
-  return y;
+  return out.named();
 }
 
 }  // namespace
@@ -110,11 +197,21 @@ void define_executor(py::module_& module) {
            }),
            py::kw_only(), py::arg("delay_seed") = 0, py::arg("most_delay_us") = 0, py::arg("rank") = -1,
            py::arg("dropped_signal") = py::none(), py::arg("dropped_index") = 0, py::arg("skipped_site") = py::none());
-  executor.def("run_layers", &run_layers, py::arg("shape"), py::arg("schedule"), py::arg("x"), py::arg("ids"),
-               py::arg("weights"), py::arg("w_gate"), py::arg("w_up"), py::arg("w_down"), py::kw_only(),
-               py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
-               "Runs x.shape[0] layers one after the other on every rank and returns y "
-               "[launches, ranks, tokens, hidden]; raises RuntimeError with what each rank had to say.");
+  executor.def(
+      "run_passes",
+      [](const Shape& shape, const std::vector<Schedule>& passes, Array<float> x, Array<int32_t> ids,
+         Array<float> weights, Array<float> w_gate, Array<float> w_up, Array<float> w_down,
+         std::optional<Array<float>> dy, const host::Disturbance& disturbance, double timeout_seconds) {
+        need(!passes.empty(), "passes must name a schedule");
+        const Inputs inputs{x, ids, weights, w_gate, w_up, w_down, dy ? *dy : Array<float>(0)};
+        return run_passes(shape, passes, inputs, disturbance, timeout_seconds);
+      },
+      py::arg("shape"), py::arg("passes"), py::arg("x"), py::arg("ids"), py::arg("weights"), py::arg("w_gate"),
+      py::arg("w_up"), py::arg("w_down"), py::arg("dy") = py::none(), py::kw_only(),
+      py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
+      "Runs x.shape[0] times the passes that the schedules are for, one after the other on every rank and in the same "
+      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dweights, dw_gate, dw_up and dw_down "
+      "of a backward pass. Raises RuntimeError with what each rank had to say.");
   executor.def("record_timelines", &host::record_timelines, py::arg("on"),
                "Whether layers of this process record what they do when, from now on; returns what held before.");
 }

@@ -10,8 +10,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc", "ffi/host/signals.cc")
 RACES_FOUND = 66  # ThreadSanitizer's exit code
 
-# What each wait protects; `plan` waits for nothing here, since one planner sorts so few slots.
-SITES = ("publish", "walk", "dispatch", "gate_up", "down", "announce", "combine")
+# The waits of each pass; `plan` waits for nothing here, since one planner sorts so few slots.
+SHARED_SITES = ("publish", "walk", "dispatch", "gate_up", "announce", "combine")
+SITES = {
+    "forward": (*SHARED_SITES, "down"),
+    "backward": (*SHARED_SITES, "hidden_gradient", "token_gradient", "weight_gradient"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +41,16 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_layers_back_to_back_have_no_data_race(executor):
-    result = run(executor)
+@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+def test_layers_and_gradients_back_to_back_have_no_data_race(executor, passes):
+    result = run(executor, passes)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "done\n"
+    assert result.stderr == "", "no wait is given up"
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_a_wait_that_one_rank_leaves_out_is_found(executor, site):
-    result = run(executor, site)
+@pytest.mark.parametrize(("passes", "site"), [(passes, site) for passes, sites in SITES.items() for site in sites])
+def test_a_wait_that_one_rank_leaves_out_is_found(executor, passes, site):
+    result = run(executor, passes, site)
     assert result.returncode == RACES_FOUND
     assert "WARNING: ThreadSanitizer: data race" in result.stderr

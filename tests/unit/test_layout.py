@@ -1,6 +1,7 @@
 """Where everything lies in a rank's arena (ffi/common/layout.h): no two writers share a byte, no byte is forgotten."""
 
 import itertools
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -8,13 +9,27 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from tests.unit.schedule_model import Gemm, Problem, Signal, all_tasks, problems, schedules, steps, with_fields
+from tests.unit.schedule_model import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT_GRADIENTS,
+    Gemm,
+    Problem,
+    Signal,
+    all_tasks,
+    problems,
+    schedules,
+    steps,
+    weight_matrices,
+    with_fields,
+)
 
 ALIGNMENT = steps.region_alignment
 EPOCHS = (6, 7)  # one of each parity
 COUNTERS = [signal for signal in Signal.__members__.values() if not steps.is_from_peers(signal)]
 FLAGS = [signal for signal in Signal.__members__.values() if steps.is_from_peers(signal)]
 itemsizes = st.sampled_from([1, 2, 4, 8])
+both_passes = pytest.mark.parametrize("segment_tiles", [FORWARD, BACKWARD], ids=["forward", "backward"])
 
 
 class Claim(NamedTuple):
@@ -61,10 +76,21 @@ def head_claims(layout, head) -> list[Claim]:
     return claims
 
 
+def number_bytes(itemsize: int) -> int:
+    """Of a sum, or of a routing weight."""
+    return max(itemsize, 4)
+
+
+def pieces(size: int, of: int) -> list[tuple[int, int]]:
+    """(first, size) of the pieces into which `size` is cut."""
+    return [(first, min(of, size - first)) for first in range(0, size, of)]
+
+
 def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
     """Every row, tile and list of the body, as the roles of the kernel address them."""
     shape, schedule, _ = problem
     tile = schedule.tile
+    width = shape.hidden * (2 if schedule.backward else 1)  # a token, and the gradient of its output
     starts = {name: offset for name, (offset, _) in layout.body.items()}
     claims = []
 
@@ -72,9 +98,9 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
         start = starts[region] + first * size
         claims.append(Claim(start, start + count * size, region, of))
 
-    if shape.ranks > 1:
+    if shape.ranks > 1 or schedule.backward:
         for token in range(shape.tokens):
-            claim("tokens", token * shape.hidden, shape.hidden, itemsize, f"token {token}")
+            claim("tokens", token * width, width, itemsize, f"token {token}")
     for slot in range(shape.slots):
         for column in range(0, shape.hidden, tile.output_columns):
             columns = min(tile.output_columns, shape.hidden - column)
@@ -84,16 +110,52 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
     if schedule.keep_tokens:
         for source, token in itertools.product(range(1, shape.ranks), range(shape.tokens)):
             index = steps.kept_index(shape, 0, source, token)
-            claim("kept_tokens", index * shape.hidden, shape.hidden, itemsize, f"kept token {token} of {source}")
+            claim("kept_tokens", index * width, width, itemsize, f"kept token {token} of {source}")
             claim("kept_states", index, 1, 4, f"state of token {token} of {source}")
-    for ring_slot in range(schedule.ring_tiles):
-        for row in range(ring_slot * tile.rows, (ring_slot + 1) * tile.rows):
-            claim("row_targets", row, 1, 4, f"target of ring row {row}")
-            claim("rows", row * shape.hidden, shape.hidden, itemsize, f"ring row {row}")
-            for column in range(0, shape.intermediate, tile.hidden_columns):
-                columns = min(tile.hidden_columns, shape.intermediate - column)
-                claim("hidden", row * shape.intermediate + column, columns, itemsize, f"h {column} of ring row {row}")
+    hidden_columns = tile.output_columns if schedule.backward else tile.hidden_columns  # of the task that writes h
+    for row in range(schedule.ring_tiles * tile.rows):
+        claim("row_targets", row, 1, 4, f"target of ring row {row}")
+        claim("rows", row * width, width, itemsize, f"ring row {row}")
+        for first, columns in pieces(shape.intermediate, hidden_columns):
+            claim("hidden", row * shape.intermediate + first, columns, itemsize, f"h {first} of ring row {row}")
+    if schedule.backward:
+        claim_gradients(claim, layout, shape, schedule, itemsize)
     return claims
+
+
+def claim_gradients(claim, layout, shape, schedule, itemsize: int) -> None:
+    """What only a backward pass has."""
+    tile, number = schedule.tile, number_bytes(itemsize)
+    for slot in range(shape.slots):
+        claim("weights", slot, 1, number, f"routing weight of slot {slot}")
+        claim("weight_answers", slot, 1, number, f"gradient of the routing weight of slot {slot}")
+    tiles = steps.gradient_tiles(shape, schedule)
+    for row in range(schedule.ring_tiles * tile.rows):
+        claim("row_weights", row, 1, number, f"weight of ring row {row}")
+        for column_tile in range(tiles):
+            claim("row_products", row * tiles + column_tile, 1, number, f"product {column_tile} of ring row {row}")
+        for which, (first, columns) in itertools.product(
+            range(shape.projections), pieces(shape.intermediate, tile.hidden_columns)
+        ):
+            start = (row * shape.projections + which) * shape.intermediate + first
+            claim("projections", start, columns, itemsize, f"projection {which} column {first} of ring row {row}")
+    if layout.body["weight_sums"][1]:
+        for name, first, count in sums_of_weight_gradients(shape, tile):
+            claim("weight_sums", first, count, number, name)
+
+
+def sums_of_weight_gradients(shape, tile) -> list[tuple[str, int, int]]:
+    """(name, first number, numbers) of each line of each tile of the weight gradients, then of the bias gradients."""
+    lines, start = [], 0
+    for gemm, (rows, columns) in weight_matrices(shape).items():
+        for row, (first, count) in itertools.product(range(rows), pieces(columns, tile.output_columns)):
+            lines.append((f"{gemm.name} row {row} column {first}", start + row * columns + first, count))
+        start += rows * columns
+    for gemm, (_, columns) in weight_matrices(shape).items():
+        for first, count in pieces(columns, tile.output_columns):
+            lines.append((f"bias of {gemm.name} column {first}", start + first, count))
+        start += columns
+    return lines
 
 
 def assert_apart(claims: list[Claim]) -> None:
@@ -102,12 +164,16 @@ def assert_apart(claims: list[Claim]) -> None:
         assert one.end <= other.start, f"{one} and {other} share bytes"
 
 
-small_problems = problems(most=12, huge=30, workers=st.integers(1, 8), dispatchers=st.integers(1, 8))
+def small_problems(segment_tiles):
+    few = st.integers(1, 8)
+    return problems(most=12, huge=30, workers=few, dispatchers=few, segment_tiles=segment_tiles)
 
 
-@given(problem=small_problems, growth=st.integers(0, 5), itemsize=itemsizes)
+@both_passes
+@given(data=st.data(), growth=st.integers(0, 5), itemsize=itemsizes)
 @settings(max_examples=100)
-def test_no_two_writers_share_a_byte_and_no_byte_is_without_a_writer(problem, growth, itemsize):
+def test_no_two_writers_share_a_byte_and_no_byte_is_without_a_writer(segment_tiles, data, growth, itemsize):
+    problem = data.draw(small_problems(segment_tiles))
     head = grown(steps.needed_head(problem.shape, problem.schedule), growth)
     layout = steps.layout_of(problem.shape, problem.schedule, head, itemsize)
     regions = regions_of(layout)
@@ -122,39 +188,126 @@ def test_no_two_writers_share_a_byte_and_no_byte_is_without_a_writer(problem, gr
     assert claimed | {"control": size} == {name: size for name, (_, size) in regions.items()}
 
 
-@given(problem=small_problems, itemsize=itemsizes)
-@settings(max_examples=60)
-def test_tasks_that_may_run_at_the_same_time_write_apart(problem, itemsize):
-    """Gate/up tasks of as many row tiles as the ring holds, and down tasks of all row tiles."""
-    schedule, tile = problem.schedule, problem.schedule.tile
-    tasks = all_tasks(problem)
-    rows_of_tile = dict(sorted((task.row_tile, task.rows) for task in tasks))
-    num_rows = sum(rows_of_tile.values())
-    # A row's partial has the place of the slot that it comes from; each row has a slot of its own.
-    first_slots = [0, *itertools.accumulate(rows_of_tile.values())]
-    shape = with_fields(problem.shape, tokens=num_rows, top_k=1)
-    layout = steps.layout_of(shape, schedule, steps.needed_head(shape, schedule), itemsize)
+class Writers:
+    """Where tasks write in the arena of a rank that gets all its rows from itself, a slot for each row."""
 
-    def written(task) -> list[Claim]:
-        region, first_row, width, columns = (
-            ("hidden", task.ring_slot * tile.rows, shape.intermediate, tile.hidden_columns)
-            if task.gemm == Gemm.gate_up
-            else ("partials", first_slots[task.row_tile], shape.hidden, tile.output_columns)
-        )
+    def __init__(self, problem: Problem, itemsize: int):
+        self.itemsize, self.schedule = itemsize, problem.schedule
+        self.tasks = all_tasks(problem)
+        rows_of_tile = dict(sorted((t.row_tile, t.rows) for t in self.tasks if t.gemm not in WEIGHT_GRADIENTS))
+        self.row_tiles = len(rows_of_tile)
+        # A row's partial has the place of the slot that it comes from.
+        self.first_slots = [0, *itertools.accumulate(rows_of_tile.values())]
+        self.shape = with_fields(problem.shape, tokens=sum(rows_of_tile.values()), top_k=1)
+        head = steps.needed_head(self.shape, self.schedule)
+        self.body = steps.layout_of(self.shape, self.schedule, head, itemsize).body
+
+    def of(self, *gemms, row_tiles=None) -> list:
+        """The tasks of some GEMMs, of some row tiles or segments where they are named."""
+        return [t for t in self.tasks if t.gemm in gemms and (row_tiles is None or t.row_tile in row_tiles)]
+
+    def written(self, task, region: str) -> list[Claim]:
+        """Bytes of a region that a task writes, line by line."""
+        tile, shape = self.schedule.tile, self.shape
+        ring_row = task.ring_slot * tile.rows
+        number = number_bytes(self.itemsize)
+        tiles = steps.gradient_tiles(shape, self.schedule)
+        # First row, parts of a row, numbers of a part, numbers of a column tile, bytes of a number.
+        first_row, parts, width, columns, size = {
+            "hidden": (ring_row, 1, shape.intermediate, self.hidden_columns(task), self.itemsize),
+            "projections": (ring_row, shape.projections, shape.intermediate, self.hidden_columns(task), self.itemsize),
+            "row_products": (ring_row, 1, tiles, 1, number),
+            "partials": (self.first_slots[task.row_tile], 1, shape.hidden, tile.output_columns, self.itemsize),
+            "weight_answers": (self.first_slots[task.row_tile], 1, 1, 1, number),
+        }[region]
         first = task.column_tile * columns
-        size = min(task.column_tiles * columns, width - first) * itemsize
-        starts = [layout.body[region][0] + (first_row + row) * width * itemsize for row in range(task.rows)]
-        return [
-            Claim(start + first * itemsize, start + first * itemsize + size, region, repr(task)) for start in starts
+        count = min(task.column_tiles * columns, width - first)
+        starts = [
+            self.body[region][0] + (((first_row + row) * parts + part) * width + first) * size
+            for row in range(task.rows)
+            for part in range(parts)
         ]
+        return [Claim(start, start + count * size, region, repr(task)) for start in starts]
 
-    for window in range(0, len(rows_of_tile), schedule.ring_tiles):
-        together = range(window, window + schedule.ring_tiles)
-        gate_up = [task for task in tasks if task.gemm == Gemm.gate_up and task.row_tile in together]
-        assert_apart([claim for task in gate_up for claim in written(task)])
-    partials = [claim for task in tasks if task.gemm == Gemm.down for claim in written(task)]
-    assert_apart(partials)
-    assert sum(claim.end - claim.start for claim in partials) == layout.body["partials"][1]
+    def hidden_columns(self, task) -> int:
+        """Columns between the GEMMs that a task of one column tile writes."""
+        return self.schedule.tile.hidden_columns if task.gemm == Gemm.gate_up else self.schedule.tile.output_columns
+
+    def sums(self, task) -> list[Claim]:
+        """Numbers of the weight sums that a task writes, its bias gradient left out."""
+        tile, matrices = self.schedule.tile, weight_matrices(self.shape)
+        rows, columns = matrices[task.gemm]
+        sizes = {gemm: height * width for gemm, (height, width) in matrices.items()}
+        before = sum(list(sizes.values())[: list(sizes).index(task.gemm)])
+        first = task.column_tile * tile.output_columns
+        lines = range(rows)[task.weight_row_tile * tile.rows :][: tile.rows]
+        starts = [before + line * columns + first for line in lines]
+        end = min(tile.output_columns, columns - first)
+        return [Claim(start, start + end, "weight_sums", repr(task)) for start in starts]
+
+
+def total(claims: list[Claim]) -> int:
+    return sum(claim.end - claim.start for claim in claims)
+
+
+# What the tasks of a GEMM write that may run at the same time: those of as many row tiles as the ring holds, or of all.
+WRITTEN_IN_RINGS = {
+    Gemm.gate_up: {False: ["hidden"], True: ["projections"]},  # in a forward pass, in a backward pass
+    Gemm.hidden_gradient: {True: ["projections", "hidden", "row_products"]},  # projections in place
+}
+WRITTEN_IN_SLOTS = {Gemm.down: {False: ["partials"]}, Gemm.token_gradient: {True: ["partials"]}}
+
+
+@both_passes
+@given(data=st.data(), itemsize=itemsizes)
+@settings(max_examples=60)
+def test_tasks_that_may_run_at_the_same_time_write_apart(segment_tiles, data, itemsize):
+    """Those of a GEMM of as many row tiles as the ring holds, and down and token_gradient tasks of all row tiles."""
+    problem = data.draw(small_problems(segment_tiles))
+    backward, ring_tiles = problem.schedule.backward, problem.schedule.ring_tiles
+    writers = Writers(problem, itemsize)
+    for window in range(0, writers.row_tiles, ring_tiles):
+        for gemm, regions in WRITTEN_IN_RINGS.items():
+            together = writers.of(gemm, row_tiles=range(window, window + ring_tiles))
+            for region in regions.get(backward, []):
+                assert_apart([claim for task in together for claim in writers.written(task, region)])
+    for gemm, regions in WRITTEN_IN_SLOTS.items():
+        for region in regions.get(backward, []):
+            claims = [claim for task in writers.of(gemm) for claim in writers.written(task, region)]
+            assert_apart(claims)
+            assert total(claims) == writers.body[region][1]
+
+
+@given(problem=small_problems(BACKWARD), itemsize=itemsizes)
+@settings(max_examples=60)
+def test_every_slot_gets_one_gradient_of_its_routing_weight(problem, itemsize):
+    """From the token_gradient task of its row that has the first columns."""
+    writers = Writers(problem, itemsize)
+    first = [task for task in writers.of(Gemm.token_gradient) if task.column_tile == 0]
+    answers = [claim for task in first for claim in writers.written(task, "weight_answers")]
+    assert_apart(answers)
+    assert total(answers) == writers.body["weight_answers"][1]
+
+
+@given(problem=small_problems(BACKWARD), itemsize=itemsizes)
+@settings(max_examples=60)
+def test_weight_gradients_of_a_segment_write_their_sums_apart_and_leave_none_out(problem, itemsize):
+    writers = Writers(problem, itemsize)
+    matrices = sum(rows * columns for rows, columns in weight_matrices(problem.shape).values())
+    for segment in steps.segments(problem.schedule, problem.rows_per_expert):
+        tasks = writers.of(*WEIGHT_GRADIENTS, row_tiles=[segment.first_tile])
+        claims = [claim for task in tasks for claim in writers.sums(task)]
+        assert_apart(claims)
+        assert total(claims) == matrices
+
+
+@given(problem=problems(segment_tiles=BACKWARD))
+@settings(max_examples=150)
+def test_there_is_room_for_sums_wherever_an_expert_has_two_segments(problem):
+    shape, schedule, rows_per_expert = problem
+    layout = steps.layout_of(shape, schedule, steps.needed_head(shape, schedule), 2)
+    several = len(steps.segments(schedule, rows_per_expert)) > sum(rows > 0 for rows in rows_per_expert)
+    assert layout.body["weight_sums"][1] > 0 or not several
 
 
 @st.composite
@@ -169,6 +322,7 @@ def large_problems(draw):
         intermediate=draw(st.integers(1, 40000)),
         num_experts=ranks * draw(st.integers(1, 64)),
         top_k=top_k,
+        projections=draw(st.integers(1, 2)),
     )
     schedule = draw(schedules(shape, tile_rows=st.sampled_from([64, 128])))
     return Problem(shape, with_fields(schedule, ring_tiles=draw(st.integers(1, 4096))), [])
@@ -179,31 +333,45 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     shape, schedule, _ = problem
     ring_rows = schedule.ring_tiles * schedule.tile.rows
     kept = schedule.keep_tokens * (shape.ranks - 1) * shape.tokens
+    backward = int(schedule.backward)
+    token_bytes = (1 + backward) * shape.hidden * itemsize
+    number = number_bytes(itemsize)
+    hidden, intermediate, projections = shape.hidden, shape.intermediate, shape.projections
+    gradient_tiles = math.ceil(intermediate / schedule.tile.output_columns)
+    sums = (projections + 1) * hidden * intermediate + projections * intermediate + hidden
+    several_segments = shape.ranks * shape.slots > schedule.segment_tiles * schedule.tile.rows
     return {
         "control": control_bytes,
         "flags": 2 * head.ranks * steps.flag_bytes,
-        "counters": 2 * (3 + 3 * head.row_tiles) * 4,
+        "counters": 2 * (3 + 5 * head.row_tiles) * 4,
         "rows_from": 2 * head.ranks * head.local_experts * 4,
         "source_slots": head.ranks * head.slots * 4,
-        "tokens": shape.tokens * shape.hidden * itemsize if shape.ranks > 1 else 0,
+        "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
         "partials": shape.slots * shape.hidden * itemsize,
         "histograms": steps.num_planners(shape, schedule) * shape.num_experts * 4,
-        "kept_tokens": kept * shape.hidden * itemsize,
+        "kept_tokens": kept * token_bytes,
         "kept_states": kept * 4,
         "row_targets": ring_rows * 4,
-        "rows": ring_rows * shape.hidden * itemsize,
+        "rows": ring_rows * token_bytes,
         "hidden": ring_rows * shape.intermediate * itemsize,
+        "weights": backward * shape.slots * number,
+        "weight_answers": backward * shape.slots * number,
+        "row_weights": backward * ring_rows * number,
+        "row_products": backward * ring_rows * gradient_tiles * number,
+        "projections": backward * ring_rows * projections * intermediate * itemsize,
+        "weight_sums": backward * several_segments * sums * number,
     }
 
 
 @given(problem=problems() | large_problems(), itemsize=itemsizes)
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, itemsize):
     head = steps.needed_head(problem.shape, problem.schedule)
     layout = steps.layout_of(problem.shape, problem.schedule, head, itemsize)
     _, control_bytes = layout.head["control"]
     assert control_bytes > 0
     end = 0
+    assert list(regions_of(layout)) == list(bytes_of_regions(problem, head, itemsize, control_bytes))
     for name, size in bytes_of_regions(problem, head, itemsize, control_bytes).items():
         if name == "tokens":
             assert layout.head_bytes == end
@@ -227,7 +395,7 @@ def test_offsets_of_words_and_lists_stay_inside_their_regions_at_any_size(proble
     head = steps.needed_head(problem.shape, problem.schedule)
     layout = steps.layout_of(problem.shape, problem.schedule, head, 2)
     last = head.ranks - 1
-    last_word = steps.word_of(layout, head, EPOCHS[1], Signal.outputs_written, head.row_tiles - 1)
+    last_word = steps.word_of(layout, head, EPOCHS[1], Signal.weight_gradients_written, head.row_tiles - 1)
     assert last_word + 4 == sum(layout.head["counters"])
     last_flag = steps.word_of(layout, head, EPOCHS[1], Signal.partials_written, last)
     assert last_flag + steps.flag_bytes == sum(layout.head["flags"])

@@ -31,16 +31,15 @@ class Pipeline {
     uint64_t empty[kStages];
   };
 
+  // One number, since math warps have no register to spare.
   struct Position {
-    int stage = 0;
-    uint32_t parity = 0;  // of this pass through the ring
+    uint32_t steps = 0;  // that were taken; as many as 32 bits hold are whole passes through the ring
+    static_assert((kStages & (kStages - 1)) == 0);
 
-    __device__ void advance() {
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
+    __device__ int stage() const { return steps % kStages; }
+    __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this pass through the ring
+    __device__ void advance() { ++steps; }
+    __device__ Position before() const { return {steps - 1}; }
   };
 
   // One thread of the block, followed by fence_mbarrier_init() and a barrier of the block (the cluster, if it has
@@ -54,12 +53,12 @@ class Pipeline {
 
   explicit __device__ Pipeline(Storage& storage) : storage_(storage) {}
 
-  __device__ Stage& stage(Position position) const { return storage_.stages[position.stage]; }
-  __device__ uint64_t* full(Position position) const { return &storage_.full[position.stage]; }
+  __device__ Stage& stage(Position position) const { return storage_.stages[position.stage()]; }
+  __device__ uint64_t* full(Position position) const { return &storage_.full[position.stage()]; }
 
   // Pairs with release() of every consumer warp, one pass earlier; in the first pass all stages are empty.
   __device__ void acquire(Position position) const {
-    while (!ptx::mbarrier_try_wait(&storage_.empty[position.stage], position.parity ^ 1)) {}
+    while (!ptx::mbarrier_try_wait(&storage_.empty[position.stage()], position.parity() ^ 1)) {}
   }
 
   // `bytes`: all that lands in this block's stage, copies of the other blocks included.
@@ -69,21 +68,21 @@ class Pipeline {
 
   // Pairs with commit() and the copies it announced.
   __device__ void wait(Position position) const {
-    while (!ptx::mbarrier_try_wait(full(position), position.parity)) {}
+    while (!ptx::mbarrier_try_wait(full(position), position.parity())) {}
   }
 
   // Whether wait() would return at once; the same answer in all lanes of a warp.
   __device__ bool is_full(Position position) const {
-    return __any_sync(0xffffffff, ptx::mbarrier_test(full(position), position.parity));
+    return __any_sync(0xffffffff, ptx::mbarrier_test(full(position), position.parity()));
   }
 
   // By all lanes of a consumer warp once nothing of theirs reads the stage any more. Pairs with acquire() in every
   // block.
   __device__ void release(Position position, int lane) const {
     if constexpr (kClusterSize > 1) {
-      if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(&storage_.empty[position.stage], lane);
+      if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(&storage_.empty[position.stage()], lane);
     } else {
-      if (lane == 0) ptx::mbarrier_arrive(&storage_.empty[position.stage]);
+      if (lane == 0) ptx::mbarrier_arrive(&storage_.empty[position.stage()]);
     }
   }
 

@@ -69,8 +69,12 @@ class Signals {
   static constexpr unsigned kShortNapNs = 32;
   static constexpr unsigned kLongNapNs = 500;
 
-  explicit __device__ Signals(const ForwardParams& params)
-      : params_(params), epoch_(*const_cast<const volatile uint32_t*>(&control()->epoch) + 1) {}
+  // `epoch` lies in shared memory, since roles without a register to spare need it now and then. It is there behind a
+  // barrier of the block that follows read_epoch().
+  __device__ Signals(const LaunchParams& params, uint32_t& epoch) : params_(params), epoch_(epoch) {}
+
+  // By one thread of the block.
+  __device__ void read_epoch() const { epoch_ = *const_cast<const volatile uint32_t*>(&control()->epoch) + 1; }
 
   __device__ uint32_t epoch() const { return epoch_; }
 
@@ -134,8 +138,8 @@ class Signals {
     __threadfence_system();
   }
 
-  const ForwardParams& params_;
-  const uint32_t epoch_;
+  const LaunchParams& params_;
+  uint32_t& epoch_;
 };
 
 }  // namespace jaxmoe

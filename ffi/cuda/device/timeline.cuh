@@ -58,7 +58,7 @@ class TimelineLane {
 template <int kThreads>
 class TimelineLane<true, kThreads> {
  public:
-  __device__ __forceinline__ TimelineLane(TimelineStorage<true>& storage, const ForwardParams& params, int32_t lane)
+  __device__ __forceinline__ TimelineLane(TimelineStorage<true>& storage, const LaunchParams& params, int32_t lane)
       : storage_(storage), params_(params), lane_(lane) {}
 
   // An event begins now, whatever came before.
@@ -123,14 +123,14 @@ class TimelineLane<true, kThreads> {
   }
 
   TimelineStorage<true>& storage_;
-  const ForwardParams& params_;
+  const LaunchParams& params_;
   const int32_t lane_;
 };
 
 template <bool kOn>
 class Timeline {
  public:
-  __device__ Timeline(TimelineStorage<kOn>&, const ForwardParams&) {}
+  __device__ Timeline(TimelineStorage<kOn>&, const LaunchParams&) {}
   template <int kThreads>
   __device__ TimelineLane<kOn, kThreads> lane(LaneRole, int32_t = 0) const {
     return {};
@@ -142,7 +142,7 @@ class Timeline {
 template <>
 class Timeline<true> {
  public:
-  __device__ __forceinline__ Timeline(TimelineStorage<true>& storage, const ForwardParams& params)
+  __device__ __forceinline__ Timeline(TimelineStorage<true>& storage, const LaunchParams& params)
       : storage_(storage), params_(params) {}
 
   template <int kThreads>
@@ -180,7 +180,7 @@ class Timeline<true> {
   __device__ TimelineBlock& this_block() const { return reinterpret_cast<TimelineBlock*>(params_.timeline)[blockIdx.x]; }
 
   TimelineStorage<true>& storage_;
-  const ForwardParams& params_;
+  const LaunchParams& params_;
 };
 
 }  // namespace jaxmoe

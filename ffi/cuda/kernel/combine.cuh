@@ -81,11 +81,14 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t v
   }
 }
 
+__device__ __forceinline__ void* result_of(const ForwardParams& params) { return params.y; }
+__device__ __forceinline__ void* result_of(const BackwardParams& params) { return params.dx; }
+
 // All lanes of every math warp.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   const auto timeline = cta.timeline.template lane<128>(LaneRole::kMath, math_warp / 4);
   if (math_warp == 0 && lane < p.shape.ranks) {
     // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
@@ -99,10 +102,18 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   const int32_t top_k = p.shape.top_k;
   for (int32_t token = blockIdx.x * kMathWarps + math_warp; token < p.shape.tokens; token += gridDim.x * kMathWarps) {
     const bool has_slot = lane < top_k;
-    const float weight = has_slot ? p.topk_weights[int64_t{token} * top_k + lane] : 0.0f;
-    const uint32_t used = __ballot_sync(0xffffffff, has_slot && p.topk_ids[int64_t{token} * top_k + lane] >= 0);
+    const int64_t slot = int64_t{token} * top_k + lane;
+    const bool is_used = has_slot && p.topk_ids[slot] >= 0;
+    const uint32_t used = __ballot_sync(0xffffffff, is_used);
+    float weight = 1.0f;  // in a backward pass the answers have their weight in them
+    if constexpr (Cta<Variant>::kBackward) {
+      const float* answers = cta.template at<float>(p.layout.weight_answers);
+      if (has_slot) p.dtopk_weights[slot] = poison + (is_used ? __ldcg(answers + slot) : 0.0f);
+    } else {
+      weight = has_slot ? p.topk_weights[slot] : 0.0f;
+    }
     const uint4* answers = partials + int64_t{token} * top_k * vectors;
-    uint4* y = static_cast<uint4*>(p.y) + int64_t{token} * vectors;
+    uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
     add_up<Variant>(answers, y, vectors, top_k, weight, used, poison, lane);
   }
   timeline.mark(EventKind::kCombine);

@@ -2,6 +2,8 @@
 //
 //   struct Variant {
 //     using Precision = Bf16;                                  // kernel/precision/
+//     using Params = ForwardParams;                            // kernel/params.cuh
+//     static constexpr Pass kPass = Pass::kForward;
 //     static constexpr KernelConfig config{};
 //   };
 //

@@ -1,4 +1,4 @@
-// What every role of the forward kernel is handed: parameters, this block's shared memory, its place in the schedule.
+// What every role of a kernel is handed: parameters, this block's shared memory, its place in the schedule.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,11 +25,14 @@ inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
 template <class Variant>
-struct ForwardStorage {
-  static_assert(Variant::config.stages < kQueuedTasks);
+struct KernelStorage {
+  // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
+  static_assert(Variant::config.stages + 3 <= kQueuedTasks);
   typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
+  uint32_t epoch;                                           // of this launch
+  int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp, of a backward pass
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
@@ -39,13 +42,19 @@ struct ForwardStorage {
 template <class Variant>
 struct Cta {
   using Element = typename Variant::Precision::Element;
+  using Params = typename Variant::Params;
   static constexpr KernelConfig config = Variant::config;
+  static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
-  __device__ Cta(const ForwardParams& params, ForwardStorage<Variant>& shared)
-      : params(params), shared(shared), signals(params), timeline(shared.timeline, params),
-        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
+  // By all threads of the block.
+  __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
+      : params(params), shared(shared), signals(params, shared.epoch), timeline(shared.timeline, params),
+        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {
+    if (threadIdx.x == 0) signals.read_epoch();
+    __syncthreads();
+  }
 
   template <class T>
   __device__ __forceinline__ T* at(int32_t rank, int64_t offset) const {
@@ -58,13 +67,14 @@ struct Cta {
 
   // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.
   __device__ __forceinline__ bool is_narrow(const Task& task) const {
-    return config.cluster_size > 1 && task.rows <= params.schedule.narrow_rows;
+    return config.cluster_size > 1 && task.rows <= params.schedule.narrow_rows && !is_weight_gradient(task.gemm);
   }
 
   // This block's part of a task of its cluster. A wide tile of the schedule is one tile of rows of every block, one
   // below the other; of a narrow one each block takes all rows and another column tile. The part's rows may be none. It
   // keeps the column tiles of the whole task, since that is what its release amounts to.
   __device__ __forceinline__ Task own_part(Task task) const {
+    if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: gradient_math.cuh
     if constexpr (config.cluster_size > 1) {
       const int32_t rank = static_cast<int32_t>(cta_rank);
       const bool narrow = is_narrow(task);
@@ -78,8 +88,8 @@ struct Cta {
     return task;
   }
 
-  const ForwardParams& params;
-  ForwardStorage<Variant>& shared;
+  const Params& params;
+  KernelStorage<Variant>& shared;
   const Signals signals;
   const Timeline<config.timeline> timeline;
   const uint32_t cta_rank;  // in the cluster

@@ -52,7 +52,7 @@ class Segments {
  public:
   template <class Variant>
   __device__ void move_to(const Cta<Variant>& cta, int32_t expert, int lane) {
-    const ForwardParams& p = cta.params;
+    const auto& p = cta.params;
     for (int32_t source = 0; source < p.shape.ranks; ++source) {
       const int32_t* counts =
           cta.template at<int32_t>(p.rank, rows_from_source(p.layout, p.head, cta.signals.epoch(), source));
@@ -76,13 +76,38 @@ class Segments {
   int32_t count_ = 0;
 };
 
+// In a backward pass a ring slot is also held by the weight gradients of the segment that its tile belongs to. A
+// dispatcher asks for tiles in order. A forward pass has none of this.
+template <class Variant>
+class PassedSegments {
+ public:
+  explicit __device__ PassedSegments(const Cta<Variant>& cta)
+      : cta_(cta), walk_(cta.params.schedule, cta.shared.rows_per_expert, cta.params.shape.local_experts()) {}
+
+  // By one thread.
+  __device__ __forceinline__ void wait(int32_t row_tile) {
+    bool moved = false;
+    while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
+    if (!moved) return;  // it has waited for that segment before
+    // Pairs with the releases behind weight gradients in gradient_math::run().
+    cta_.signals.wait(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
+                      Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
+  }
+
+ private:
+  const Cta<Variant>& cta_;
+  SegmentWalk walk_;
+  Segment segment_{};
+};
+
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   using Element = typename Cta<Variant>::Element;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   const Schedule& schedule = p.schedule;
   const int lane = threadIdx.x % 32;
-  const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+  const int32_t vectors =
+      row_parts(schedule) * p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
   const int32_t slots = p.shape.slots();
   int32_t* counts = cta.shared.source_counts[dispatch_warp];
   uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
@@ -92,6 +117,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   timeline.start();
 
   ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, blockIdx.x * kDispatchWarps + dispatch_warp);
+  PassedSegments passed(cta);
   for (Chunk chunk; walk.next(chunk);) {
     segments.move_to(cta, chunk.expert, lane);
     __syncwarp();
@@ -108,8 +134,9 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     }
     const bool is_row = slot >= 0;
     const void* tokens = !is_row ? nullptr
-                         : p.shape.ranks == 1 ? p.x
-                                              : cta.template at<void>(from.source, p.layout.tokens.offset);
+                         : stages_tokens(p.shape, schedule)
+                             ? cta.template at<void>(from.source, p.layout.tokens.offset)
+                             : p.x;
     unsigned long long source =
         is_row ? reinterpret_cast<unsigned long long>(static_cast<const uint4*>(tokens) +
                                                       int64_t{slot / p.shape.top_k} * vectors)
@@ -122,7 +149,10 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     // math::run().
     const Wait freed = wait_before(p.shape, schedule, chunk);
     if (freed.index >= 0) {
-      if (lane == 0) cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
+      if (lane == 0) {
+        cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
+        if constexpr (Cta<Variant>::kBackward) passed.wait(freed.index);
+      }
       timeline.mark(EventKind::kWaitSlot, subject);
       __syncwarp();
     }
@@ -141,12 +171,21 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     __syncwarp();  // behind one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
-      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : ~0u;
+      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
+      if constexpr (Cta<Variant>::kBackward) {
+        cta.template at<float>(p.layout.row_weights)[ring_row + lane] =
+            is_row ? __ldcg(cta.template at<float>(from.source, p.layout.weights.offset) + slot) : 0.0f;
+      }
     }
     for (int32_t i = 0; i < chunk.rows; ++i) {
       const auto* row = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffff, source, i));
       auto* kept_row = reinterpret_cast<uint4*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(kept), i));
-      if (row != nullptr) copy_row(ring + (ring_row + i) * vectors, kept_row, row, vectors, lane);
+      uint4* const target = ring + (ring_row + i) * vectors;
+      if (row != nullptr) {
+        copy_row(target, kept_row, row, vectors, lane);
+      } else if constexpr (Cta<Variant>::kBackward) {
+        for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};  // behind the last of the expert
+      }
     }
     __syncwarp();
     if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));

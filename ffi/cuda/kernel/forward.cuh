@@ -26,28 +26,9 @@ template <class Variant>
 __global__ void __launch_bounds__(Variant::config.threads(), 1)
     moe_forward(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardStorage<Variant>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
-  const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
-
-  cta.timeline.begin();
-  lane.start();
-  stage::clear_other_bank(cta);
-  stage::forget_kept_tokens(cta);
-  stage::copy_tokens(cta);
-  lane.mark(EventKind::kStage);
-  plan::run(cta);
-  lane.mark(EventKind::kPlan);
-  stage::publish(cta);
-  lane.mark(EventKind::kPublish);
-  if (threadIdx.x == 0) {
-    GemmShape<Variant>::Ring::init(shared.gemm.ring);
-    ptx::fence_mbarrier_init();
-    for (int32_t& number : shared.task_numbers) number = -1;
-  }
-  ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
-  stage::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
-  lane.mark(EventKind::kWaitInputs);
+  stage::prepare(cta);
 
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {

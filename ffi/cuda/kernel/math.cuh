@@ -28,7 +28,7 @@ template <class Variant>
 __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Variant>& cta, const Task& task,
                                                                    int32_t tile_row, RowTarget target) {
   using Element = typename Cta<Variant>::Element;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   if (tile_row >= task.rows) return nullptr;
   if (task.gemm == Gemm::kGateUp) {
     const int64_t ring_row = int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
@@ -45,7 +45,7 @@ template <class Variant>
 __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                             RowTarget target, ptx::Accumulators& sums) {
   using Element = typename Cta<Variant>::Element;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   auto& staging = cta.shared.gemm.staging[thread.warp];
   Element* row = row_of(cta, task, thread.tile_row(), target);
   const auto bias_of = [&](const void* bias, int32_t width) {
@@ -80,7 +80,7 @@ inline constexpr int32_t kAnnounceStep = 5;
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   const MathThread thread = MathThread::of_this_thread();
   const Ring ring(cta.shared.gemm.ring);
   typename Ring::Position position;
@@ -115,8 +115,7 @@ __device__ void run(const Cta<Variant>& cta) {
     ptx::Accumulators sums;
     const bool computed = multiply_tile<Variant>(ring, position, thread, task.rows - 64 * thread.warpgroup, depth_steps,
                                                  sums, meanwhile, lane);
-    lane.mark(!computed ? EventKind::kNoRows : task.gemm == Gemm::kGateUp ? EventKind::kGateUp : EventKind::kDown,
-              task);
+    lane.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if (computed) {
       if (task.gemm == Gemm::kDown) answers_lane(cta, thread).start();
       finish_tile(cta, task, thread, target, sums);

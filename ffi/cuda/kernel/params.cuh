@@ -1,4 +1,4 @@
-// What a launch of the forward kernel is given: sizes, where everything lies, and the tensor maps of what the copy
+// What a launch of a kernel is given: sizes, where everything lies, and the tensor maps of what the copy
 // engine reads. Filled by the host (cuda/launch.cu), read-only for every role.
 #pragma once
 
@@ -27,8 +27,8 @@ struct FailureRecord {
   WaitFailure failure;
 };
 
-// Pointers to 16-bit elements of the variant's type; null where there is no such array.
-struct ForwardParams {
+// Both passes. Pointers are to 16-bit elements of the variant's type; null where there is no such array.
+struct LaunchParams {
   Shape shape;
   Schedule schedule;
   HeadCapacity head;
@@ -45,18 +45,41 @@ struct ForwardParams {
   const void* b_gate;         // [local_experts, intermediate]
   const void* b_up;           // the same
   const void* b_down;         // [local_experts, hidden]
-  void* y;                    // [tokens, hidden]
   bool gated;
 
-  CUtensorMap rows;         // [ring rows, hidden], box {64, 128}
-  CUtensorMap few_rows;     // the same, box {64, 16}
-  CUtensorMap hidden;       // [ring rows, intermediate], box {64, 128}
-  CUtensorMap few_hidden;   // the same, box {64, 16}
   CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
   CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
 
   std::byte* timeline;      // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
+};
+
+struct ForwardParams : LaunchParams {
+  void* y;                  // [tokens, hidden]
+
+  CUtensorMap rows;         // [ring rows, hidden], box {64, 128}
+  CUtensorMap few_rows;     // the same, box {64, 16}
+  CUtensorMap hidden;       // [ring rows, intermediate], box {64, 128}
+  CUtensorMap few_hidden;   // the same, box {64, 16}
+};
+
+struct BackwardParams : LaunchParams {
+  const void* dy;           // [tokens, hidden]
+  void* dx;                 // the same
+  float* dtopk_weights;     // [tokens, top_k]
+  void* dw_gate;            // of the shapes of the weights and biases
+  void* dw_up;
+  void* dw_down;
+  void* db_gate;
+  void* db_up;
+  void* db_down;
+
+  // A factor of a product, 64 x 64 whichever way it is turned; and the same tensors 16 rows at a time, to be written.
+  CUtensorMap rows;             // [ring rows, 2, hidden], box {64, 1, 64}: tokens, gradients of their outputs
+  CUtensorMap projections;      // [ring rows, projections, intermediate], box {64, 1, 64}
+  CUtensorMap hidden;           // [ring rows, intermediate], box {64, 64}
+  CUtensorMap few_projections;  // box {64, 1, 16}
+  CUtensorMap few_hidden;       // box {64, 16}
 };
 
 }  // namespace jaxmoe

@@ -43,7 +43,7 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
 
 template <class Variant>
 __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t planner, int32_t planners) {
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   if (threadIdx.x == 0) {
     // Pairs with the release at the end of count() of every planner.
     cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners)}, Site::kPlan);
@@ -80,7 +80,7 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
 
 template <class Variant>
 __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   const int32_t local = p.shape.local_experts();
   const int warp = threadIdx.x / 32;
   const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;

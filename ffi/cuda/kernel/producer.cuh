@@ -43,14 +43,14 @@ __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth,
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   const Ring ring(cta.shared.gemm.ring);
   typename Ring::Position position;
   const uint64_t keep = ptx::evict_normal_policy();
   const uint64_t once = ptx::evict_first_policy();
   const auto lane = cta.timeline.template lane<1>(LaneRole::kProducer);
   lane.start();
-  TaskWalk walk(p.shape, p.schedule, cta.shared.rows_per_expert);
+  TaskWalk<Pass::kForward> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   int32_t number = -1;
   for (Task task;;) {
@@ -62,10 +62,10 @@ __device__ void run(const Cta<Variant>& cta) {
     // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those behind gate/up tasks in
     // math::run(). Rows and h were written by ordinary stores and by bulk stores; the fence orders both before the
     // loads.
-    cta.signals.wait(wait_before(p.shape, p.schedule, task), is_gate_up ? Site::kGateUp : Site::kDown,
+    cta.signals.wait(wait_before(p.shape, p.schedule, task), site_of(task.gemm),
                      is_gate_up ? 1 : Cta<Variant>::kTaskParts);
     ptx::fence_proxy_async_global();
-    lane.mark(is_gate_up ? EventKind::kWaitRows : EventKind::kWaitHidden, task);
+    lane.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
@@ -73,7 +73,7 @@ __device__ void run(const Cta<Variant>& cta) {
     load_tile<Variant>(ring, position, source_of<Variant>(p, is_gate_up), own, cta.cta_rank,
                        Variant::config.cluster_size == 1 || cta.is_narrow(task),
                        one_tile ? once : keep, keep, lane);
-    lane.mark(is_gate_up ? EventKind::kLoadGateUp : EventKind::kLoadDown, own);
+    lane.mark(load_event_of(task.gemm), own);
   }
   // The end takes a stage too, of no bytes.
   ring.acquire(position);

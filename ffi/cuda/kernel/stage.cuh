@@ -1,4 +1,4 @@
-// The ends of a launch that concern the whole block: staging tokens where peers reach them, publishing that they and
+// The ends of a launch that concern the whole block: staging inputs where peers reach them, publishing that they and
 // the plan are there, waiting for everyone else's, and leaving. All threads of a block call these together.
 #pragma once
 
@@ -9,6 +9,8 @@
 #include "common/layout.h"
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/dispatch.cuh"
+#include "cuda/kernel/plan.cuh"
 
 namespace jaxmoe::stage {
 
@@ -17,7 +19,7 @@ inline constexpr int kVectorBytes = 16;
 // The counters that the next launch will use. Nobody else touches them in this one.
 template <class Variant>
 __device__ void clear_other_bank(const Cta<Variant>& cta) {
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   uint32_t* bank = cta.template at<uint32_t>(
       p.rank, word_of(p.layout, p.head, cta.signals.epoch() + 1, Signal::kHistogramsWritten, 0));
   const int64_t words = counter_words(p.head);
@@ -27,14 +29,9 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   if (blockIdx.x == 0 && threadIdx.x == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
 }
 
-// Copies tokens into the arena. One rank alone reads them where they are.
+// Copies `vectors` from one array to another, all blocks together.
 template <class Variant>
-__device__ void copy_tokens(const Cta<Variant>& cta) {
-  const ForwardParams& p = cta.params;
-  if (p.shape.ranks == 1) return;
-  const int64_t vectors = p.layout.tokens.bytes / kVectorBytes;
-  const uint4* source = static_cast<const uint4*>(p.x);
-  uint4* target = cta.template at<uint4>(p.layout.tokens);
+__device__ void copy(const Cta<Variant>& cta, uint4* target, const uint4* source, int64_t vectors) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (; i + 3 * stride < vectors; i += 4 * stride) {
@@ -45,6 +42,31 @@ __device__ void copy_tokens(const Cta<Variant>& cta) {
     target[i + 3 * stride] = d;
   }
   for (; i < vectors; i += stride) target[i] = source[i];
+}
+
+// Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
+// it, and the routing weights. One rank alone reads the tokens of a forward pass where they are.
+template <class Variant>
+__device__ void copy_inputs(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  if (!stages_tokens(p.shape, p.schedule)) return;
+  uint4* tokens = cta.template at<uint4>(p.layout.tokens);
+  if constexpr (Cta<Variant>::kBackward) {
+    const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
+    const int32_t warps = gridDim.x * blockDim.x / 32;
+    const int lane = threadIdx.x % 32;
+    for (int64_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32; token < p.shape.tokens; token += warps) {
+      uint4* row = tokens + token * 2 * vectors;
+      dispatch::copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
+      dispatch::copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
+    }
+    float* weights = cta.template at<float>(p.layout.weights);
+    for (int32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.shape.slots(); i += gridDim.x * blockDim.x) {
+      weights[i] = p.topk_weights[i];
+    }
+  } else {
+    copy(cta, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
+  }
 }
 
 // No token of a peer is here yet. Ordered before every pull by the flags that dispatch waits for, this rank's own among
@@ -77,7 +99,7 @@ __device__ void publish(const Cta<Variant>& cta) {
 // the first block decides for its cluster. Also the barrier behind which blocks use each other's shared memory.
 template <class Variant>
 __device__ void wait_for_inputs(const Cta<Variant>& cta) {
-  const ForwardParams& p = cta.params;
+  const auto& p = cta.params;
   if (threadIdx.x < static_cast<uint32_t>(p.shape.ranks)) {
     // Pairs with release_to_all(kInputsReady) in publish() of that source.
     const int32_t source = threadIdx.x;
@@ -104,9 +126,59 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
       const int64_t counts = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
       rows += __ldcg(cta.template at<int32_t>(p.rank, counts) + e);
     }
-    cta.shared.rows_per_expert[e] = usable ? rows : 0;
+    const int32_t multiple = p.schedule.row_multiple();  // with rows of zeros behind them
+    cta.shared.rows_per_expert[e] = usable ? ceil_div(rows, multiple) * multiple : 0;
   }
   __syncthreads();
+}
+
+// No task writes the gradients of an expert without rows.
+template <class Variant>
+__device__ void clear_unused_gradients(const Cta<Variant>& cta) {
+  const BackwardParams& p = cta.params;
+  for (int32_t expert = 0; expert < p.shape.local_experts(); ++expert) {
+    if (cta.shared.rows_per_expert[expert] > 0) continue;
+    const auto clear = [&](void* gradients, int64_t elements) {
+      if (gradients == nullptr) return;
+      const int64_t vectors = elements * static_cast<int64_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
+      uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
+      for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors;
+           i += int64_t{gridDim.x} * blockDim.x) {
+        of_expert[i] = uint4{0, 0, 0, 0};
+      }
+    };
+    const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
+    clear(p.dw_gate, matrix);
+    clear(p.dw_up, matrix);
+    clear(p.dw_down, matrix);
+    clear(p.db_gate, p.shape.intermediate);
+    clear(p.db_up, p.shape.intermediate);
+    clear(p.db_down, p.shape.hidden);
+  }
+}
+
+// Everything before the roles part: the same in both passes.
+template <class Variant>
+__device__ void prepare(const Cta<Variant>& cta) {
+  const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
+  cta.timeline.begin();
+  lane.start();
+  clear_other_bank(cta);
+  forget_kept_tokens(cta);
+  copy_inputs(cta);
+  lane.mark(EventKind::kStage);
+  plan::run(cta);
+  lane.mark(EventKind::kPlan);
+  publish(cta);
+  lane.mark(EventKind::kPublish);
+  if (threadIdx.x == 0) {
+    GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
+    ptx::fence_mbarrier_init();
+    for (int32_t& number : cta.shared.task_numbers) number = -1;
+  }
+  ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
+  wait_for_inputs(cta);             // with a barrier of the cluster, then one of the block
+  lane.mark(EventKind::kWaitInputs);
 }
 
 // The last block to leave makes the arena ready for the next launch.

@@ -28,6 +28,14 @@ __device__ __forceinline__ void store_tiles(void* row, const uint32_t (&tiles)[4
                : "memory");
 }
 
+// The way back.
+__device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 // True in one lane of a warp whose lanes are all here; the compiler then knows that a single thread runs the branch.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;

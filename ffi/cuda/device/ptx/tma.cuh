@@ -61,6 +61,19 @@ __device__ __forceinline__ void store_bytes(void* target, const void* source, ui
                : "memory");
 }
 
+// A box of shared memory, swizzled as loads leave it, to a tensor; what lies outside the tensor is not written.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, int32_t x, int32_t y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(source)), "r"(x), "r"(y)
+               : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, int32_t x, int32_t y,
+                                          int32_t z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(source)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
 // Stores since the last commit of this thread become one group.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

@@ -1,5 +1,5 @@
 // wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
-// product to its float32 accumulators. Used by kernel/gemm_math.cuh through the precision policies.
+// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm_math.cuh through the precision policies.
 //
 // Order of calls: wgmma_fence() before the first product of a group, commit_products() behind the last,
 // wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
@@ -26,13 +26,16 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, uint32
          uint64_t{stride_bytes >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// Along which dimension neighbouring elements of a factor lie: K, over which the product sums, or the other one.
+enum class Major { kDepth = 0, kWidth = 1 };
+
 // A tile whose rows are 64 16-bit elements of the K dimension, 128 bytes each: 8 rows are 1024 bytes. The leading
 // offset is not used, since a slice of 16 elements lies within one row.
-__device__ __forceinline__ uint64_t k_major_descriptor(const void* tile) { return swizzled_descriptor(tile, 16, 1024); }
+__device__ __forceinline__ uint64_t depth_major_descriptor(const void* tile) { return swizzled_descriptor(tile, 16, 1024); }
 
-// A tile whose rows are 64 16-bit elements of the N dimension, one row for each k: 8 rows (values of k) are 1024 bytes,
-// and `block_bytes` lie between one block of 64 columns and the next.
-__device__ __forceinline__ uint64_t n_major_descriptor(const void* tile, uint32_t block_bytes) {
+// A tile whose rows are 64 16-bit elements of the M or N dimension, one row for each k: 8 rows (values of k) are 1024
+// bytes, and `block_bytes` lie between one block of 64 columns and the next.
+__device__ __forceinline__ uint64_t width_major_descriptor(const void* tile, uint32_t block_bytes) {
   return swizzled_descriptor(tile, block_bytes, 1024);
 }
 
@@ -63,8 +66,8 @@ __device__ __forceinline__ void clear_accumulators(Accumulators& accumulators) {
   for (float& value : accumulators.values) value = 0.0f;
 }
 
-// accumulators += a * b; a K-major, b N-major. PTX takes the 128 registers one by
-// one, and the element type is part of the instruction's name: both are spelled once, here.
+// accumulators += a * b. PTX takes the 128 registers one by one, and the element type is part of the instruction's name:
+// both are spelled once, here.
 #define JAXMOE_EIGHT(first)                                                                                    \
   "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
       "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
@@ -90,19 +93,21 @@ __device__ __forceinline__ void clear_accumulators(Accumulators& accumulators) {
       "%104, %105, %106, %107, %108, %109, %110, %111, "                                                       \
       "%112, %113, %114, %115, %116, %117, %118, %119, "                                                       \
       "%120, %121, %122, %123, %124, %125, %126, %127"                                                         \
-      "}, %128, %129, accumulate, 1, 1, 0, 1;\n"                                                               \
+      "}, %128, %129, accumulate, 1, 1, %131, %132;\n"                                                         \
       "}"                                                                                                      \
       : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32),                \
         JAXMOE_EIGHT(40), JAXMOE_EIGHT(48), JAXMOE_EIGHT(56), JAXMOE_EIGHT(64), JAXMOE_EIGHT(72),              \
         JAXMOE_EIGHT(80), JAXMOE_EIGHT(88), JAXMOE_EIGHT(96), JAXMOE_EIGHT(104), JAXMOE_EIGHT(112),            \
         JAXMOE_EIGHT(120)                                                                                      \
-      : "l"(a), "l"(b), "n"(1)                                                                                 \
+      : "l"(a), "l"(b), "n"(1), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB))                           \
       : "memory")
 
+template <Major kA, Major kB>
 __device__ __forceinline__ void multiply_bf16(Accumulators& accumulators, uint64_t a, uint64_t b) {
   float(&d)[128] = accumulators.values;
   JAXMOE_WGMMA_64X256X16("bf16.bf16");
 }
+template <Major kA, Major kB>
 __device__ __forceinline__ void multiply_f16(Accumulators& accumulators, uint64_t a, uint64_t b) {
   float(&d)[128] = accumulators.values;
   JAXMOE_WGMMA_64X256X16("f16.f16");

@@ -16,8 +16,9 @@ struct Bf16 {
   using Element = __nv_bfloat16;
   static constexpr ElementType kElementType = ElementType::kBf16;
 
+  template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
-    ptx::multiply_bf16(sums, a, b);
+    ptx::multiply_bf16<kA, kB>(sums, a, b);
   }
   // Two elements in memory order, `first` at the lower address; to the nearest, ties to even.
   static __device__ __forceinline__ uint32_t pack(float first, float second) {
@@ -33,8 +34,9 @@ struct F16 {
   using Element = __half;
   static constexpr ElementType kElementType = ElementType::kF16;
 
+  template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
-    ptx::multiply_f16(sums, a, b);
+    ptx::multiply_f16<kA, kB>(sums, a, b);
   }
   static __device__ __forceinline__ uint32_t pack(float first, float second) {
     const __half2 pair = __floats2half2_rn(first, second);

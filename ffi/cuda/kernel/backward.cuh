@@ -1,0 +1,56 @@
+// The backward kernel: one launch from tokens and the gradients of their outputs to all gradients of the layer. This
+// file is its table of contents; forward.cuh is the kernel that it follows.
+//
+//   plan, stage           all warps of every block     slots sorted by expert; tokens, gradients and routing weights
+//                                                      where peers reach them; zeros for experts without rows
+//   gradient_producer     warp 0, one thread           what the products read, into shared memory
+//   dispatch              warps 1 to 3                 rows from their owners into the ring
+//   gradient_math,        the two warpgroups behind    five products, their results to rings, owners and the layer's
+//   then combine                                       results; sums of token gradients
+//
+// Launched cooperatively, one block on every multiprocessor: blocks wait for each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/kernel/combine.cuh"
+#include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/dispatch.cuh"
+#include "cuda/kernel/gradient_math.cuh"
+#include "cuda/kernel/gradient_producer.cuh"
+#include "cuda/kernel/plan.cuh"
+#include "cuda/kernel/stage.cuh"
+
+namespace jaxmoe {
+
+template <class Variant>
+__global__ void __launch_bounds__(Variant::config.threads(), 1)
+    moe_backward(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(1024) std::byte shared_bytes[];
+  auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
+  const Cta<Variant> cta(params, shared);
+  stage::prepare(cta);
+  stage::clear_unused_gradients(cta);
+
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < 4) {
+    ptx::release_registers<Variant::config.control_registers>();
+    if (warp == 0) {
+      if (ptx::elect_lane()) gradient_producer::run(cta);
+    } else {
+      dispatch::run(cta, warp - 1);
+      if (blockIdx.x == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
+    }
+  } else {
+    ptx::take_registers<Variant::config.math_registers>();
+    gradient_math::run(cta);
+    combine::run(cta, warp - 4, threadIdx.x % 32);
+  }
+  if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
+  stage::leave(cta);
+  cta.timeline.end();
+}
+
+}  // namespace jaxmoe
