@@ -70,9 +70,9 @@ def moe_layer(
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
       mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it is not used.
-      implementation: `"xla"` (portable), `"megakernel"` (one call of compiled code per rank; its gradients are those of
-        `"xla"`, computed again from the inputs), `"reference"` (dense, float32: the truth, slow), or `None` to choose,
-        see `jaxmoe.explain`. A named one runs or raises.
+      implementation: `"megakernel"` (one call of compiled code per rank for each of the two passes), `"xla"`
+        (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose: the megakernel on GPUs that
+        can run the call, else `"xla"`; `jaxmoe.explain` says why. A named one runs or raises.
       plan: how to compute it, a `jaxmoe.Plan`, for `"megakernel"` a `jaxmoe.KernelPlan`; `None` is
         `jaxmoe.default_plan`.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).

@@ -64,7 +64,11 @@ def check(
     plan: Any,
 ) -> Call:
     """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`."""
-    chosen, reason = _choose(implementation)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"moe_layer: implementation={implementation!r} is not known. Use one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
+        )
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
     resolved = activations.resolve(activation)
@@ -78,24 +82,36 @@ def check(
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
+    chosen, reason = _choose(implementation, plan, shape, platform, jnp.dtype(x.dtype), resolved)
     plan = _check_plan(plan, implementation, chosen) or default_plan(shape, platform, x.dtype, chosen)
     if isinstance(plan, KernelPlan):
         limits.check_megakernel(shape, platform, jnp.dtype(x.dtype), resolved, plan)
     return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan)
 
 
-def _choose(implementation: str | None) -> tuple[Implementation, str]:
-    if implementation is None:
-        return "xla", (
-            "implementation=None: 'xla', which runs on every backend and size; 'megakernel' is not the default yet, "
-            "name it to use it"
-        )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"moe_layer: implementation={implementation!r} is not known. Use one of "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
-        )
-    return implementation, f"implementation={implementation!r} was asked for"
+def _choose(
+    implementation: str | None,
+    plan: Any,
+    shape: Shape,
+    platform: str,
+    dtype: Any,
+    activation: activations.Activation,
+) -> tuple[Implementation, str]:
+    """Returns the implementation and why: where none is named the megakernel on GPUs that can run the call."""
+    if implementation is not None:
+        return implementation, f"implementation={implementation!r} was asked for"  # pyright: ignore[reportReturnType]
+    if platform != "gpu":
+        return "xla", f"implementation=None: 'xla' on {platform}; 'megakernel' is chosen on GPUs that can run it"
+    if isinstance(plan, Plan):
+        return "xla", "implementation=None: 'xla', which the plan is for"
+    try:
+        kernel_plan = plan or default_plan(shape, platform, dtype, "megakernel")
+        limits.check_megakernel(shape, platform, dtype, activation, kernel_plan)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        if plan is not None:
+            raise
+        return "xla", f"implementation=None: 'xla'; 'megakernel' cannot run this call ({str(error).split('. ')[0]})"
+    return "megakernel", "implementation=None: 'megakernel', which can run this call"
 
 
 def _check_plan(plan: Any, implementation: str | None, chosen: Implementation) -> AnyPlan | None:

@@ -9,7 +9,15 @@ from jax.sharding import AxisType
 from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.call import Call, Implementation
-from jaxmoe.plan import WORKERS_OF_A_GPU, KernelPlan, Plan, granularity, most_row_tiles, pulls_per_token
+from jaxmoe.plan import (
+    WORKERS_OF_A_GPU,
+    KernelPlan,
+    Plan,
+    backward_plan,
+    granularity,
+    most_row_tiles,
+    pulls_per_token,
+)
 
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 
@@ -23,6 +31,8 @@ class Explanation:
       reasons: why this implementation and this plan.
       memory_bytes: bytes per rank of each temporary array of the forward pass, by name; for `"megakernel"` the regions
         of the memory that peers reach, which is kept between calls.
+      backward_memory_bytes: the same of the backward pass of `"megakernel"`, which uses the same memory after the
+        forward pass, so that the larger of the two sums counts; empty for the others.
       worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
       wire_bytes: bytes each rank receives from its peers in one forward pass.
       flops: floating-point operations per rank of a balanced forward pass.
@@ -31,6 +41,7 @@ class Explanation:
     call: Call
     reasons: tuple[str, ...]
     memory_bytes: dict[str, int]
+    backward_memory_bytes: dict[str, int]
     worst_case_bytes: int
     wire_bytes: int
     flops: int
@@ -55,6 +66,11 @@ class Explanation:
             f"(with buffers for the worst routing: {self.worst_case_bytes / 2**20:.1f} MiB)",
             *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
         ]
+        if self.backward_memory_bytes:
+            lines += [
+                f"  in a backward pass: {sum(self.backward_memory_bytes.values()) / 2**20:.1f} MiB of the same memory",
+                *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.backward_memory_bytes.items()),
+            ]
         return "\n".join(lines)
 
 
@@ -123,6 +139,7 @@ def explain(
         call=call,
         reasons=(call.implementation_reason, *call.plan.reasons, *_unsplit_axes(call)),
         memory_bytes=memory,
+        backward_memory_bytes={},
         worst_case_bytes=sum(worst_case.values()),
         # Tokens in, sums of tokens out, and 8 bytes of id and weight for each slot.
         wire_bytes=(shape.ranks - 1) * (2 * token_bytes + 8 * shape.tokens * shape.top_k),
@@ -173,6 +190,7 @@ def _xla_memory(call: Call, plan: Plan) -> dict[str, int]:
 
 def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
+    backward = backward_plan(plan, shape, call.platform)
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
     of_slots, of_ranks = pulls_per_token(shape)
     remote_rows = int(shape.tokens * of_slots)
@@ -182,10 +200,11 @@ def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
         reasons=(
             call.implementation_reason,
             *plan.reasons,
-            "backward: that of 'xla', which computes its forward pass again from the inputs",
+            *(f"backward pass: {reason}" for reason in backward.reasons),
             *_unsplit_axes(call),
         ),
         memory_bytes=_arena(call, plan, min(plan.ring_tiles, most)),
+        backward_memory_bytes=_arena(call, backward, min(backward.ring_tiles, most)),
         worst_case_bytes=sum(_arena(call, plan, most).values()),
         # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.
         wire_bytes=(pulled_rows + remote_rows) * shape.hidden * shape.itemsize + 4 * remote_rows,
@@ -197,7 +216,15 @@ def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
     """Bytes of the regions of a rank's arena, from the code that lays it out."""
     layout, shape, pieces = native.schedule(), call.shape, granularity(call.platform, call.shape.gated)
     workers = pieces.workers or WORKERS_OF_A_GPU
-    sizes = layout.Shape(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    sizes = layout.Shape(
+        shape.ranks,
+        shape.tokens,
+        shape.hidden,
+        shape.intermediate,
+        shape.num_experts,
+        shape.top_k,
+        projections=2 if shape.gated else 1,
+    )
     schedule = layout.Schedule(
         tile=layout.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns),
         unit_tiles=plan.unit_tiles,
@@ -208,9 +235,11 @@ def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
         dispatchers=workers * pieces.dispatchers_per_worker,
         narrow_rows=pieces.tile_rows // 2,
         keep_tokens=int(plan.keep_tokens),
+        segment_tiles=plan.segment_tiles,
     )
     arena = layout.layout_of(sizes, schedule, layout.needed_head(sizes, schedule), shape.itemsize)
-    return {f"arena: {name}": size for name, (_, size) in {**arena.head, **arena.body}.items()}
+    # Without what only the other pass has.
+    return {f"arena: {name}": size for name, (_, size) in {**arena.head, **arena.body}.items() if size}
 
 
 def _reference(call: Call) -> Explanation:
@@ -225,6 +254,7 @@ def _reference(call: Call) -> Explanation:
         call=call,
         reasons=(call.implementation_reason, "every expert is applied to every token"),
         memory_bytes=memory,
+        backward_memory_bytes={},
         worst_case_bytes=sum(memory.values()),
         wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.itemsize,
         flops=_flops(shape) // shape.top_k * shape.num_experts,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxmoe.activation import Activation, compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.plan import KernelPlan, Shape, default_plan, granularity, most_row_tiles
+from jaxmoe.plan import KernelPlan, Shape, backward_plan, granularity, most_row_tiles
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 from jaxmoe.xla_impl import Inputs
 
@@ -107,18 +107,14 @@ def _forward(static: Static, inputs: Inputs) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
     operands = (*_operands(static, inputs), dy)
-    plan = static.plan.backward or default_plan(static.shape, static.platform, dy.dtype, "megakernel").backward
-    assert plan is not None
+    plan = backward_plan(static.plan, static.shape, static.platform)
     # Gradients have the shapes of the operands from x on, but for the ids.
     gradients = _launch(BACKWARD, static, plan, operands, (operands[1], *operands[3:-1]))
     dx, dweights, *of_experts = gradients
     experts = inputs.experts
-    names = [field.name for field in dataclasses.fields(experts)]
-    arrays = {
-        name: None if getattr(experts, name) is None else gradient
-        for name, gradient in zip(names, of_experts, strict=True)
-    }
-    return dx, dweights, Experts(**arrays)
+    present = [getattr(experts, field.name) is not None for field in dataclasses.fields(experts)]
+    leaves = [gradient for gradient, is_there in zip(of_experts, present, strict=True) if is_there]
+    return dx, dweights, jax.tree.unflatten(jax.tree.structure(experts), leaves)
 
 
 def _operands(static: Static, inputs: Inputs) -> tuple[jax.Array, ...]:
@@ -143,7 +139,7 @@ def _operands(static: Static, inputs: Inputs) -> tuple[jax.Array, ...]:
 def _launch(
     target: str, static: Static, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """The call of compiled code, with results like the arrays `results`. What it may assume, `limits.py` has checked."""
+    """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
     like = tuple(jax.typeof(result) for result in results)
     call = functools.partial(jax.ffi.ffi_call(target, like), **_attributes(static, plan))
     if static.platform == "gpu" and static.group.size > 1:

@@ -49,7 +49,7 @@ RING_UNITS_BEYOND_LAG = 3
 FEWEST_TILES_BEYOND_LAG = 16
 # Of a backward pass: bytes that the rows of one segment take in the rings, at most. A segment is better as large as the
 # expert: then no sums of weight gradients go through memory.
-SEGMENT_BYTES = 512 * 2**20
+SEGMENT_BYTES = 1024 * 2**20
 FEWEST_SEGMENT_TILES = 4
 SEGMENT_TILES_ON_CPU = 3
 
@@ -177,7 +177,9 @@ class KernelPlan:
         if not isinstance(self.keep_tokens, bool):
             raise ValueError(f"KernelPlan: keep_tokens={self.keep_tokens!r} must be True or False.")
         if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
-            raise ValueError(f"KernelPlan: backward={self.backward!r} must be a KernelPlan with segment_tiles, or None.")
+            raise ValueError(
+                f"KernelPlan: backward={self.backward!r} must be a KernelPlan with segment_tiles, or None."
+            )
         if self.backward is not None and self.segment_tiles:
             raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
 
@@ -280,6 +282,11 @@ def _kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason)
     backward = _backward_plan(shape, platform)
     return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, backward=backward, reasons=reasons)
+
+
+def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
+    """Returns the plan of the backward pass that goes with a plan of the forward pass."""
+    return plan.backward or _backward_plan(shape, platform)
 
 
 def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
