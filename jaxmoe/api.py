@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe import call as calls
 from jaxmoe import sharding
 from jaxmoe.activation import Activation
-from jaxmoe.call import Call, Implementation
+from jaxmoe.call import Call, Implementation, Residuals
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.megakernel import megakernel
@@ -41,14 +41,16 @@ def moe_layer(
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation | None = None,
     plan: AnyPlan | None = None,
+    residuals: Residuals | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Sends every token through its chosen experts and returns the weighted sum of what they answer.
 
     `y[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(x[t])`, where expert e computes
     `activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e]`. No token is ever dropped. Differentiable in `x`,
-    `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values of `"xla"` named
-    `jaxmoe.CHECKPOINT_NAMES` (the inputs of the activation), so that the backward pass repeats no GEMM.
+    `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values named
+    `jaxmoe.CHECKPOINT_NAMES` (the inputs of the activation), so that the backward pass repeats no GEMM; the megakernel
+    has them with `residuals="save"`.
 
     Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
     a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first
@@ -59,7 +61,8 @@ def moe_layer(
       topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)`
         count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
       topk_weights: float32 (or float64 with float64 tokens).
-      experts: weights in the dtype of `x`.
+      experts: weights in the dtype of `x`; or in float32 where `x` is bfloat16 or float16: they are then cast to it in
+        every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
@@ -75,6 +78,9 @@ def moe_layer(
         can run the call, else `"xla"`; `jaxmoe.explain` says why. A named one runs or raises.
       plan: how to compute it, a `jaxmoe.Plan`, for `"megakernel"` a `jaxmoe.KernelPlan`; `None` is
         `jaxmoe.default_plan`.
+      residuals: what the backward pass gets beside the inputs: `"save"` keeps the inputs of the activation, whose bytes
+        `jaxmoe.explain` states, `"recompute"` computes them again; `None` is `"recompute"` for `"megakernel"` and
+        `"save"` for `"xla"`. `"reference"` is differentiated by JAX and does not use it.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
 
     Returns:
@@ -106,6 +112,7 @@ def moe_layer(
         mesh=mesh,
         implementation=implementation,
         plan=plan,
+        residuals=residuals,
     )
     if x.size == 0:  # nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice
         token_valid = None
@@ -175,22 +182,28 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     ids = jnp.where(used, ids, -1)
     weights = jnp.where(used, weights, 0)
 
+    # The megakernel writes gradients in the dtype of the experts; for the others JAX casts them back.
+    experts = arguments.experts if call.implementation == "megakernel" else arguments.experts.astype(x.dtype)
     if x.size == 0:  # XLA:GPU (jax 0.11) crashes while it compiles gradients of products without rows
         y = jnp.zeros_like(x)
     elif call.implementation == "reference":
-        y = reference(x, ids, weights, arguments.experts, activation=call.activation, group=group)
+        y = reference(x, ids, weights, experts, activation=call.activation, group=group)
     elif isinstance(call.plan, KernelPlan):
         y = megakernel(
             x,
             ids,
             weights,
-            arguments.experts,
+            experts,
             activation=call.activation,
             group=group,
             plan=call.plan,
             shape=call.shape,
             platform=call.platform,
+            save=call.residuals == "save",
         )
     else:
-        y = xla(x, ids, weights, arguments.experts, activation=call.activation, group=group, plan=call.plan)
+        layer = functools.partial(xla, activation=call.activation, group=group, plan=call.plan)
+        if call.residuals == "recompute":
+            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+        y = layer(x, ids, weights, experts)
     return y.reshape(*batch, call.shape.hidden), stats

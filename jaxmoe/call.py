@@ -18,6 +18,7 @@ from jaxmoe import limits, sharding
 from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape, default_plan
 
 Implementation = Literal["megakernel", "xla", "reference"]
+Residuals = Literal["recompute", "save"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
@@ -37,6 +38,7 @@ class Call:
       shape: sizes as one rank sees them.
       dtype: of tokens and weights.
       plan: how it is computed.
+      residuals: what the backward pass keeps of the forward pass.
     """
 
     implementation: Implementation
@@ -47,6 +49,7 @@ class Call:
     shape: Shape
     dtype: Any
     plan: AnyPlan
+    residuals: Residuals
 
 
 def check(
@@ -62,12 +65,17 @@ def check(
     mesh: Mesh | AbstractMesh | None,
     implementation: str | None,
     plan: Any,
+    residuals: Residuals | None = None,
 ) -> Call:
     """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"moe_layer: implementation={implementation!r} is not known. Use one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
+        )
+    if residuals is not None and residuals not in get_args(Residuals):
+        raise ValueError(
+            f"moe_layer: residuals={residuals!r} is not known. Use 'recompute' or 'save', or None for the default."
         )
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
@@ -86,7 +94,9 @@ def check(
     plan = _check_plan(plan, implementation, chosen) or default_plan(shape, platform, x.dtype, chosen)
     if isinstance(plan, KernelPlan):
         limits.check_megakernel(shape, platform, jnp.dtype(x.dtype), resolved, plan)
-    return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan)
+    default: Residuals = "recompute" if chosen == "megakernel" else "save"
+    kept = default if residuals is None else residuals
+    return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan, kept)
 
 
 def _choose(

@@ -107,7 +107,7 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     Args:
       experts: what the user passed.
       hidden: width of the tokens.
-      dtype: of the tokens; every array of the experts must have it.
+      dtype: of the tokens; every array of the experts must have it, or be float32 where it has 16 bits.
     """
     if not isinstance(experts, Experts):
         raise TypeError(
@@ -149,10 +149,15 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
                 f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
                 f"w_gate of shape {tuple(experts.w_gate.shape)}."
             )
-        if array.dtype != dtype:
+        if array.dtype != dtype and not (array.dtype == jnp.float32 and jnp.dtype(dtype).itemsize == 2):
             raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal. "
-                "Cast one of them, e.g. experts.astype(x.dtype)."
+                f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal, or the experts float32 "
+                "and x bfloat16 or float16. Cast one of them, e.g. experts.astype(x.dtype)."
+            )
+        if array.dtype != experts.w_gate.dtype:
+            raise TypeError(
+                f"moe_layer: experts.{name} is {array.dtype}, experts.w_gate is {experts.w_gate.dtype}; they must be "
+                "equal."
             )
     if experts.b_up is not None and experts.w_up is None:
         raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")

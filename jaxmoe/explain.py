@@ -8,15 +8,17 @@ from jax.sharding import AxisType
 
 from jaxmoe import call as calls
 from jaxmoe import native
-from jaxmoe.call import Call, Implementation
+from jaxmoe.call import Call, Implementation, Residuals
 from jaxmoe.plan import (
     WORKERS_OF_A_GPU,
     KernelPlan,
     Plan,
+    Shape,
     backward_plan,
     granularity,
     most_row_tiles,
     pulls_per_token,
+    saved_row_tiles,
 )
 
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
@@ -33,6 +35,8 @@ class Explanation:
         of the memory that peers reach, which is kept between calls.
       backward_memory_bytes: the same of the backward pass of `"megakernel"`, which uses the same memory after the
         forward pass, so that the larger of the two sums counts; empty for the others.
+      residual_bytes: what each choice of `residuals` keeps for the backward pass beside the inputs; none of
+        `"reference"`, which JAX differentiates.
       worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
       wire_bytes: bytes each rank receives from its peers in one forward pass.
       flops: floating-point operations per rank of a balanced forward pass.
@@ -42,6 +46,7 @@ class Explanation:
     reasons: tuple[str, ...]
     memory_bytes: dict[str, int]
     backward_memory_bytes: dict[str, int]
+    residual_bytes: dict[str, int]
     worst_case_bytes: int
     wire_bytes: int
     flops: int
@@ -66,6 +71,9 @@ class Explanation:
             f"(with buffers for the worst routing: {self.worst_case_bytes / 2**20:.1f} MiB)",
             *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
         ]
+        if self.residual_bytes:
+            choices = (f"{size / 2**20:.1f} MiB with {name!r}" for name, size in self.residual_bytes.items())
+            lines.append(f"  residuals={self.call.residuals!r}; kept beside the inputs: {', '.join(choices)}")
         if self.backward_memory_bytes:
             lines += [
                 f"  in a backward pass: {sum(self.backward_memory_bytes.values()) / 2**20:.1f} MiB of the same memory",
@@ -87,6 +95,7 @@ def explain(
     mesh: Any = None,
     implementation: Implementation | None = None,
     plan: Any = None,
+    residuals: Residuals | None = None,
 ) -> Explanation:
     """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
 
@@ -102,6 +111,7 @@ def explain(
       mesh: as for `moe_layer`.
       implementation: as for `moe_layer`.
       plan: as for `moe_layer`.
+      residuals: as for `moe_layer`.
 
     Raises:
       ValueError: as `moe_layer` would.
@@ -127,6 +137,7 @@ def explain(
         mesh=mesh,
         implementation=implementation,
         plan=plan,
+        residuals=residuals,
     )
     if isinstance(call.plan, KernelPlan):
         return _megakernel(call, call.plan)
@@ -140,6 +151,7 @@ def explain(
         reasons=(call.implementation_reason, *call.plan.reasons, *_unsplit_axes(call)),
         memory_bytes=memory,
         backward_memory_bytes={},
+        residual_bytes=_residual_bytes(shape, call.plan.chunk_rows),
         worst_case_bytes=sum(worst_case.values()),
         # Tokens in, sums of tokens out, and 8 bytes of id and weight for each slot.
         wire_bytes=(shape.ranks - 1) * (2 * token_bytes + 8 * shape.tokens * shape.top_k),
@@ -163,9 +175,14 @@ def _unsplit_axes(call: Call) -> list[str]:
     return notes
 
 
-def _flops(shape: Any) -> int:
+def _flops(shape: Shape) -> int:
     gemms = 3 if shape.gated else 2
     return 2 * gemms * shape.balanced_rows * shape.hidden * shape.intermediate
+
+
+def _residual_bytes(shape: Shape, rows: int) -> dict[str, int]:
+    projections = 2 if shape.gated else 1
+    return {"recompute": 0, "save": rows * projections * shape.intermediate * shape.itemsize}
 
 
 def _xla_memory(call: Call, plan: Plan) -> dict[str, int]:
@@ -191,6 +208,7 @@ def _xla_memory(call: Call, plan: Plan) -> dict[str, int]:
 def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
     backward = backward_plan(plan, shape, call.platform)
+    tile_rows = granularity(call.platform, shape.gated).tile_rows
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
     of_slots, of_ranks = pulls_per_token(shape)
     remote_rows = int(shape.tokens * of_slots)
@@ -205,6 +223,7 @@ def _megakernel(call: Call, plan: KernelPlan) -> Explanation:
         ),
         memory_bytes=_arena(call, plan, min(plan.ring_tiles, most)),
         backward_memory_bytes=_arena(call, backward, min(backward.ring_tiles, most)),
+        residual_bytes=_residual_bytes(shape, saved_row_tiles(shape, call.platform) * tile_rows),
         worst_case_bytes=sum(_arena(call, plan, most).values()),
         # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.
         wire_bytes=(pulled_rows + remote_rows) * shape.hidden * shape.itemsize + 4 * remote_rows,
@@ -255,6 +274,7 @@ def _reference(call: Call) -> Explanation:
         reasons=(call.implementation_reason, "every expert is applied to every token"),
         memory_bytes=memory,
         backward_memory_bytes={},
+        residual_bytes={},
         worst_case_bytes=sum(memory.values()),
         wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.itemsize,
         flops=_flops(shape) // shape.top_k * shape.num_experts,

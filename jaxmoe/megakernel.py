@@ -4,8 +4,8 @@
 already zero, after `limits.py` has checked what the compiled code relies on. On a CPU the call is served by threads
 that walk the task stream of the GPU kernel (ffi/host/).
 
-The backward pass is another such call. It gets the inputs and the gradient of the output, computes the inputs of the
-activation again, and returns all gradients.
+The backward pass is another such call. It gets the inputs and the gradient of the output, and returns all gradients.
+The inputs of the activation are either kept from the forward pass (`residuals="save"`) or computed again.
 """
 
 import dataclasses
@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxmoe.activation import Activation, compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.plan import KernelPlan, Shape, backward_plan, granularity, most_row_tiles
+from jaxmoe.plan import KernelPlan, Shape, backward_plan, granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
-from jaxmoe.xla_impl import Inputs
+from jaxmoe.xla_impl import CHECKPOINT_NAMES, Inputs
 
 FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
@@ -44,6 +45,7 @@ class Static(NamedTuple):
     plan: KernelPlan
     shape: Shape
     platform: str
+    saved_tiles: int  # row tiles whose inputs of the activation are kept for the backward pass
 
 
 def megakernel(
@@ -57,11 +59,12 @@ def megakernel(
     plan: KernelPlan,
     shape: Shape,
     platform: str,
+    save: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
 
-    Its gradients are computed from the inputs alone: the values named `CHECKPOINT_NAMES` do not exist here, so a
-    backward pass repeats the gate and up GEMMs whatever the policy.
+    Without `save` its gradients are computed from the inputs alone, so that a backward pass repeats the gate and up
+    GEMMs. With it what they computed is kept, one array with a name of `CHECKPOINT_NAMES`. The bits are the same.
 
     Args:
       x: tokens of this rank.
@@ -73,23 +76,34 @@ def megakernel(
       plan: order of the work and size of the rings.
       shape: sizes of the call.
       platform: `"cpu"` or `"gpu"`.
+      save: whether to keep the inputs of the activation for the backward pass.
     """
+    saved_tiles = saved_row_tiles(shape, platform) if save else 0
     inputs = vary_alike(Inputs(x, topk_ids, topk_weights, experts))
-    return _layer(Static(activation, group, plan, shape, platform), inputs)
+    return _layer(Static(activation, group, plan, shape, platform, saved_tiles), inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(static: Static, inputs: Inputs) -> jax.Array:
-    return _forward(static, inputs)
+    return _forward(static._replace(saved_tiles=0), inputs)[0]
 
 
-def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Inputs]:
-    return _forward(static, inputs), inputs
+class Residuals(NamedTuple):
+    """What the backward pass gets."""
+
+    inputs: Inputs
+    saved: Float[Array, "rows projections intermediate"] | None
 
 
-def _layer_bwd(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[Inputs]:
+def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+    y, saved = _forward(static, inputs)
+    return y, Residuals(inputs, None if saved is None else checkpoint_name(saved, CHECKPOINT_NAMES[-1]))
+
+
+def _layer_bwd(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
-    dx, dweights, dexperts = _backward(static, inputs, dy.astype(inputs.x.dtype))
+    inputs = residuals.inputs
+    dx, dweights, dexperts = _backward(static, residuals, dy.astype(inputs.x.dtype))
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
@@ -99,27 +113,42 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(static: Static, inputs: Inputs) -> jax.Array:
-    (y,) = _launch(FORWARD, static, static.plan, _operands(static, inputs), (inputs.x,))
-    return y
+def _forward(static: Static, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    y, *saved = _launch(FORWARD, static, static.plan, _operands(static, inputs), _results_of_forward(static, inputs.x))
+    return y, saved[0] if saved else None
+
+
+def _results_of_forward(static: Static, x: jax.Array) -> tuple[Any, ...]:
+    like_x = jax.typeof(x)
+    if not static.saved_tiles:
+        return (like_x,)
+    shape = static.shape
+    rows = static.saved_tiles * granularity(static.platform, shape.gated).tile_rows
+    # Varies over the mesh as the tokens do. Only its type is used.
+    saved = jnp.broadcast_to(x[0, 0], (rows, 2 if shape.gated else 1, shape.intermediate))
+    return like_x, jax.typeof(saved)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(static: Static, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
-    operands = (*_operands(static, inputs), dy)
+def _backward(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
+    inputs, saved = residuals
+    of_layer = _operands(static, inputs)
+    operands = (*of_layer, dy) if saved is None else (*of_layer, dy, saved)
     plan = backward_plan(static.plan, static.shape, static.platform)
     # Gradients have the shapes of the operands from x on, but for the ids.
-    gradients = _launch(BACKWARD, static, plan, operands, (operands[1], *operands[3:-1]))
-    dx, dweights, *of_experts = gradients
-    experts = inputs.experts
+    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
+    dtype, experts = inputs.experts.w_gate.dtype, inputs.experts
+    of_experts = (jax.typeof(operand.astype(dtype)) for operand in of_layer[4:])
+    results = (jax.typeof(of_layer[1]), jax.typeof(of_layer[3]), *of_experts)
+    dx, dweights, *gradients = _launch(BACKWARD, static, plan, operands, results)
     present = [getattr(experts, field.name) is not None for field in dataclasses.fields(experts)]
-    leaves = [gradient for gradient, is_there in zip(of_experts, present, strict=True) if is_there]
+    leaves = [gradient for gradient, is_there in zip(gradients, present, strict=True) if is_there]
     return dx, dweights, jax.tree.unflatten(jax.tree.structure(experts), leaves)
 
 
 def _operands(static: Static, inputs: Inputs) -> tuple[jax.Array, ...]:
     """Returns the operands of a forward pass: LayerBuffers in ffi/common/layer_call.h, in order."""
-    x, experts = inputs.x, inputs.experts
+    x, experts = inputs.x, inputs.experts.astype(inputs.x.dtype)
     # What experts without an up projection or biases pass: an array without elements, and one that depends on all
     # inputs. jax.grad moves what does not depend on the carry of a lax.scan out of its loop, and so through shard_map,
     # where XLA (jax 0.11.2) crashes on an operand without elements. Nothing of the barrier is left after compilation.
@@ -137,11 +166,10 @@ def _operands(static: Static, inputs: Inputs) -> tuple[jax.Array, ...]:
 
 
 def _launch(
-    target: str, static: Static, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]
+    target: str, static: Static, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[Any, ...]
 ) -> tuple[jax.Array, ...]:
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
-    like = tuple(jax.typeof(result) for result in results)
-    call = functools.partial(jax.ffi.ffi_call(target, like), **_attributes(static, plan))
+    call = functools.partial(jax.ffi.ffi_call(target, results), **_attributes(static, plan))
     if static.platform == "gpu" and static.group.size > 1:
         call = _on_collective_stream(call)
     # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
@@ -216,6 +244,7 @@ def _attributes(static: Static, plan: KernelPlan) -> dict[str, np.int32 | np.flo
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
         "keep_tokens": int(plan.keep_tokens),
         "segment_tiles": plan.segment_tiles,
+        "saved_tiles": static.saved_tiles,
     }
     floats = {
         "limit": form.limit,

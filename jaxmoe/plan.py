@@ -19,7 +19,8 @@ ROW_TILE = 128
 # Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
 # CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
 WORST_CASE_ROWS = 4096
-# Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used.
+# Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
+# same of the rows that the megakernel saves for its backward pass.
 ROWS_OVER_BALANCED = 1.25
 # What a TMA copy of one row needs: 16 bytes of a 16-bit type.
 TOKAMAX_MULTIPLE = 8
@@ -219,6 +220,15 @@ def granularity(platform: str, gated: bool) -> Granularity:
         return Granularity(16, 32 if gated else 64, 64, workers=2, dispatchers_per_worker=1)
     # A worker is a pair of thread blocks, which share a tile of 2 x 128 rows and have 3 warps each for dispatch.
     return Granularity(256, 128 if gated else 256, 256, workers=0, dispatchers_per_worker=6)
+
+
+def saved_row_tiles(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of a rank whose gate and up are kept from the forward to the backward pass.
+
+    Where tokens choose experts so that a rank gets more, the backward pass computes those of the others again.
+    """
+    wanted = -(-int(shape.balanced_rows * ROWS_OVER_BALANCED) // granularity(platform, shape.gated).tile_rows)
+    return min(wanted + shape.local_experts, most_row_tiles(shape, platform))
 
 
 def most_row_tiles(shape: Shape, platform: str) -> int:

@@ -34,7 +34,8 @@ from jaxmoe.sharding import ExpertGroup, vary_alike
 
 # Names of the values that a jax.checkpoint policy may keep for the backward pass: the inputs of the activation, of the
 # rows of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
-CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up")
+# The last one is the megakernel's, which has both in one array.
+CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up", "jaxmoe_gate_up")
 
 
 class Static(NamedTuple):
@@ -191,7 +192,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[jax.Array, LocalRows, Hidd
 
 
 def _named(hidden: Hidden) -> Hidden:
-    gate, up = CHECKPOINT_NAMES
+    gate, up, _ = CHECKPOINT_NAMES
     return Hidden(checkpoint_name(hidden.gate, gate), None if hidden.up is None else checkpoint_name(hidden.up, up))
 
 

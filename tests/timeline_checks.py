@@ -15,8 +15,8 @@ def rows_per_expert(ids: np.ndarray, num_experts: int, ranks: int, rank: int) ->
     return counts.reshape(ranks, -1)[rank].tolist()
 
 
-def schedule_of(platform: str, workers: int):
-    """A schedule with the tiles of a platform and the chunks of a small layer.
+def schedule_of(platform: str, workers: int, segment_tiles: int = 0):
+    """A schedule with the tiles of a platform and the chunks of a small layer, or of its gradients.
 
     What it contains does not depend on units, rings or workers.
     """
@@ -24,7 +24,15 @@ def schedule_of(platform: str, workers: int):
     tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
     dispatchers = workers * pieces.dispatchers_per_worker
     chunk_rows = CHUNK_ROWS_ON_CPU if platform == "cpu" else CHUNK_ROWS
-    return steps.Schedule(tile, 1, 0, 1, workers, chunk_rows, dispatchers, pieces.tile_rows // 2, keep_tokens=0)
+    narrow_rows = pieces.tile_rows // 2
+    return steps.Schedule(
+        tile, 1, 0, 1, workers, chunk_rows, dispatchers, narrow_rows, keep_tokens=0, segment_tiles=segment_tiles
+    )
+
+
+def filled_up(schedule, rows: list[int]) -> list[int]:
+    """Rows of each expert with those of zeros that a backward pass adds."""
+    return [-(-count // schedule.row_multiple) * schedule.row_multiple for count in rows]
 
 
 def all_tasks(shape, schedule, rows: list[int]) -> list:

@@ -33,26 +33,34 @@ class LayerBuffers {
     kBUp,          // the same
     kBDown,        // [local_experts, hidden], or no elements
     kDy,           // [tokens, hidden], of jaxmoe_backward alone
+    kSaved,        // [saved_tiles * tile_rows, projections, intermediate]; the same, where saved_tiles is not 0
     kOperands
   };
   // Of jaxmoe_backward: gradients of the operands from x on but for the ids, of their shapes and types.
   enum Gradient { kDX = 0, kDTopkWeights, kDWGate, kDWUp, kDWDown, kDBGate, kDBUp, kDBDown, kGradients };
 
-  // `error` is set where the numbers of operands and results are those of neither target.
+  // `error` is set where the numbers of operands and results are those of neither target. A forward pass that saves has
+  // a second result, which is an operand of the backward pass.
   LayerBuffers(xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results, std::string* error) {
-    const bool forward = operands.size() == kDy && results.size() == 1;
-    const bool backward = operands.size() == kOperands && results.size() == kGradients;
+    const bool forward = operands.size() == kDy && (results.size() == 1 || results.size() == 2);
+    const bool backward =
+        (operands.size() == kSaved || operands.size() == kOperands) && results.size() == kGradients;
     if (!forward && !backward) {
       *error = "jaxmoe: " + std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) +
-               " results; jaxmoe_forward has " + std::to_string(kDy) + " and 1, jaxmoe_backward " +
-               std::to_string(kOperands) + " and " + std::to_string(kGradients) + ".";
+               " results; jaxmoe_forward has " + std::to_string(kDy) + " and 1 or 2, jaxmoe_backward " +
+               std::to_string(kSaved) + " or " + std::to_string(kOperands) + " and " + std::to_string(kGradients) + ".";
       return;
     }
     for (std::size_t i = 0; i < operands.size(); ++i) operands_.push_back(*operands.get<xla::ffi::AnyBuffer>(i));
     for (std::size_t i = 0; i < results.size(); ++i) results_.push_back(**results.get<xla::ffi::AnyBuffer>(i));
   }
 
-  bool backward() const { return operands_.size() == kOperands; }
+  bool backward() const { return operands_.size() > kDy; }
+  // Gate and up for the backward pass; null where nothing is saved.
+  const xla::ffi::AnyBuffer* saved() const {
+    if (backward()) return operands_.size() == kOperands ? &operands_[kSaved] : nullptr;
+    return results_.size() == 2 ? &results_[1] : nullptr;
+  }
   const xla::ffi::AnyBuffer& operator[](Operand operand) const { return operands_[operand]; }
   const xla::ffi::AnyBuffer& y() const { return results_[0]; }
   const xla::ffi::AnyBuffer& operator[](Gradient gradient) const { return results_[gradient]; }
@@ -86,6 +94,7 @@ struct LayerAttributes {
   int32_t dispatchers_per_worker;
   int32_t keep_tokens;
   int32_t segment_tiles;  // 0 of jaxmoe_forward
+  int32_t saved_tiles;
   float timeout_seconds;
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
 };
@@ -111,7 +120,8 @@ inline Schedule schedule_of(const LayerAttributes& a, int32_t workers) {
           .dispatchers = workers * a.dispatchers_per_worker,
           .narrow_rows = a.tile_rows / 2,
           .keep_tokens = a.keep_tokens,
-          .segment_tiles = a.segment_tiles};
+          .segment_tiles = a.segment_tiles,
+          .saved_tiles = a.saved_tiles};
 }
 
 inline Activation activation_of(const LayerAttributes& a) {
@@ -169,6 +179,9 @@ inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) 
   } else {
     fit = fit && is(b.y(), tokens * hidden);
   }
+  const int64_t projections = b[Buffers::kWUp].element_count() > 0 ? 2 : 1;
+  const int64_t saved = int64_t{a.saved_tiles} * a.tile_rows * projections * intermediate;
+  fit = fit && (b.saved() == nullptr ? a.saved_tiles == 0 : a.saved_tiles > 0 && is(*b.saved(), saved));
   if (!fit) {
     return "jaxmoe: shapes do not go together: x [" + std::to_string(tokens) + ", " + std::to_string(hidden) +
            "], top_k " + std::to_string(top_k) + ", " + std::to_string(experts) + " local experts, intermediate " +
@@ -181,7 +194,7 @@ inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) 
   const Shape shape = shape_of(b, a);
   const Schedule schedule = schedule_of(a, a.workers);
   if (a.tile_rows < 1 || a.hidden_columns < 1 || a.output_columns < 1 || a.unit_tiles < 1 || a.lag_units < 0 ||
-      a.chunk_rows < 1 || a.segment_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 || !(a.timeout_seconds > 0)) {
+      a.chunk_rows < 1 || a.segment_tiles < 0 || a.saved_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 || !(a.timeout_seconds > 0)) {
     return "jaxmoe: tile sizes, unit_tiles, chunk_rows, dispatchers_per_worker and timeout_seconds must be "
            "positive, lag_units and workers not negative.";
   }
@@ -204,6 +217,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("lag_units"), xla::ffi::StructMember<int32_t>("ring_tiles"),
     xla::ffi::StructMember<int32_t>("chunk_rows"), xla::ffi::StructMember<int32_t>("workers"),
     xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<int32_t>("keep_tokens"),
-    xla::ffi::StructMember<int32_t>("segment_tiles"),
+    xla::ffi::StructMember<int32_t>("segment_tiles"), xla::ffi::StructMember<int32_t>("saved_tiles"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

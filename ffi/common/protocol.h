@@ -128,8 +128,12 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
   const auto all = [](int32_t column_tiles) { return static_cast<uint32_t>(column_tiles); };
   switch (task.gemm) {
     case Gemm::kGateUp: return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
-    case Gemm::kDown:
     case Gemm::kHiddenGradient:
+      if (task.part == kSavedPart) {
+        return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
+      }
+      [[fallthrough]];
+    case Gemm::kDown:
       return {Signal::kHiddenWritten, task.row_tile, all(hidden_tiles(shape, schedule.tile))};
     case Gemm::kTokenGradient:
       return {Signal::kHiddenGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};

@@ -19,7 +19,7 @@
 //
 //   gate_up(u2) hidden_gradient(u1) token_gradient(u0)  gate_up(u3) hidden_gradient(u2) token_gradient(u1)  ...
 //
-// and, where a unit ends a segment of its expert (at most `segment_tiles` row tiles), the weight gradients of that
+// (units whose gate and up the forward pass has saved have no gate_up) and, where a unit ends a segment of its expert (at most `segment_tiles` row tiles), the weight gradients of that
 // segment behind the unit's token_gradient: gate_gradient, up_gradient, down_gradient. Their tiles are tiles of a weight
 // matrix, and their sums go over the rows of the segment, which therefore stay in the rings until then. Experts of
 // several segments add up their weight gradients from one to the next (Task::part).
@@ -64,13 +64,15 @@ struct Task {
   int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
   // Of weight gradients alone.
   int32_t weight_row_tile;  // of the matrix
-  int32_t part;         // kFirstPart | kLastPart, of the parts that an expert's segments contribute
+  int32_t part;         // kFirstPart | kLastPart, of the parts that an expert's segments contribute; else see below
   int32_t sums_tile;    // row tile that stands for the segment whose sums lie where this one's will; none: -1
 };
 
 // The sum of an expert with one segment is both.
 inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segments to add to
 inline constexpr int32_t kLastPart = 2;   // the sums are complete
+// As the part of a hidden_gradient: gate and up of its tile are those that the forward pass has saved.
+inline constexpr int32_t kSavedPart = 4;
 
 // Rows that one dispatcher pulls at a time, of one row tile.
 struct Chunk {
@@ -220,7 +222,7 @@ class TaskWalk {
             2 * pair + (is_narrow ? 0 : in_pair / wide),
             is_narrow ? columns : 1,
             -1,
-            0,
+            gemm_ == Gemm::kHiddenGradient && is_saved(unit_) ? kSavedPart : 0,
             -1};
   }
 
@@ -278,7 +280,13 @@ class TaskWalk {
     return last_.next(unit_);
   }
 
+  // What a unit saved is not computed again, and what is not saved whole is.
+  JAXMOE_ANY bool is_saved(const Unit& unit) const {
+    return kPass == Pass::kBackward && unit.first_tile + unit.tiles <= schedule_.saved_tiles;
+  }
+
   JAXMOE_ANY void begin_section() {
+    if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
     columns_ = gemm_ == Gemm::kGateUp           ? hidden_tiles(shape_, schedule_.tile)
                : gemm_ == Gemm::kHiddenGradient ? gradient_tiles(shape_, schedule_.tile)
                                                 : output_tiles(shape_, schedule_.tile);

@@ -59,10 +59,15 @@ struct Schedule {
   int32_t keep_tokens;  // 1: a peer's token that was pulled is kept for the rows of further experts; 0: it is not
   // Of a backward pass: most row tiles of one expert whose weight gradients are summed at once. 0: a forward pass.
   int32_t segment_tiles;
+  // Row tiles, the first ones of a rank, whose gate and up the forward pass leaves to the backward pass, which computes
+  // those of the others again. 0: of all.
+  int32_t saved_tiles;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
-  // Weight gradients are sums over rows, several at a time: the rows of an expert are filled up with rows of zeros.
-  JAXMOE_ANY constexpr int32_t row_multiple() const { return !backward() || tile.rows < 4 ? 1 : tile.rows / 4; }
+  // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with
+  // rows of zeros to a multiple of this.
+  JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows < 4 ? 1 : tile.rows / 4; }
+  JAXMOE_ANY constexpr int32_t row_multiple() const { return backward() ? gradient_row_multiple() : 1; }
   // With fewer ring tiles a pull would wait for a task that comes after the tile it pulls: a deadlock.
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const {
     return backward() ? segment_tiles + 2 * lag_units * unit_tiles : (lag_units + 1) * unit_tiles;
@@ -82,6 +87,8 @@ JAXMOE_ANY constexpr int32_t output_tiles(const Shape& shape, const TileSizes& t
 JAXMOE_ANY constexpr int32_t gradient_tiles(const Shape& shape, const TileSizes& tile) {
   return ceil_div(shape.intermediate, tile.output_columns);
 }
+// Rows that the backward pass counts for an expert or a part of a tile that has `rows`.
+JAXMOE_ANY constexpr int32_t padded_rows(int32_t rows, int32_t multiple) { return ceil_div(rows, multiple) * multiple; }
 // Tasks of one weight gradient of one segment, and of all of them.
 JAXMOE_ANY constexpr int32_t weight_tiles(int32_t rows, int32_t columns, const TileSizes& tile) {
   return ceil_div(rows, tile.rows) * ceil_div(columns, tile.output_columns);

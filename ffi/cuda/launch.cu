@@ -33,14 +33,20 @@ struct BackwardF16 : BackwardBf16 {
   using Precision = F16;
 };
 
-// Calls body(Variant{}, kernel) for the variant of a pass and an element type.
+// Call body(Variant{}, kernel) for the variant of a pass and an element type.
+template <class Body>
+auto with_forward(ElementType type, Body body) {
+  return type == ElementType::kBf16 ? body(ForwardBf16{}, moe_forward<ForwardBf16>)
+                                    : body(ForwardF16{}, moe_forward<ForwardF16>);
+}
+template <class Body>
+auto with_backward(ElementType type, Body body) {
+  return type == ElementType::kBf16 ? body(BackwardBf16{}, moe_backward<BackwardBf16>)
+                                    : body(BackwardF16{}, moe_backward<BackwardF16>);
+}
 template <class Body>
 auto with_variant(Pass pass, ElementType type, Body body) {
-  const bool is_bf16 = type == ElementType::kBf16;
-  if (pass == Pass::kBackward) {
-    return is_bf16 ? body(BackwardBf16{}, moe_backward<BackwardBf16>) : body(BackwardF16{}, moe_backward<BackwardF16>);
-  }
-  return is_bf16 ? body(ForwardBf16{}, moe_forward<ForwardBf16>) : body(ForwardF16{}, moe_forward<ForwardF16>);
+  return pass == Pass::kBackward ? with_backward(type, body) : with_forward(type, body);
 }
 
 std::string cuda_error(const char* what, cudaError_t status) {
@@ -158,6 +164,10 @@ std::string make_tensor_maps(BackwardParams* params, ElementType type, const Wei
   maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
   const std::byte* of_projections = arena + p.layout.projections.offset;
   maker.make(&p.projections, "projections", of_projections, {intermediate, projections, ring_rows}, {kBox, 1, kBox});
+  if (p.saved != nullptr) {
+    const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
+    maker.make(&p.saved_rows, "saved", p.saved, {intermediate, projections, saved_rows}, {kBox, 1, kBox});
+  }
   maker.make(&p.few_projections, "projections", of_projections, {intermediate, projections, ring_rows},
              {kBox, 1, few});
   const std::byte* of_hidden = arena + p.layout.hidden.offset;
@@ -193,13 +203,15 @@ cudaError_t launch(Kernel kernel, const typename Variant::Params& params, cudaSt
 }  // namespace
 
 cudaError_t launch_kernel(const ForwardParams& params, ElementType type, cudaStream_t stream) {
-  return type == ElementType::kBf16 ? launch<ForwardBf16>(moe_forward<ForwardBf16>, params, stream)
-                                    : launch<ForwardF16>(moe_forward<ForwardF16>, params, stream);
+  return with_forward(type, [&](auto variant, auto kernel) {
+    return launch<decltype(variant)>(kernel, params, stream);
+  });
 }
 
 cudaError_t launch_kernel(const BackwardParams& params, ElementType type, cudaStream_t stream) {
-  return type == ElementType::kBf16 ? launch<BackwardBf16>(moe_backward<BackwardBf16>, params, stream)
-                                    : launch<BackwardF16>(moe_backward<BackwardF16>, params, stream);
+  return with_backward(type, [&](auto variant, auto kernel) {
+    return launch<decltype(variant)>(kernel, params, stream);
+  });
 }
 
 }  // namespace jaxmoe

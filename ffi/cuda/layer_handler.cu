@@ -85,11 +85,17 @@ std::string types_error(const LayerBuffers& b) {
   if (b.backward()) {
     check(b[Buffers::kDy]);
     check(b[Buffers::kDX]);
-    for (int i = Buffers::kDWGate; i < Buffers::kGradients; ++i) check(b[static_cast<Buffers::Gradient>(i)]);
+    const ffi::DataType gradients = b[Buffers::kDWGate].element_type();
+    agree = agree && (gradients == type || gradients == ffi::F32);
+    for (int i = Buffers::kDWGate; i < Buffers::kGradients; ++i) {
+      agree = agree && b[static_cast<Buffers::Gradient>(i)].element_type() == gradients;
+    }
   } else {
     check(b.y());
   }
-  if (!agree) return "jaxmoe: weights, biases, y and gradients must be of the type of x.";
+  if (b.saved() != nullptr) check(*b.saved());
+  if (!agree) return "jaxmoe: weights, biases, y, dx and what is saved must be of the type of x, the other "
+           "gradients all of that type or all float32.";
   if (b[Buffers::kTopkIds].element_type() != ffi::S32 || b[Buffers::kTopkWeights].element_type() != ffi::F32 ||
       (b.backward() && b[Buffers::kDTopkWeights].element_type() != ffi::F32)) {
     return "jaxmoe: topk_ids must be int32, topk_weights and their gradients float32.";
@@ -166,7 +172,8 @@ ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerA
     if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
   }
   const ElementType type = buffers[LayerBuffers::kX].element_type() == ffi::BF16 ? ElementType::kBf16 : ElementType::kF16;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, buffers.backward() ? Pass::kBackward : Pass::kForward, type);
+  const Pass pass = buffers.backward() ? Pass::kBackward : Pass::kForward;
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, type);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (attributes.workers > *workers) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
@@ -237,6 +244,7 @@ void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const L
   params->b_up = data_of(b[Buffers::kBUp]);
   params->b_down = data_of(b[Buffers::kBDown]);
   params->gated = call.shape.projections > 1;
+  params->saved = b.saved() == nullptr ? nullptr : data_of(*b.saved());
 }
 
 // Device and rank follow from the stream and the communicator: `place`, which is on the GPU, is not read.
@@ -267,6 +275,7 @@ ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, 
   params.dy = data_of(buffers[Buffers::kDy]);
   params.dx = data_of(buffers[Buffers::kDX]);
   params.dtopk_weights = data_of<float>(buffers[Buffers::kDTopkWeights]);
+  params.float_gradients = buffers[Buffers::kDWGate].element_type() == ffi::F32;
   params.dw_gate = data_of(buffers[Buffers::kDWGate]);
   params.dw_up = data_of(buffers[Buffers::kDWUp]);
   params.dw_down = data_of(buffers[Buffers::kDWDown]);

@@ -9,7 +9,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "host/rank.h"
@@ -34,6 +36,7 @@ class BackwardRank final : public Rank<Format> {
   using Base::multiply_row;
   using Base::rank_;
   using Base::ring_row;
+  using Base::saved_row;
   using Base::schedule_;
   using Base::shape_;
   using Base::share;
@@ -58,10 +61,11 @@ class BackwardRank final : public Rank<Format> {
   void begin(const std::vector<int32_t>& rows_per_expert, int32_t worker) override {
     for (int32_t expert = 0; expert < shape_.local_experts(); ++expert) {
       if (rows_per_expert[expert] > 0) continue;
-      const auto clear = [&](Storage* gradient, int64_t size) {
+      const auto clear = [&](void* gradient, int64_t size) {
         if (gradient == nullptr) return;
-        const Span own = share(size, worker, schedule_.workers);
-        std::fill(gradient + expert * size + own.begin, gradient + expert * size + own.end, Storage{0});
+        const int64_t bytes = size * static_cast<int64_t>(arrays_.wide_gradients ? sizeof(Number) : sizeof(Storage));
+        const Span own = share(bytes, worker, schedule_.workers);
+        std::memset(static_cast<std::byte*>(gradient) + expert * bytes + own.begin, 0, own.end - own.begin);
       };
       const int64_t matrix = int64_t{shape_.hidden} * shape_.intermediate;
       clear(arrays_.dw_gate, matrix);
@@ -172,10 +176,13 @@ class BackwardRank final : public Rank<Format> {
         Storage* hidden = ring_row(layout_.hidden, task.ring_slot, i, shape_.intermediate);
         const Number weight = *weight_of(task.ring_slot, i);
         Number product = 0;
+        const bool saved = task.part == kSavedPart;
+        const Storage* gate_value = saved ? saved_row(task.row_tile, i, 0) : gate;
+        const Storage* up_value = up != nullptr && saved ? saved_row(task.row_tile, i, 1) : up;
         for (int32_t c = first; c < end; ++c) {
           const Number gradient = multiply_line(dy, weights + int64_t{c} * shape_.hidden, shape_.hidden);
-          const Slopes<Number> slopes =
-              slopes_of(launch_.activation, Format::load(gate[c]), up == nullptr ? Number{1} : Format::load(up[c]));
+          const Slopes<Number> slopes = slopes_of(launch_.activation, Format::load(gate_value[c]),
+                                                  up == nullptr ? Number{1} : Format::load(up_value[c]));
           product += slopes.hidden * gradient;
           hidden[c] = Format::store(weight * slopes.hidden);
           gate[c] = Format::store(weight * gradient * slopes.gate);
@@ -232,7 +239,7 @@ class BackwardRank final : public Rank<Format> {
 
   // gradient = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
   // where those of an expert with several segments lie in the weight sums.
-  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, Storage* gradient, Storage* bias,
+  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, void* gradient, void* bias,
                        int64_t sums, int64_t bias_sums) {
     const int32_t first_row = task.weight_row_tile * schedule_.tile.rows;
     const int32_t end_row = std::min(first_row + schedule_.tile.rows, rows.columns);
@@ -254,23 +261,26 @@ class BackwardRank final : public Rank<Format> {
         return Format::load(ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
       });
       const int64_t offset = int64_t{row} * columns.columns + first;
-      finish(task, line, gradient + task.expert * matrix_size() + offset, sums + offset);
+      finish(task, line, gradient, task.expert * matrix_size() + offset, sums + offset);
     }
     if (bias != nullptr && task.weight_row_tile == 0) {
       // Gradients of gate and up have their routing weight in them already; those of outputs have not.
       const bool weighted = task.gemm == Gemm::kDownGradient;
       add_rows([&](int32_t slot, int32_t tile_row) { return weighted ? *weight_of(slot, tile_row) : Number{1}; });
-      finish(task, line, bias + int64_t{task.expert} * columns.columns + first, bias_sums + first);
+      finish(task, line, bias, int64_t{task.expert} * columns.columns + first, bias_sums + first);
     }
   }
 
   // Adds what earlier segments of the expert have left, and leaves the sum to the next one or rounds it.
-  void finish(const Task& task, const std::vector<Number>& line, Storage* gradient, int64_t sums_offset) {
-    Number* sums = at<Number>(launch_, rank_, layout_.weight_sums) + sums_offset;
+  // Gradients as wide as sums are their own sums.
+  void finish(const Task& task, const std::vector<Number>& line, void* gradients, int64_t offset,
+              int64_t sums_offset) {
+    Number* sums = arrays_.wide_gradients ? static_cast<Number*>(gradients) + offset
+                                          : at<Number>(launch_, rank_, layout_.weight_sums) + sums_offset;
     for (size_t c = 0; c < line.size(); ++c) {
       const Number sum = task.part & kFirstPart ? line[c] : sums[c] + line[c];
-      if (task.part & kLastPart) {
-        gradient[c] = Format::store(sum);
+      if (task.part & kLastPart && !arrays_.wide_gradients) {
+        static_cast<Storage*>(gradients)[offset + c] = Format::store(sum);
       } else {
         sums[c] = sum;
       }

@@ -31,17 +31,20 @@ struct LayerArrays {
   const Storage* b_up = nullptr;          // the same
   const Storage* b_down = nullptr;        // [local_experts, hidden]
   Storage* y = nullptr;                   // [tokens, hidden]; of a forward pass
+  // [saved_tiles, tile rows, projections, intermediate]: gate and up, written by a forward and read by a backward pass.
+  Storage* saved = nullptr;
 
   // Of a backward pass: the gradient of the outputs, and those of everything above, of the same shapes.
   const Storage* dy = nullptr;
   Storage* dx = nullptr;
   Number* dtopk_weights = nullptr;
-  Storage* dw_gate = nullptr;
-  Storage* dw_up = nullptr;
-  Storage* dw_down = nullptr;
-  Storage* db_gate = nullptr;
-  Storage* db_up = nullptr;
-  Storage* db_down = nullptr;
+  bool wide_gradients = false;  // those below are Number, else Storage
+  void* dw_gate = nullptr;
+  void* dw_up = nullptr;
+  void* dw_down = nullptr;
+  void* db_gate = nullptr;
+  void* db_up = nullptr;
+  void* db_down = nullptr;
 };
 
 // Computes the results in `arrays` for rank `rank`, of the pass that the schedule is for; blocks until it is done.

@@ -27,6 +27,7 @@ class ForwardRank final : public Rank<Format> {
   using Base::multiply_row;
   using Base::rank_;
   using Base::ring_row;
+  using Base::saved_row;
   using Base::schedule_;
   using Base::shape_;
   using Base::share;
@@ -54,6 +55,14 @@ class ForwardRank final : public Rank<Format> {
     const int32_t columns = std::min(task.column_tiles * schedule_.tile.hidden_columns, width - first);
     const int64_t matrix = int64_t{task.expert} * shape_.hidden * width;
     const int64_t bias = int64_t{task.expert} * width + first;
+    if (task.row_tile < schedule_.saved_tiles) {
+      // The backward pass has rows of zeros behind the last row of an expert.
+      for (int32_t i = task.rows; i < padded_rows(task.rows, schedule_.gradient_row_multiple()); ++i) {
+        for (int32_t which = 0; which < shape_.projections; ++which) {
+          std::fill_n(saved_row(task.row_tile, i, which) + first, columns, Storage{0});
+        }
+      }
+    }
     std::vector<Number> gate(columns), up(columns);
     for (int32_t i = 0; i < task.rows; ++i) {
       const Storage* row = ring_row(layout_.rows, task.ring_slot, i, shape_.hidden);
@@ -66,6 +75,9 @@ class ForwardRank final : public Rank<Format> {
         const Number g = gate[c] + bias_of(arrays_.b_gate, bias + c);
         const Number u = arrays_.w_up == nullptr ? 1 : up[c] + bias_of(arrays_.b_up, bias + c);
         h[c] = Format::store(activate(launch_.activation, g, u));
+        if (task.row_tile >= schedule_.saved_tiles) continue;
+        saved_row(task.row_tile, i, 0)[first + c] = Format::store(g);
+        if (arrays_.w_up != nullptr) saved_row(task.row_tile, i, 1)[first + c] = Format::store(u);
       }
     }
   }

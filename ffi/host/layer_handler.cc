@@ -43,6 +43,7 @@ LayerArrays<Format> arrays_of(const LayerBuffers& b) {
                              .b_gate = data_of<const Storage>(b[Buffers::kBGate]),
                              .b_up = data_of<const Storage>(b[Buffers::kBUp]),
                              .b_down = data_of<const Storage>(b[Buffers::kBDown])};
+  if (b.saved() != nullptr) arrays.saved = data_of<Storage>(*b.saved());
   if (!b.backward()) {
     arrays.y = data_of<Storage>(b.y());
     return arrays;
@@ -50,12 +51,13 @@ LayerArrays<Format> arrays_of(const LayerBuffers& b) {
   arrays.dy = data_of<const Storage>(b[Buffers::kDy]);
   arrays.dx = data_of<Storage>(b[Buffers::kDX]);
   arrays.dtopk_weights = data_of<Number>(b[Buffers::kDTopkWeights]);
-  arrays.dw_gate = data_of<Storage>(b[Buffers::kDWGate]);
-  arrays.dw_up = data_of<Storage>(b[Buffers::kDWUp]);
-  arrays.dw_down = data_of<Storage>(b[Buffers::kDWDown]);
-  arrays.db_gate = data_of<Storage>(b[Buffers::kDBGate]);
-  arrays.db_up = data_of<Storage>(b[Buffers::kDBUp]);
-  arrays.db_down = data_of<Storage>(b[Buffers::kDBDown]);
+  arrays.wide_gradients = b[Buffers::kDWGate].element_type() != b[Buffers::kX].element_type();
+  arrays.dw_gate = data_of(b[Buffers::kDWGate]);
+  arrays.dw_up = data_of(b[Buffers::kDWUp]);
+  arrays.dw_down = data_of(b[Buffers::kDWDown]);
+  arrays.db_gate = data_of(b[Buffers::kDBGate]);
+  arrays.db_up = data_of(b[Buffers::kDBUp]);
+  arrays.db_down = data_of(b[Buffers::kDBDown]);
   return arrays;
 }
 
@@ -94,6 +96,14 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   std::string error;
   const LayerBuffers buffers(operands, results, &error);
   if (error.empty()) error = layer_error(buffers, attributes);
+  if (error.empty() && buffers.backward()) {
+    const ffi::DataType type = buffers[LayerBuffers::kX].element_type();
+    for (int i = LayerBuffers::kDWGate; i < LayerBuffers::kGradients; ++i) {
+      const ffi::DataType gradients = buffers[static_cast<LayerBuffers::Gradient>(i)].element_type();
+      if (gradients == type || (gradients == ffi::F32 && type != ffi::F64)) continue;
+      error = "jaxmoe: gradients of weights must be of the type of x, or float32 with 16-bit tokens.";
+    }
+  }
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   switch (buffers[LayerBuffers::kX].element_type()) {
     case ffi::F32: return run<F32>(buffers, attributes, instruction, run_id.run_id, device);

@@ -210,6 +210,14 @@ class Rank {
     std::fill(kept_states + states.begin, kept_states + states.end, static_cast<uint32_t>(KeptState::kAbsent));
   }
 
+  // --- what a forward pass leaves to the backward pass ---------------------------------------------------------------
+
+  // Gate (0) or up (1) of a row of a tile that is saved.
+  Storage* saved_row(int32_t row_tile, int32_t tile_row, int32_t which) const {
+    const int64_t row = int64_t{row_tile} * schedule_.tile.rows + tile_row;
+    return arrays_.saved + (row * shape_.projections + which) * shape_.intermediate;
+  }
+
   // --- counts --------------------------------------------------------------------------------------------------------
 
   RowCounts wait_for_counts(int32_t worker) {
@@ -229,7 +237,7 @@ class Rank {
       }
     }
     const int32_t multiple = schedule_.row_multiple();
-    for (int32_t& rows : counts.rows_per_expert) rows = ceil_div(rows, multiple) * multiple;
+    for (int32_t& rows : counts.rows_per_expert) rows = padded_rows(rows, multiple);
     return counts;
   }
 

@@ -97,7 +97,8 @@ void define_structs(py::module_& module) {
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
                 Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
                 Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
-                Field{"segment_tiles", &Schedule::segment_tiles, 0})
+                Field{"segment_tiles", &Schedule::segment_tiles, 0},
+                Field{"saved_tiles", &Schedule::saved_tiles, 0})
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("row_multiple", &Schedule::row_multiple)
       .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
@@ -175,6 +176,7 @@ void check(const Schedule& schedule) {
   require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
   require_range("keep_tokens", schedule.keep_tokens, 0, 2);
   require_at_least("segment_tiles", schedule.segment_tiles, 0);
+  require_at_least("saved_tiles", schedule.saved_tiles, 0);
 }
 
 void check(const Rows& rows_per_expert) {

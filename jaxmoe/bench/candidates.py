@@ -1,6 +1,6 @@
 """What the benchmark can measure: the implementations of `moe_layer`, plans of the megakernel, and the baseline.
 
-`layer.py` asks here for what to measure, for the program of each, and for what that moves and drops.
+`layer.py` asks here for what to measure, for the program of each, and for what that moves, takes and drops.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.api import Arguments
-from jaxmoe.bench import baselines, traffic
+from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
-from jaxmoe.plan import KernelPlan
+from jaxmoe.bench.passes import Pass
+from jaxmoe.plan import KernelPlan, backward_plan, granularity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,25 +30,40 @@ class Candidate:
 
     Args:
       implementation: of `moe_layer`, or the baseline.
-      plan: of the megakernel, which alone is swept.
+      plan: of the megakernel, which alone is swept; in backward passes with the plan of that pass.
       is_default: whether that is its default plan.
+      has_default_bits: whether its results are those of the default plan, bit for bit. The segments of a backward pass
+        are the exception: weight gradients of an expert are summed up segment by segment.
+      pass_name: what is timed.
     """
 
     implementation: str
     plan: KernelPlan | None = None
     is_default: bool = True
+    has_default_bits: bool = True
+    pass_name: Pass = "forward"
 
     @property
-    def plan_fields(self) -> dict[str, int] | None:
-        """The numbers of the plan by name."""
+    def plan_fields(self) -> dict[str, Any] | None:
+        """The numbers of the plan of its pass by name; `"both"` has those of the backward pass as `"backward"`."""
         if self.plan is None:
             return None
-        fields = dataclasses.asdict(self.plan)
-        del fields["reasons"]
-        return fields
+        if self.pass_name == "backward":
+            assert self.plan.backward is not None
+            return _numbers(self.plan.backward)
+        backward = {"backward": _numbers(self.plan.backward)} if self.pass_name == "both" and self.plan.backward else {}
+        return _numbers(self.plan) | backward
 
 
-def candidates(implementation: str, inputs: Inputs, mesh: Mesh, sweep: Sweep) -> list[Candidate]:
+def _numbers(plan: KernelPlan) -> dict[str, Any]:
+    fields = dataclasses.asdict(plan)
+    del fields["reasons"], fields["backward"]
+    return fields
+
+
+def candidates(
+    implementation: str, inputs: Inputs, mesh: Mesh, sweep: Sweep, pass_name: Pass = "forward"
+) -> list[Candidate]:
     """Returns what to measure of an implementation, its default plan first.
 
     Raises:
@@ -55,12 +71,31 @@ def candidates(implementation: str, inputs: Inputs, mesh: Mesh, sweep: Sweep) ->
       TypeError: so.
       NotImplementedError: so.
     """
+    alone = [Candidate(implementation, pass_name=pass_name)]
     if implementation == BASELINE:
-        return [Candidate(implementation)]
-    plan = explain(Candidate(implementation), inputs, mesh).call.plan
+        return alone
+    plan = explain(alone[0], inputs, mesh).call.plan
     if not isinstance(plan, KernelPlan):
-        return [Candidate(implementation)]
-    return [Candidate(implementation, each, is_default=i == 0) for i, each in enumerate(sweep.plans(plan))]
+        return alone
+    if pass_name == "forward":
+        default, with_plan = plan, lambda swept: swept
+    else:
+        default = backward_plan(plan, inputs.shape, _platform(mesh))
+        with_plan = lambda swept: dataclasses.replace(plan, backward=swept)  # noqa: E731
+    return [
+        Candidate(
+            implementation,
+            with_plan(swept),
+            is_default=i == 0,
+            has_default_bits=swept.segment_tiles == default.segment_tiles,
+            pass_name=pass_name,
+        )
+        for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
+    ]
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
 
 
 def explain(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> jaxmoe.Explanation:
@@ -91,7 +126,7 @@ def program(
 
 def _baseline(mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Callable[[jaxmoe.Experts], Any]]:
     grouped_dot = jax.lax.ragged_dot
-    if mesh.devices.flat[0].platform == "gpu":
+    if _platform(mesh) == "gpu":
         grouped_dot = functools.partial(importlib.import_module("tokamax").ragged_dot, implementation="mosaic")
 
     def in_dtype(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -108,13 +143,35 @@ def _baseline(mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Callable[[j
     return function, fuse
 
 
-def moved(candidate: Candidate, inputs: Inputs) -> traffic.Traffic | None:
-    """Returns what a forward pass moves; `None` for the reference, which applies every expert to every token."""
-    if candidate.implementation == "reference":
+def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic | None:
+    """Returns what a call moves, `None` where that is for the compiler to say.
+
+    So it is of the reference, which applies every expert to every token, and of all gradients but the megakernel's.
+    """
+    if candidate.plan is None:
+        if candidate.implementation == "reference" or candidate.pass_name != "forward":
+            return None
+        return traffic.of_gathering(inputs.routings, inputs.shape)
+    plan, backward = candidate.plan, candidate.plan.backward
+    if candidate.pass_name == "forward":
+        return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens)
+    assert backward is not None
+    pieces = granularity(_platform(mesh), inputs.shape.gated)
+    if candidate.pass_name == "backward":
+        return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, pieces)
+    return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, pieces)
+
+
+def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:
+    """Returns the bytes per rank of the megakernel's arena; `None` for other implementations, which have none.
+
+    Both passes use the same memory, one after the other: of both it is that of the larger one.
+    """
+    if candidate.plan is None:
         return None
-    if candidate.plan is not None:
-        return traffic.of_megakernel(inputs.routings, inputs.shape, candidate.plan.keep_tokens)
-    return traffic.of_gathering(inputs.routings, inputs.shape)
+    told = explain(candidate, inputs, mesh)
+    forward, backward = sum(told.memory_bytes.values()), sum(told.backward_memory_bytes.values())
+    return {"forward": forward, "backward": backward, "both": max(forward, backward)}[candidate.pass_name]
 
 
 def dropped_rows(implementation: str, inputs: Inputs) -> int:

@@ -119,7 +119,7 @@ def make_inputs(
         rng = np.random.default_rng(seed)
         ids = make_ids(rng, tokens * ranks, shape.num_experts, shape.top_k, routing)
         raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
-        x = _normal(mesh, (tokens * ranks, shape.hidden), jnp.dtype(dtype))(jax.random.key(seed))
+        x = random_tokens(mesh, (tokens * ranks, shape.hidden), dtype, seed)
         arguments = Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), experts)
         samples.append(_sample(arguments, ids, mesh))
         made.append(arguments._replace(experts=None))
@@ -161,7 +161,12 @@ def arguments_of_call(sets: Sequence[Arguments], weights: Sequence[Any], call: i
 
 def error_of(y: jax.Array, sample: Sample, mesh: Mesh) -> float:
     """Returns the relative error of a sample's tokens in an output of the layer."""
-    return relative_error(np.asarray(_take(mesh)(y, sample.tokens), np.float32), sample.truth)
+    return relative_error(np.asarray(take(mesh)(y, sample.tokens), np.float32), sample.truth)
+
+
+def random_tokens(mesh: Mesh, shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
+    """Returns normally distributed rows of tokens, split over the mesh."""
+    return _normal(mesh, tuple(shape), jnp.dtype(dtype))(jax.random.key(seed))
 
 
 def _split(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -170,7 +175,7 @@ def _split(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _normal(mesh: Mesh, shape: tuple[int, int], dtype: Any) -> Any:
+def _normal(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.jit(
         lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype),
         out_shardings=NamedSharding(mesh, P(AXIS)),
@@ -178,8 +183,8 @@ def _normal(mesh: Mesh, shape: tuple[int, int], dtype: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _take(mesh: Mesh) -> Any:
-    """A function that gives every rank the named tokens of arrays whose tokens are split."""
+def take(mesh: Mesh) -> Any:
+    """Returns a function that gives every rank the named tokens of arrays whose tokens are split."""
     return jax.jit(
         lambda tree, tokens: jax.tree.map(lambda array: array[tokens], tree), out_shardings=NamedSharding(mesh, P())
     )
@@ -191,7 +196,7 @@ def _sample(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
     spread = np.linspace(0, len(ids) - 1, SPREAD_TOKENS).astype(int)
     # Always as many, so that nothing has to be compiled again.
     tokens = np.concatenate([spread, np.resize(last, LAST_TOKENS)]).astype(np.int32)
-    x, chosen, weights = _take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), tokens)
+    x, chosen, weights = take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), tokens)
     dtype = arguments.experts.w_down.dtype
     truth, rough = (
         np.asarray(_dense(mesh, compute_dtype)(x, chosen, weights, arguments.experts))

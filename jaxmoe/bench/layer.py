@@ -1,8 +1,9 @@
-"""`python -m jaxmoe.bench layer`: time of one forward pass of `moe_layer`, for inputs that were checked just before.
+"""`python -m jaxmoe.bench layer`: time of one call of `moe_layer`, for inputs that were checked just before.
 
-One line for each shape, number of tokens, implementation and plan. The call is measured as a user makes it: jitted,
-enqueued many times, with inputs that are not in the caches already (`inputs.py`), until the slowest rank has ended
-(`timing.py`). Without a passed check no time is printed. What the figures are is said in `table.Result`.
+One line for each shape, number of tokens, pass, implementation and plan. The call is measured as a user makes it:
+jitted, enqueued many times, with inputs that are not in the caches already (`inputs.py`), until the slowest rank has
+ended (`timing.py`). What a pass is, is said in `passes.py`. Without a passed check no time is printed. What the figures
+are is said in `table.Result`.
 """
 
 import gc
@@ -16,9 +17,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxmoe.bench import kernels, peaks, table
-from jaxmoe.bench.candidates import Candidate, candidates, dropped_rows, explain, moved, program
+from jaxmoe.bench.candidates import Candidate, arena_bytes, candidates, dropped_rows, explain, moved, program
+from jaxmoe.bench.gradient_check import GradientInputs, errors_of, make_gradient_inputs
 from jaxmoe.bench.inputs import AXIS, Inputs, arguments_of_call, copies_of, error_of, make_inputs, random_experts
 from jaxmoe.bench.options import BASELINE, DTYPES, Options
+from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.table import Result
 from jaxmoe.bench.timing import over_processes, time_blocks
 
@@ -41,62 +44,69 @@ def run(options: Options) -> int:
     )
     peak = f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
     _print(
-        "Plan: unit tiles/lag units/ring tiles/rows of a chunk. HBM and NVLink: the busiest rank; > leaves out what "
-        f"only the compiler knows.{peak}"
+        "Plan: unit tiles/lag units/ring tiles/rows of a chunk, of a backward pass /segment tiles. HBM and NVLink: the "
+        f"busiest rank; > leaves out what only the compiler knows.{peak}"
     )
     _print(table.header())
     failed = False
     for case in options.cases:
         experts = None
         for tokens in (case.tokens,) if case.tokens else options.tokens:
-            lines = _Lines(case.name, tokens, mesh, options)
-            inputs = None  # what was measured before is free when the next inputs are made
+            lines = [_Lines(case.name, tokens, pass_name, mesh, options) for pass_name in options.passes]
+            inputs = gradients = None  # what was measured before is free when the next inputs are made
             gc.collect()
             try:
                 if experts is None:
                     experts = random_experts(case.shape, mesh, DTYPES[options.dtype])
                 inputs = make_inputs(case.shape, experts, tokens, options.routing, mesh)
+                if options.passes != ("forward",):
+                    gradients = make_gradient_inputs(inputs, mesh)
             except ValueError as error:
-                lines.fail(Candidate("inputs"), f"cannot run: {error}")
+                lines[0].fail(Candidate("inputs"), f"cannot run: {error}")
             except jax.errors.JaxRuntimeError as error:
-                lines.fail(Candidate("inputs"), _failure(error))
+                lines[0].fail(Candidate("inputs"), _failure(error))
             else:
-                lines.measure_all(inputs)
-            failed |= lines.failed
+                for of_pass in lines:
+                    of_pass.measure_all(inputs, gradients)
+            failed |= any(of_pass.failed for of_pass in lines)
     return int(failed)
 
 
 class _Lines:
-    """The lines of one shape and number of tokens, which are compared with each other."""
+    """The lines of one shape, number of tokens and pass, which are compared with each other."""
 
-    def __init__(self, name: str, tokens: int, mesh: Mesh, options: Options) -> None:
+    def __init__(self, name: str, tokens: int, pass_name: Pass, mesh: Mesh, options: Options) -> None:
         self.name, self.tokens, self.mesh, self.options = name, tokens, mesh, options
+        self.pass_name: Pass = pass_name
         self.failed = False
         self.microseconds: dict[str, float] = {}  # of implementations measured so far
-        self.default_outputs: list[jax.Array] | None = None  # of the megakernel's default plan, while others are tried
+        self.default_outputs: list[Results] | None = None  # of the megakernel's default plan, while others are tried
 
-    def measure_all(self, inputs: Inputs) -> None:
+    def measure_all(self, inputs: Inputs, gradients: GradientInputs | None) -> None:
         """Prints a line for every candidate. A failure, out of memory most often, is the line of that candidate."""
         # First, so that the others can be compared with it.
         for implementation in sorted(self.options.implementations, key=lambda name: name != "xla"):
             try:
-                found = candidates(implementation, inputs, self.mesh, self.options.sweep)
+                found = candidates(implementation, inputs, self.mesh, self.options.sweep, self.pass_name)
             except (ValueError, NotImplementedError, TypeError) as error:
                 self.fail(Candidate(implementation), f"cannot run: {error}")
                 continue
             for candidate in found:
-                self._measure(candidate, inputs, keep_outputs=candidate.is_default and len(found) > 1)
+                keep_outputs = candidate.is_default and any(other.has_default_bits for other in found[1:])
+                self._measure(candidate, inputs, gradients, keep_outputs=keep_outputs)
             self.default_outputs = None
 
     def fail(self, candidate: Candidate, text: str) -> None:
         """Prints why there are no figures."""
         self.failed = True
         plan = table.plan_text(candidate.plan_fields)
-        _print(table.failure(self.name, self.tokens, candidate.implementation, plan, text))
+        _print(table.failure(self.name, self.tokens, self.pass_name, candidate.implementation, plan, text))
 
-    def _measure(self, candidate: Candidate, inputs: Inputs, keep_outputs: bool) -> None:
+    def _measure(
+        self, candidate: Candidate, inputs: Inputs, gradients: GradientInputs | None, keep_outputs: bool
+    ) -> None:
         if not candidate.is_default:
-            if self.default_outputs is None:
+            if self.default_outputs is None and candidate.has_default_bits:
                 self.fail(candidate, "not run: the default plan has no checked outputs to compare with")
                 return
             try:
@@ -104,7 +114,7 @@ class _Lines:
             except ValueError as error:
                 self.fail(candidate, f"cannot run: {error}")
                 return
-        reference = None if candidate.is_default else self.default_outputs
+        is_compared = candidate.has_default_bits and not candidate.is_default
         try:
             result, outputs = measure(
                 self.name,
@@ -112,11 +122,17 @@ class _Lines:
                 inputs,
                 self.mesh,
                 self.options,
-                default_outputs=reference,
+                gradients=gradients,
+                default_outputs=self.default_outputs if is_compared else None,
                 keep_outputs=keep_outputs,
             )
         except jax.errors.JaxRuntimeError as error:
             self.fail(candidate, _failure(error))
+        except (NotImplementedError, TypeError, ValueError) as error:
+            # Its grouped GEMM is another library's, which may have no derivative.
+            if candidate.implementation != BASELINE or self.pass_name == "forward":
+                raise
+            self.fail(candidate, f"cannot run: it has no backward pass here: {str(error).splitlines()[0][:150]}")
         else:
             self.failed |= not result.checked
             if result.checked and keep_outputs:
@@ -143,39 +159,55 @@ def measure(
     mesh: Mesh,
     options: Options,
     *,
-    default_outputs: Sequence[jax.Array] | None = None,
+    gradients: GradientInputs | None = None,
+    default_outputs: Sequence[Results] | None = None,
     keep_outputs: bool = False,
-) -> tuple[Result, list[jax.Array]]:
+) -> tuple[Result, list[Results]]:
     """Checks one candidate on the inputs and times it on the same inputs.
 
     Args:
       name: of the shape.
-      candidate: implementation and plan.
+      candidate: implementation, plan and pass.
       inputs: of the shape.
       mesh: of one axis.
       options: how long to measure, and what else to print.
+      gradients: what a backward pass needs, beside the inputs.
       default_outputs: of the megakernel's default plan, which those of another plan have to equal bit for bit.
       keep_outputs: whether to return outputs.
 
     Returns:
-      The result, compared with no other yet, and the output for each set of inputs, none unless they are to be kept.
+      The result, compared with no other yet, and the results for each set of inputs, none unless they are to be kept.
     """
     shape = inputs.shape
-    function, prepare = program(candidate, mesh)
+    layer, prepare = program(candidate, mesh)
     weights = copies_of(prepare(inputs.experts), inputs.weight_copies)
-    compiled = jax.jit(function).lower(inputs.sets[0]._replace(experts=weights[0])).compile()
-    outputs = [compiled(arguments._replace(experts=weights[0])) for arguments in inputs.sets]
+    cotangents: Sequence[jax.Array | None] = (None,) * len(inputs.sets)
+    if candidate.pass_name != "forward":
+        assert gradients is not None
+        cotangents = gradients.cotangents
+    function = jax.jit(function_of(candidate.pass_name, layer))
+    compiled = function.lower(inputs.sets[0]._replace(experts=weights[0]), cotangents[0]).compile()
+
+    outputs: list[Results] = []
+    errors: list[list[tuple[str, float, float]]] = []
+    same_bits = None if default_outputs is None else True
+    for number, (arguments, dy) in enumerate(zip(inputs.sets, cotangents, strict=True)):
+        found = compiled(arguments._replace(experts=weights[0]), dy)
+        errors.append(_errors(found, number, inputs, gradients, mesh))
+        if default_outputs is not None:
+            same_bits = same_bits and _equal_bits(found, default_outputs[number])
+        if keep_outputs:
+            outputs.append(found)
+        del found  # memory for the next ones, and for what is timed
     dropped = dropped_rows(candidate.implementation, inputs)
-    error, allowed, is_right = _worst_error(outputs, inputs, mesh)
-    same_bits = None if default_outputs is None else _equal_bits(outputs, default_outputs)
+    piece, error, allowed, is_right = _worst(errors)
     # The baseline is compared on what it computes; rows it drops show in `dropped`, not as a failed check.
     is_right |= candidate.implementation == BASELINE and dropped > 0
-    outputs = outputs if keep_outputs else []  # memory for what is timed
 
     device = mesh.devices.flat[0].device_kind
-    traffic = moved(candidate, inputs)
+    traffic = moved(candidate, inputs, mesh)
     memory = compiled.memory_analysis()
-    arena = explain(candidate, inputs, mesh).memory_bytes if candidate.plan else None
+    arena = arena_bytes(candidate, inputs, mesh)
     result = Result(
         shape=name,
         hidden=shape.hidden,
@@ -201,15 +233,18 @@ def measure(
         nvlink_rank=traffic.links.rank if traffic else None,
         nvlink_bytes=traffic.links.terms.items() if traffic else None,
         weight_copies=len(weights),
-        arena_mib=None if arena is None else sum(arena.values()) / 2**20,
+        arena_mib=None if arena is None else arena / 2**20,
         temporary_mib=memory.temp_size_in_bytes / 2**20 if memory else None,
         dropped_rows=dropped,
+        pass_name=candidate.pass_name,
+        worst_piece=piece,
+        memory_mib=(memory.temp_size_in_bytes + (arena or 0)) / 2**20 if memory else None,
     )
     if not result.checked:
         return result, outputs
 
-    def call(i: int) -> jax.Array:
-        return compiled(arguments_of_call(inputs.sets, weights, i))
+    def call(i: int) -> Results:
+        return compiled(arguments_of_call(inputs.sets, weights, i), cotangents[i % len(cotangents)])
 
     blocks = time_blocks(call, options.blocks, options.seconds, options.rest)
     if options.kernels:
@@ -217,14 +252,28 @@ def measure(
     return result.timed(blocks, peaks.known(device)), outputs
 
 
-def _worst_error(outputs: Sequence[jax.Array], inputs: Inputs, mesh: Mesh) -> tuple[float, float, bool]:
-    """Returns error and allowed error of the set of inputs where their ratio is worst, and whether all are allowed."""
-    pairs = [(error_of(y, sample, mesh), sample.allowed) for y, sample in zip(outputs, inputs.samples, strict=True)]
+def _errors(
+    results: Results, number: int, inputs: Inputs, gradients: GradientInputs | None, mesh: Mesh
+) -> list[tuple[str, float, float]]:
+    """Returns name, error and allowed error of everything that is compared in the results of one set of inputs."""
+    errors = []
+    if results.y is not None:
+        sample = inputs.samples[number]
+        errors.append(("y", error_of(results.y, sample, mesh), sample.allowed))
+    if results.gradients is not None:
+        assert gradients is not None
+        errors += errors_of(results.gradients, gradients.samples[number], mesh)
+    return errors
+
+
+def _worst(errors: Sequence[Sequence[tuple[str, float, float]]]) -> tuple[str, float, float, bool]:
+    """Returns name, error and allowed error of what is worst in all sets, and whether all are allowed."""
+    found = [each for of_set in errors for each in of_set]
     # NaN compares as neither larger nor smaller: it counts as infinitely wrong. And all processes decide alike, or
     # they would wait for each other.
-    shares = np.nan_to_num(np.array([error / allowed for error, allowed in pairs]), nan=np.inf)
+    shares = np.nan_to_num(np.array([error / allowed for _, error, allowed in found]), nan=np.inf)
     worst = over_processes(shares).max(0)
-    return (*pairs[int(worst.argmax())], bool(worst.max() <= 1))
+    return (*found[int(worst.argmax())], bool(worst.max() <= 1))
 
 
 @jax.jit
@@ -233,8 +282,9 @@ def _bits_differ(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.any(operator.ne(*words))
 
 
-def _equal_bits(outputs: Sequence[jax.Array], expected: Sequence[jax.Array]) -> bool:
-    return not any(bool(_bits_differ(a, b)) for a, b in zip(outputs, expected, strict=True))
+def _equal_bits(results: Results, expected: Results) -> bool:
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
+    return not any(bool(_bits_differ(a, b)) for a, b in pairs)
 
 
 def _make_mesh(options: Options) -> Mesh:

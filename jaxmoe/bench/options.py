@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from jaxmoe.bench import shapes
+from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.call import IMPLEMENTATIONS
 from jaxmoe.plan import KernelPlan
 from jaxmoe.testing import RoutingKind
@@ -23,12 +24,15 @@ ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
 class Sweep:
     """Values of a `jaxmoe.KernelPlan` to try in all combinations; of an empty field the default plan's value.
 
+    For a backward pass they are values of `KernelPlan.backward`.
+
     Args:
       unit_tiles: row tiles of one expert that are worked on together.
       lag_units: units by which the down GEMM comes later.
       ring_tiles: row tiles that the rings hold. Where empty, the default plan's or the fewest that a plan needs.
       chunk_rows: rows that a warp pulls at a time.
       keep_tokens: whether tokens of peers are kept.
+      segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
     """
 
     unit_tiles: tuple[int, ...] = ()
@@ -36,6 +40,7 @@ class Sweep:
     ring_tiles: tuple[int, ...] = ()
     chunk_rows: tuple[int, ...] = ()
     keep_tokens: tuple[bool, ...] = ()
+    segment_tiles: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # A plan checks its numbers. Whether they go together depends on the shape and is said in the line of the plan.
@@ -47,22 +52,29 @@ class Sweep:
             KernelPlan(1, 0, ring_tiles)
         for chunk_rows in self.chunk_rows:
             KernelPlan(1, 0, 1, chunk_rows)
+        for segment_tiles in self.segment_tiles:
+            if segment_tiles < 1:
+                raise ValueError(f"--segment-tiles={segment_tiles}: a segment has at least one row tile.")
+            KernelPlan(1, 0, 1, segment_tiles=segment_tiles)
 
     def plans(self, default: KernelPlan) -> list[KernelPlan]:
-        """Returns the plans to measure, the default one first."""
+        """Returns the plans to measure, the default one first, which is that of a forward or of a backward pass."""
         plans = [default]
-        if not any(dataclasses.astuple(self)):
+        is_backward = default.segment_tiles > 0
+        choices = self if is_backward else dataclasses.replace(self, segment_tiles=())
+        if not any(dataclasses.astuple(choices)):
             return plans
         values = (
             self.unit_tiles or (default.unit_tiles,),
             self.lag_units or (default.lag_units,),
             self.chunk_rows or (default.chunk_rows,),
             self.keep_tokens or (default.keep_tokens,),
+            choices.segment_tiles or (default.segment_tiles,),
         )
-        for unit_tiles, lag_units, chunk_rows, keep_tokens in itertools.product(*values):
-            fewest = KernelPlan(unit_tiles, lag_units, 1).fewest_ring_tiles
+        for unit_tiles, lag_units, chunk_rows, keep_tokens, segment_tiles in itertools.product(*values):
+            fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles).fewest_ring_tiles
             rings = self.ring_tiles or (max(default.ring_tiles, fewest),)
-            plans += [KernelPlan(unit_tiles, lag_units, ring, chunk_rows, keep_tokens) for ring in rings]
+            plans += [KernelPlan(unit_tiles, lag_units, ring, chunk_rows, keep_tokens, segment_tiles) for ring in rings]
         return plans
 
 
@@ -76,6 +88,7 @@ class Options:
       ranks: over which the experts are spread; 0 for all devices.
       dtype: a key of `DTYPES`, of tokens and weights.
       implementations: members of `MEASURED`.
+      passes: members of `PASSES`, what is timed.
       routing: as of `jaxmoe.testing.make_inputs`.
       sweep: plans of `"megakernel"` beside its default one.
       blocks: timed blocks, of which the median counts.
@@ -91,6 +104,7 @@ class Options:
     ranks: int = 0
     dtype: str = "bf16"
     implementations: tuple[str, ...] = ("xla",)
+    passes: tuple[Pass, ...] = ("forward",)
     routing: RoutingKind = "uniform"
     sweep: Sweep = Sweep()
     blocks: int = 7
@@ -112,6 +126,15 @@ class Options:
                 "--unit-tiles, --lag-units and --ring-tiles are of the megakernel's plan, and --implementation="
                 f"{','.join(self.implementations)} does not measure it. Add megakernel, or leave them out."
             )
+        if swept and not {"forward", "backward"} & {*self.passes}:
+            raise ValueError(
+                "--pass=both takes the default plans of both passes. Sweep --pass=forward or --pass=backward."
+            )
+        if self.sweep.segment_tiles and "backward" not in self.passes:
+            raise ValueError(
+                f"--segment-tiles is of the plan of a backward pass, and --pass={','.join(self.passes)} does not sweep "
+                "one. Add backward, or leave it out."
+            )
 
 
 _SHAPE = flags.DEFINE_multi_string(
@@ -129,6 +152,13 @@ _DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights
 _IMPLEMENTATION = flags.DEFINE_list(
     "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
 )
+_PASS = flags.DEFINE_list(
+    "pass",
+    ["forward"],
+    "What is timed, any of forward; backward: all gradients, from the inputs and the gradient of the output alone; "
+    "both: output and gradients in one call. Plans are swept of forward passes, KernelPlan, and of backward passes, "
+    "KernelPlan.backward.",
+)
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")
 _UNIT_TILES = flags.DEFINE_list("unit-tiles", [], "Plans to sweep: KernelPlan.unit_tiles, in all combinations.")
 _LAG_UNITS = flags.DEFINE_list("lag-units", [], "Plans to sweep: KernelPlan.lag_units, in all combinations.")
@@ -139,6 +169,9 @@ _RING_TILES = flags.DEFINE_list(
 )
 _CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
 _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
+_SEGMENT_TILES = flags.DEFINE_list(
+    "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
+)
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
 REST = flags.DEFINE_float(
@@ -165,6 +198,7 @@ def from_flags() -> Options:
         ranks=_EP.value,
         dtype=_DTYPE.value,
         implementations=tuple(_IMPLEMENTATION.value),
+        passes=_passes(_PASS.value),
         routing=_ROUTING.value,  # pyright: ignore[reportArgumentType]
         sweep=Sweep(
             _integers("unit-tiles", _UNIT_TILES.value),
@@ -172,6 +206,7 @@ def from_flags() -> Options:
             _integers("ring-tiles", _RING_TILES.value),
             _integers("chunk-rows", _CHUNK_ROWS.value),
             tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
+            _integers("segment-tiles", _SEGMENT_TILES.value),
         ),
         blocks=_BLOCKS.value,
         seconds=SECONDS.value,
@@ -180,6 +215,14 @@ def from_flags() -> Options:
         kernels=_KERNELS.value,
         json=Path(_JSON.value) if _JSON.value else None,
     )
+
+
+def _passes(values: list[str]) -> tuple[Pass, ...]:
+    known: dict[str, Pass] = {name: name for name in PASSES}
+    for value in values or [""]:
+        if value not in known:
+            raise ValueError(f"--pass={value} is not one of {', '.join(PASSES)}.")
+    return tuple(known[value] for value in values)
 
 
 def _integers(flag: str, values: list[str]) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxmoe.bench import traffic
+from jaxmoe.bench.passes import Pass, flops
 from jaxmoe.bench.peaks import Peaks
 
 
@@ -26,11 +28,12 @@ class Result:
       dtype: of tokens and weights.
       routing: how tokens choose experts.
       implementation: that was measured.
-      plan: of the megakernel: the fields of `jaxmoe.KernelPlan`.
+      plan: of the megakernel: the fields of `jaxmoe.KernelPlan`; of a backward pass those of its `backward`, of both
+        passes those of the forward pass and under `"backward"` the others.
       device: its kind.
       jax: its version.
-      relative_error: of the sampled tokens, the worst of the sets of inputs.
-      allowed_error: of that set.
+      relative_error: of what was sampled of the results, the worst of the sets of inputs.
+      allowed_error: of the same.
       same_bits: whether all outputs equal those of the default plan; `None` where that is not the question.
       checked: whether the check was passed; otherwise nothing was timed.
       hbm_complete: whether `hbm_bytes` are all there are; otherwise at least as many are moved.
@@ -39,18 +42,21 @@ class Result:
       nvlink_rank: the rank that receives most from its peers; as much leaves it.
       nvlink_bytes: its bytes by term.
       weight_copies: among which calls rotate, see `inputs.py`.
-      arena_mib: memory per rank that peers reach and that is kept between calls, MiB.
+      arena_mib: memory per rank that peers reach and that is kept between calls, MiB; as much as this pass needs.
       temporary_mib: memory per rank that XLA takes for the call, MiB.
       dropped_rows: over all sets of inputs.
       microseconds: per call, median of the blocks of the slowest process, see `timing.py`.
       fastest: block of that process, microseconds per call.
       slowest: block of that process, microseconds per call.
-      tflops: `6 * tokens * top_k * hidden * intermediate / time`, TFLOP/s per rank.
+      tflops: operations, as of `passes.flops`, over the time, TFLOP/s per rank.
       share_of_peak: `tflops` of a BF16 product, see `peaks.py`.
       hbm_gbs: `hbm_bytes` over the time, GB/s.
       share_of_copy: `hbm_gbs` of a copy, see `peaks.py`.
       nvlink_gbs: `nvlink_bytes` over the time, GB/s.
       times_faster: than other implementations measured before in this run with the same inputs, by name.
+      pass_name: what was timed: forward, backward or both.
+      worst_piece: what the errors are of: `y`, or a gradient.
+      memory_mib: the most memory per rank beyond parameters, inputs and results: `arena_mib` and `temporary_mib`.
     """
 
     shape: str
@@ -64,7 +70,7 @@ class Result:
     dtype: str
     routing: str
     implementation: str
-    plan: dict[str, int] | None
+    plan: dict[str, Any] | None
     device: str
     jax: str
     relative_error: float
@@ -89,6 +95,9 @@ class Result:
     share_of_copy: float | None = None
     nvlink_gbs: float | None = None
     times_faster: dict[str, float] = dataclasses.field(default_factory=dict)
+    pass_name: Pass = "forward"
+    worst_piece: str = "y"
+    memory_mib: float | None = None
 
     def timed(self, blocks: Sequence[float], peak: Peaks | None) -> "Result":
         """Returns the result with its times, and what follows from them.
@@ -98,7 +107,14 @@ class Result:
           peak: of the device, where it is known.
         """
         seconds = statistics.median(blocks)
-        tflops = 6 * self.tokens * self.top_k * self.hidden * self.intermediate / seconds / 1e12
+        operations = flops(
+            self.pass_name,
+            tokens=self.tokens,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+        )
+        tflops = operations / seconds / 1e12
         hbm_gbs, nvlink_gbs = (
             None if sizes is None else sum(sizes.values()) / seconds / 1e9
             for sizes in (self.hbm_bytes, self.nvlink_bytes)
@@ -135,18 +151,18 @@ class Result:
 _COLUMNS = (
     ("shape", 16, True),
     ("tokens", 6, False),
+    ("pass", 8, True),
     ("implementation", 19, True),
     ("plan", 12, True),
     ("check", 9, True),
-    ("us", 9, False),
+    ("us", 8, False),
     ("fast-slow", 13, False),
     ("TFLOP/s", 7, False),
     ("of peak", 7, False),
     ("HBM GB/s", 8, False),
     ("of copy", 7, False),
     ("NVLink GB/s", 11, False),
-    ("arena MiB", 9, False),
-    ("temp MiB", 8, False),
+    ("memory MiB", 10, False),
     ("dropped", 7, False),
     ("x xla", 6, False),
 )
@@ -164,7 +180,7 @@ def line(result: Result) -> str:
     if r.same_bits is False:
         return f"{left} other bits than with the default plan: not timed"
     if not r.checked:
-        return f"{left} above the allowed error of {r.allowed_error:.1e}: not timed"
+        return f"{left} above the allowed error of {r.allowed_error:.1e} in {r.worst_piece}: not timed"
     return _row(
         [
             *_case(r),
@@ -175,8 +191,7 @@ def line(result: Result) -> str:
             ("" if r.hbm_complete or r.hbm_gbs is None else ">") + _number(r.hbm_gbs, ".0f"),
             _number(r.share_of_copy, ".1%"),
             _number(r.nvlink_gbs, ".0f"),
-            _number(r.arena_mib, ".0f"),
-            _number(r.temporary_mib, ".0f"),
+            _number(r.memory_mib, ".0f"),
             str(r.dropped_rows),
             _number(r.times_faster.get("xla"), ".2f"),
         ]
@@ -192,33 +207,40 @@ def terms(result: Result) -> str:
     )
     for name, rank, sizes, note in parts:
         if sizes is None:
-            lines.append(f"    {name}: not counted for {result.implementation}")
+            of_pass = "" if result.pass_name == "forward" else f", pass {result.pass_name}"
+            lines.append(f"    {name}: not counted for {result.implementation}{of_pass}")
             continue
         lines.append(f"    {sum(sizes.values()) / 1e6:12.3f} MB {name} of rank {rank}{note}")
         lines += [f"    {size / 1e6:12.3f} MB   {term.replace('_', ' ')}" for term, size in sizes.items()]
     return "\n".join(lines)
 
 
-def failure(shape: str, tokens: int | None, implementation: str, plan: str, text: str) -> str:
+def failure(shape: str, tokens: int | None, pass_name: Pass, implementation: str, plan: str, text: str) -> str:
     """Returns the line of a case that could not be measured."""
-    return f"{_row([shape, '-' if tokens is None else str(tokens), implementation, plan])} {text}"
+    return f"{_row([shape, '-' if tokens is None else str(tokens), pass_name, implementation, plan])} {text}"
 
 
-def plan_text(plan: dict[str, int] | None) -> str:
-    """Returns a plan as in the table: unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept.
+def plan_text(plan: dict[str, Any] | None) -> str:
+    """Returns a plan as in the table.
+
+    Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, in a backward pass / segment tiles.
+    What times both passes takes the default plan of each.
 
     >>> plan_text({"unit_tiles": 9, "lag_units": 3, "ring_tiles": 54, "chunk_rows": 4, "keep_tokens": True})
     '9/3/54/4k'
     """
     if plan is None:
         return "-"
+    if "backward" in plan:
+        return "default"
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
-    return "/".join(map(str, numbers)) + ("k" if plan["keep_tokens"] else "")
+    segment = f"/{plan['segment_tiles']}" if plan.get("segment_tiles") else ""
+    return "/".join(map(str, numbers)) + ("k" if plan["keep_tokens"] else "") + segment
 
 
 def _case(r: Result) -> list[str]:
     check = "same bits" if r.same_bits else f"{r.relative_error:.1e}"
-    return [r.shape, str(r.tokens), r.implementation, plan_text(r.plan), check]
+    return [r.shape, str(r.tokens), r.pass_name, r.implementation, plan_text(r.plan), check]
 
 
 def _row(cells: list[str]) -> str:

@@ -1,5 +1,7 @@
 """Bytes that one forward pass moves, term by term, counted from the routing of the inputs that are measured.
 
+Those of a backward pass are in `backward_traffic.py`.
+
 What counts: every step of the layer reads each of its operands once and writes each of its results once, as if caches
 lost everything between two steps and kept everything within one. So a term is not what a profiler would show: rows that
 are still in L2 when the GEMM reads them cost less, weights that several units of row tiles read at different times cost
@@ -9,7 +11,7 @@ more. Rows that only pad a tile, counters and histograms, a few KB, are left out
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int, Integer
@@ -78,9 +80,13 @@ class Routing:
 
     def active_experts(self, rank: int) -> int:
         """Experts of a rank that have rows."""
+        return int((self.rows_of_experts(rank) > 0).sum())
+
+    def rows_of_experts(self, rank: int) -> Int[np.ndarray, "local_experts"]:
+        """Rows of each expert of a rank."""
         ranks, num_experts = self.slots.shape
         local = num_experts // ranks
-        return int((self.slots[:, rank * local : (rank + 1) * local].sum(0) > 0).sum())
+        return self.slots[:, rank * local : (rank + 1) * local].sum(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +254,17 @@ class GatherLinks(Terms):
 
 
 @dataclasses.dataclass(frozen=True)
+class Mean(Terms):
+    """Terms of any kind, by name, averaged over several routings."""
+
+    sizes: Mapping[str, Bytes]
+
+    def items(self) -> dict[str, Bytes]:
+        """The terms by name, in bytes."""
+        return dict(self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
 class OfRank:
     """The terms of the rank that has most of them."""
 
@@ -257,7 +274,7 @@ class OfRank:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one forward pass moves: means over the measured inputs, of the rank that moves most.
+    """What one call moves: means over the measured inputs, of the rank that moves most.
 
     Args:
       memory: through the memory (HBM) of a rank, read and written.
@@ -271,33 +288,45 @@ class Traffic:
 
 
 def of_megakernel(routings: Sequence[Routing], shape: Shape, keep_tokens: bool) -> Traffic:
-    """Returns what `"megakernel"` moves for these routings with a plan that keeps tokens or does not."""
-    memory = _busiest(MegakernelMemory, routings, shape, keep_tokens=keep_tokens)
-    links = _busiest(MegakernelLinks, routings, shape, keep_tokens=keep_tokens)
+    """Returns what a forward pass of `"megakernel"` moves with a plan that keeps tokens or does not."""
+    memory, links = (
+        busiest(lambda routing, rank, kind=kind: kind.of_rank(routing, shape, rank, keep_tokens).items(), routings)
+        for kind in (MegakernelMemory, MegakernelLinks)
+    )
     return Traffic(memory, links, complete=True)
 
 
 def of_gathering(routings: Sequence[Routing], shape: Shape) -> Traffic:
-    """Returns what `"xla"` and the baseline move for these routings, as far as that can be said."""
-    memory, links = _busiest(GatherMemory, routings, shape), _busiest(GatherLinks, routings, shape)
+    """Returns what a forward pass of `"xla"` and the baseline moves for these routings, as far as that can be said."""
+    memory, links = (
+        busiest(lambda routing, rank, kind=kind: kind.of_rank(routing, shape, rank).items(), routings)
+        for kind in (GatherMemory, GatherLinks)
+    )
     return Traffic(memory, links, complete=False)
+
+
+def matrix_bytes(shape: Shape) -> int:
+    """Returns the bytes of one weight matrix of one expert."""
+    return shape.hidden * shape.intermediate * shape.itemsize
 
 
 def weight_bytes(routing: Routing, shape: Shape, rank: int) -> int:
     """Returns the bytes of a rank's weights that a forward pass reads: those of its experts that have rows."""
     matrices = 3 if shape.gated else 2
-    return routing.active_experts(rank) * matrices * shape.hidden * shape.intermediate * shape.itemsize
+    return routing.active_experts(rank) * matrices * matrix_bytes(shape)
 
 
-def _busiest(
-    kind: type[MegakernelMemory] | type[MegakernelLinks] | type[GatherMemory] | type[GatherLinks],
-    routings: Sequence[Routing],
-    shape: Shape,
-    **plan: bool,
-) -> OfRank:
+def busiest(count: Callable[[Routing, int], Mapping[str, Bytes]], routings: Sequence[Routing]) -> OfRank:
+    """Returns the rank that has most bytes in the mean over the routings.
+
+    Args:
+      count: gives the bytes by term of a routing and a rank.
+      routings: of as many ranks each.
+    """
+
     def mean(rank: int) -> Terms:
-        counts = [kind.of_rank(routing, shape, rank, **plan).items() for routing in routings]
-        return kind(**{name: sum(count[name] for count in counts) / len(counts) for name in counts[0]})
+        counts = [count(routing, rank) for routing in routings]
+        return Mean({name: sum(each[name] for each in counts) / len(counts) for name in counts[0]})
 
-    ranks = [OfRank(rank, mean(rank)) for rank in range(shape.ranks)]
+    ranks = [OfRank(rank, mean(rank)) for rank in range(len(routings[0].slots))]
     return max(ranks, key=lambda of_rank: of_rank.terms.total)

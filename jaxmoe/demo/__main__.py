@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"jaxmoe demo: the package {error.name} is not installed. Run: pip install 'jaxmoe[demo]'")
     try:
         setup = run.prepare(chosen_options(), Path(flags.FLAGS.output))
-    except (ValueError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         sys.exit(f"jaxmoe demo: {error}")
     sys.exit(0 if run.run(setup) else 1)
 

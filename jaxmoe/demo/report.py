@@ -47,6 +47,7 @@ def describe_layer(options: Options, devices: Devices) -> str:
 
     Raises:
       ValueError: the sizes do not go together, or not with the mesh.
+      NotImplementedError: the implementation does not exist for the devices or in this build.
     """
     tokens = (options.batch, options.sequence)
     explanation = jaxmoe.explain(

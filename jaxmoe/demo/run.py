@@ -47,6 +47,7 @@ def prepare(options: Options, output: Path) -> Setup:
 
     Raises:
       ValueError: the sizes do not go together, or not with the devices.
+      NotImplementedError: the implementation does not exist for the devices or in this build.
       OSError: the folder cannot be made, or there is no text.
     """
     started = time.monotonic()

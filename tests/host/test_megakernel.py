@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import limits, native
 from jaxmoe.nnx import MoE
-from jaxmoe.plan import granularity, most_row_tiles
+from jaxmoe.plan import SEGMENT_TILES_ON_CPU, granularity, most_row_tiles
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 
@@ -31,6 +31,14 @@ class TestMegakernel(LayerSuite):
         KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=2**31 - 1),
         KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4),
     )
+    # Of backward passes, with one number of segments; the last one is the default.
+    backward_plans = (
+        KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=3, segment_tiles=3),
+        KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=83, segment_tiles=3, keep_tokens=True),
+        KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=2**31 - 1, segment_tiles=3),
+        KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=7, segment_tiles=3, chunk_rows=3),
+        None,
+    )
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
@@ -40,17 +48,23 @@ class TestMegakernel(LayerSuite):
         for plan in self.plans:
             np.testing.assert_array_equal(self.run(arguments, plan=plan), expected)
 
-    def test_gradients_are_those_of_xla_to_the_last_bit(self):
-        arguments = self.inputs(41, routing="zipf", biases=True, token_valid=True)
-        of_xla = TestOfXla().gradients(arguments)
-        jax.tree.map(np.testing.assert_array_equal, self.gradients(arguments), of_xla)
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
+    def test_every_backward_plan_with_as_large_segments_gives_the_same_bits(self, routing, dtype):
+        arguments = self.inputs(41, routing=routing, biases=True, token_valid=True, dtype=dtype)
+        expected = self.gradients(arguments, plan=None)
+        for backward in self.backward_plans:
+            found = self.gradients(arguments, plan=KernelPlan(2, 1, 4, backward=backward))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
 
-
-class TestOfXla(LayerSuite):
-    """Only its gradients are wanted here."""
-
-    __test__ = False
-    implementation = "xla"
+    @pytest.mark.parametrize("segment_tiles", [1, 2, 100])
+    def test_segments_of_any_size_change_gradients_of_weights_by_rounding_and_no_other(self, segment_tiles):
+        arguments = self.inputs(42, routing="zipf", biases=True)
+        expected = self.gradients(arguments, plan=None)
+        backward = KernelPlan(2, 1, 2**31 - 1, segment_tiles=segment_tiles)
+        found = self.gradients(arguments, plan=KernelPlan(2, 1, 4, backward=backward))
+        jax.tree.map(np.testing.assert_array_equal, found[:2], expected[:2])
+        self.assert_near(found, expected)
 
 
 def call(arguments: Any, **options: Any) -> Any:
@@ -58,51 +72,74 @@ def call(arguments: Any, **options: Any) -> Any:
     return jaxmoe.moe_layer(*arguments[:4], token_valid=arguments.token_valid, **options)
 
 
-def calls_of_compiled_code(function: Any, *arguments: Any) -> int:
-    return jax.jit(function).lower(*arguments).as_text().count("@jaxmoe_forward(")
+def calls_of_compiled_code(function: Any, *arguments: Any) -> tuple[int, int]:
+    """How often a function calls the forward and the backward pass; it multiplies with experts in no other way."""
+    text = jax.jit(function).lower(*arguments).as_text()
+    assert "ragged" not in text
+    assert "dot_general" not in text
+    return text.count("@jaxmoe_forward("), text.count("@jaxmoe_backward(")
 
 
-def test_a_layer_is_one_call_of_compiled_code_in_training_too():
+def test_a_layer_is_one_call_of_compiled_code_and_its_gradients_another():
     arguments = make_inputs(0, **SIZES, biases=True)
     run = layer("data x expert, Auto", implementation="megakernel")
     loss = lambda e: jnp.sum(run(arguments._replace(experts=e)) ** 2)  # noqa: E731
-    assert calls_of_compiled_code(run, arguments) == 1
-    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == 1
+    assert calls_of_compiled_code(run, arguments) == (1, 0)
+    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (1, 1)
 
 
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(*jaxmoe.CHECKPOINT_NAMES)])
 def test_checkpoint_repeats_no_call_of_compiled_code(policy):
     arguments = make_inputs(0, **SIZES)
     run = jax.checkpoint(layer("data x expert, Auto", implementation="megakernel"), policy=policy)
-    loss = lambda e: jnp.vdot(run(arguments._replace(experts=e)), cotangent(arguments.x))  # noqa: E731
-    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == 1
+    loss = lambda e: jnp.sum(run(arguments._replace(experts=e)) * cotangent(arguments.x))  # noqa: E731
+    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (1, 1)
+
+
+def attributes_of(text: str, target: str) -> dict[str, str]:
+    """The numbers that a call carries."""
+    line = next(line for line in text.splitlines() if f"@{target}(" in line)
+    return dict(re.findall(r"(\w+) = (\S+) : [if]32", line))
 
 
 def test_the_call_carries_the_plan_the_pieces_and_the_activation():
     arguments = make_inputs(0, **SIZES)
     swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)
-    run = layer("all devices", implementation="megakernel", activation=swiglu, plan=KernelPlan(3, 1, 7, 2, True))
-    text = jax.jit(run).lower(arguments).as_text()
-    attributes = dict(re.findall(r"(\w+) = (\S+) : [if]32", text[text.index("@jaxmoe_forward(") :]))
+    plan = KernelPlan(3, 1, 7, 2, True, backward=KernelPlan(1, 2, 6, 3, segment_tiles=2))
+    run = layer("all devices", implementation="megakernel", activation=swiglu, plan=plan)
+    text = jax.jit(jax.value_and_grad(lambda a: jnp.sum(run(a)), allow_int=True)).lower(arguments).as_text()
     pieces = granularity("cpu", gated=True)
-    integers = {
+    of_both = {
         "ranks": 8,
         "num_experts": 8,
         "activation": 4,
         "tile_rows": pieces.tile_rows,
         "hidden_columns": pieces.hidden_columns,
         "output_columns": pieces.output_columns,
-        "unit_tiles": 3,
-        "lag_units": 1,
-        "ring_tiles": 7,
-        "chunk_rows": 2,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
-        "keep_tokens": 1,
     }
-    assert {name: int(attributes[name]) for name in integers} == integers
+    choices = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "segment_tiles")
     floats = {"limit": 7.0, "alpha": 1.5, "up_offset": 1.0, "timeout_seconds": 60.0}
-    assert {name: float(attributes[name]) for name in floats} == floats
+    for target, values in (("jaxmoe_forward", (3, 1, 7, 2, 1, 0)), ("jaxmoe_backward", (1, 2, 6, 3, 0, 2))):
+        attributes = attributes_of(text, target)
+        integers = of_both | dict(zip(choices, values, strict=True))
+        assert {name: int(attributes[name]) for name in integers} == integers
+        assert {name: float(attributes[name]) for name in floats} == floats
+
+
+def test_without_a_plan_for_it_the_backward_pass_has_the_default_one():
+    arguments = make_inputs(0, **SIZES)
+    run = layer("all devices", implementation="megakernel", plan=KernelPlan(3, 1, 7))
+    text = jax.jit(jax.grad(lambda x: jnp.sum(run(arguments._replace(x=x))))).lower(arguments.x).as_text()
+    told = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"), implementation="megakernel")
+    assert isinstance(told.call.plan, KernelPlan)
+    default = told.call.plan.backward
+    attributes = attributes_of(text, "jaxmoe_backward")
+    assert default is not None
+    assert default.segment_tiles == SEGMENT_TILES_ON_CPU
+    for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "segment_tiles"):
+        assert int(attributes[name]) == getattr(default, name)
 
 
 def test_no_more_ring_is_asked_for_than_a_rank_can_fill():

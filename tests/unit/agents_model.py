@@ -560,7 +560,7 @@ class BackwardLaunch(RankLaunch):
 
     def __post_init__(self):
         super().__post_init__()
-        self.gradients: dict[Hashable, list[Any]] = {}  # tile of a weight gradient -> rows of its expert in the sum
+        self.gradients: dict[tuple[Any, ...], list[Any]] = {}  # tile of a weight gradient -> rows in its sum
 
     def stage(self, worker: int) -> Agent:
         yield from self.write_tokens(worker)

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 import jaxmoe
+from jaxmoe.call import Implementation
 from jaxmoe.demo import compare, data, report, run, sample, train
 from jaxmoe.demo.compare import Comparison
 from jaxmoe.demo.data import Corpus
@@ -95,13 +96,17 @@ class Trained(NamedTuple):
     history: History
 
 
-@pytest.fixture(scope="module")
-def trained() -> Trained:
+def train_tiny(implementation: Implementation | None) -> Trained:
     devices = choose_devices()
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(devices.mesh):
         patch.setattr(train, "HELD_OUT_BYTES", 8 * TINY.batch * TINY.sequence)
-        trainer = Trainer(TINY, devices)
+        trainer = Trainer(dataclasses.replace(TINY, implementation=implementation), devices)
         return Trained(trainer, trainer.train(*library()))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return train_tiny(None)
 
 
 def test_a_later_byte_does_not_change_earlier_logits(trained):
@@ -142,6 +147,15 @@ def test_the_history_has_every_row_of_every_step(trained):
     assert (rows.sum(-1) == TINY.batch * TINY.sequence * TINY.top_k).all()
     assert len(history.train_loss) == TINY.steps
     assert [step for step, _ in history.held_out_loss] == [0, 1, 2, 3]
+
+
+def test_through_the_megakernel_it_trains_to_the_same_losses(trained):
+    found, expected = train_tiny("megakernel").history, trained.history
+    np.testing.assert_array_equal(found.rows_per_expert, expected.rows_per_expert)
+    # Measured: the same to the last bit of float32. AdamW makes of a gradient that is nothing but rounding a step as
+    # long as any other, so this has room for a few of those.
+    np.testing.assert_allclose(found.train_loss, expected.train_loss, rtol=1e-5)
+    np.testing.assert_allclose(found.held_out_loss, expected.held_out_loss, rtol=1e-5)
 
 
 def test_parameters_are_counted_once_and_active_ones_by_top_k(trained):
@@ -260,6 +274,17 @@ def test_a_bad_option_ends_with_one_line(argument, message):
     done = subprocess.run([*PROGRAM, argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_implementation_that_this_machine_does_not_have_ends_with_one_line():
+    program = (
+        "import runpy, sys; from jaxmoe import native; native.targets = lambda platform: (); "
+        "sys.argv[1:] = ['--implementation=megakernel']; runpy.run_module('jaxmoe.demo', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "has no forward kernel for platform 'cpu' in this build" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 

@@ -90,6 +90,12 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     plan = default_plan(shape, platform, jnp.bfloat16, "megakernel")
     most = plans.most_row_tiles(shape, platform)
     assert min(plan.fewest_ring_tiles, most) <= plan.ring_tiles <= most
+    backward = plan.backward
+    assert backward is not None
+    assert backward.segment_tiles >= backward.unit_tiles
+    assert min(backward.fewest_ring_tiles, most) <= backward.ring_tiles <= most
+    for choice in ("segment_tiles", "unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens"):
+        assert any(reason.startswith(f"{choice}={getattr(backward, choice)}: ") for reason in backward.reasons)
     rows = plan.unit_tiles * plans.granularity(platform, gated).tile_rows
     if platform == "gpu":
         assert plan.unit_tiles <= plans.FEWEST_UNIT_TILES or rows * hidden * shape.itemsize <= plans.UNIT_BYTES

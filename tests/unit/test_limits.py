@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=16, num_experts=8, top_k=2)
 PLAN = KernelPlan(1, 1, 2)
+BACKWARD_PLAN = KernelPlan(1, 1, 4, segment_tiles=2)
 # The largest that is allowed on both platforms.
 LARGEST = Shape(tokens=2**24 // 32 - 1, hidden=64, intermediate=128, num_experts=512, top_k=32, ranks=8)
 
@@ -114,7 +115,23 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a ring that would wait for ever": (
         {"plan": KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=8)},
         ValueError,
-        ["ring_tiles=8", "lag_units=2", "unit_tiles=3", "(lag_units + 1) * unit_tiles = 9", "Raise ring_tiles"],
+        [
+            "plan has ring_tiles=8",
+            "lag_units=2",
+            "unit_tiles=3",
+            "(lag_units + 1) * unit_tiles = 9",
+            "Raise ring_tiles",
+        ],
+    ),
+    "a ring of the backward pass that would wait for ever": (
+        {"plan": KernelPlan(1, 1, 2, backward=KernelPlan(3, 2, 16, segment_tiles=5))},
+        ValueError,
+        ["plan.backward has ring_tiles=16", "segment_tiles=5", "segment_tiles + 2 * lag_units * unit_tiles = 17"],
+    ),
+    "a plan for a backward pass": (
+        {"plan": BACKWARD_PLAN},
+        ValueError,
+        ["plan has segment_tiles=2", "one for a backward pass", "jaxmoe.KernelPlan(..., backward=plan)"],
     ),
 }
 
@@ -139,6 +156,20 @@ def test_a_ring_of_all_row_tiles_is_enough_for_any_lag():
     check_ring(4)
     with pytest.raises(ValueError, match="or 4, all row tiles that a rank can have"):
         check_ring(3)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_a_backward_plan_may_have_the_least_ring_or_one_of_all_row_tiles():
+    def check_ring(tiles: int) -> None:
+        backward = KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=tiles, segment_tiles=6)
+        check(plan=KernelPlan(1, 1, 2, backward=backward), tokens=400, top_k=2, ranks=2, num_experts=6)
+
+    check_ring(6 + 2 * 1 * 2)
+    with pytest.raises(ValueError, match=r"plan\.backward has ring_tiles=9"):
+        check_ring(9)
+    # 16 rows: one whole tile of a CPU, and one partly filled for each of 3 experts.
+    few = KernelPlan(1, 1, 2, backward=KernelPlan(8, 8, 4, segment_tiles=8))
+    check(plan=few, tokens=4, top_k=2, ranks=2, num_experts=6)
 
 
 def test_nothing_is_run_and_nothing_else_chosen_where_the_compiled_part_is_missing(monkeypatch):
@@ -205,11 +236,43 @@ def test_a_plan_of_the_other_kind_is_refused_and_the_right_kind_named(options, p
         ({"lag_units": 0.5}, "lag_units=0.5"),
         ({"ring_tiles": True}, "ring_tiles=True"),
         ({"ring_tiles": 2**31}, "ring_tiles=2147483648"),
+        ({"segment_tiles": -1}, "segment_tiles=-1"),
+        ({"segment_tiles": 2**15}, "segment_tiles=32768"),
+        ({"segment_tiles": 1.5}, "segment_tiles=1.5"),
     ],
 )
 def test_a_kernel_plan_that_cannot_be_is_refused(options, name):
     with pytest.raises(ValueError, match=rf"^KernelPlan: {name} must be an integer of"):
         KernelPlan(**{"unit_tiles": 1, "lag_units": 1, "ring_tiles": 2} | options)
+
+
+@pytest.mark.parametrize("backward", [PLAN, 2, jaxmoe.Plan(8)], ids=["a forward plan", "a number", "a plan of xla"])
+def test_a_plan_of_a_backward_pass_needs_segments(backward):
+    with pytest.raises(ValueError, match=r"^KernelPlan: backward=.* must be a KernelPlan with segment_tiles, or None"):
+        KernelPlan(1, 1, 2, backward=backward)
+
+
+def test_a_plan_of_a_backward_pass_has_no_backward_pass_of_its_own():
+    with pytest.raises(ValueError, match=r"^KernelPlan: one with segment_tiles is for a backward pass"):
+        KernelPlan(1, 1, 4, segment_tiles=2, backward=BACKWARD_PLAN)
+    assert KernelPlan(1, 1, 2, backward=BACKWARD_PLAN).backward == BACKWARD_PLAN
+
+
+@pytest.mark.parametrize("plan", [PLAN, KernelPlan(3, 2, 99), BACKWARD_PLAN, KernelPlan(3, 2, 99, segment_tiles=5)])
+def test_a_plan_and_the_compiled_schedule_agree_on_the_least_ring(plan):
+    schedule = native.schedule().Schedule(
+        native.schedule().TileSizes(16, 32, 64),
+        plan.unit_tiles,
+        plan.lag_units,
+        plan.ring_tiles,
+        workers=1,
+        chunk_rows=1,
+        dispatchers=1,
+        narrow_rows=0,
+        keep_tokens=0,
+        segment_tiles=plan.segment_tiles,
+    )
+    assert plan.fewest_ring_tiles == schedule.min_ring_tiles
 
 
 def test_the_kinds_of_activations_are_numbered_as_in_compiled_code():

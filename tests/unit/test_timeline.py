@@ -227,7 +227,7 @@ def test_the_picture_of_a_launch_is_written(tmp_path: Path, ranks, ending):
 def test_every_kind_of_event_has_a_colour():
     picture = importlib.import_module("jaxmoe.profiling.picture")
     drawn = [kind for _, _, kinds in picture.GROUPS for kind in kinds]
-    producer = {"take_task", "load_gate_up", "load_down", "find_rows"}  # not drawn
+    producer = {"take_task", "load_gate_up", "load_down", "load_gradient", "find_rows"}  # not drawn
     assert sorted(drawn) == sorted(set(timeline.kinds()) - producer)
 
 

@@ -32,7 +32,7 @@ struct KernelStorage {
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
   uint32_t epoch;                                           // of this launch
-  int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp, of a backward pass
+  int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand

@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging
   ptx::commit_stores();
 }
 
-// 256 columns of transform(sum), 8 rows of the warp at a time.
+// 256 columns of transform(sum, half), 8 rows of the warp at a time: the half is which.
 template <class Variant, class Transform>
 __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread,
                                            typename GemmShape<Variant>::Staging& staging, TileColumns columns,
@@ -183,7 +183,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = sums.values + 4 * (block + i) + 2 * half;
-        tiles[i] = Precision::pack(transform(pair[0]), transform(pair[1]));
+        tiles[i] = Precision::pack(transform(pair[0], half), transform(pair[1], half));
       }
       ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
     }
@@ -228,6 +228,58 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
   epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
 
+// Gate and up before the activation, for a backward pass: 128 columns of each, side by side in the accumulators and in
+// every line of the staging. `row` is where the gate of this thread's row begins; up follows it. Rows of the tile from
+// `rows` on are stored as zeros.
+template <class Variant>
+__device__ __forceinline__ void store_projections(const ptx::Accumulators& sums, const MathThread& thread,
+                                                  typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                  typename GemmShape<Variant>::Element* row, int32_t rows) {
+  using Shape = GemmShape<Variant>;
+  using Element = typename Shape::Element;
+  using Precision = typename Variant::Precision;
+  constexpr int kColumns = Shape::kTileColumns / 2;
+  constexpr int kLines = Shape::Staging::kLines;
+  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool is_row = 16 * thread.warp + 8 * half + thread.lane / 4 < rows;
+    epilogue::acquire_staging();
+#pragma unroll
+    for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
+      uint32_t tiles[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = sums.values + 4 * (block + i) + 2 * half;
+        tiles[i] = is_row ? Precision::pack(pair[0], pair[1]) : 0;
+      }
+      ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
+    }
+    ptx::fence_proxy_async_shared();
+    // Also where all lanes meet, behind their fences.
+    auto* target = reinterpret_cast<Element*>(
+        __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), 8 * half + thread.lane % kLines));
+    if (thread.lane < 2 * kLines && target != nullptr) {
+      const int part = thread.lane / kLines;
+      ptx::store_bytes(target + part * columns.count + columns.first,
+                       staging.bytes + thread.lane % kLines * Shape::Staging::kLineBytes +
+                           part * kColumns * sizeof(Element),
+                       at_most(columns.count - columns.first, kColumns) * sizeof(Element));
+    }
+    ptx::commit_stores();
+  }
+}
+
+// The same of experts without an up projection, 256 columns.
+template <class Variant>
+__device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread,
+                                           typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                           typename GemmShape<Variant>::Element* row, int32_t rows) {
+  const bool is_row[2] = {16 * thread.warp + thread.lane / 4 < rows, 16 * thread.warp + 8 + thread.lane / 4 < rows};
+  const auto masked = [&](float sum, int half) { return is_row[half] ? sum : 0.0f; };
+  epilogue::store_wide<Variant>(sums, thread, staging, columns, row, masked);
+}
+
 // h = activation(gate) of experts without an up projection: 256 columns.
 template <class Variant>
 __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& sums, const MathThread& thread,
@@ -236,7 +288,7 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
                                                      typename GemmShape<Variant>::Element* row,
                                                      const Activation& activation) {
   with_activation_kind(activation.kind, [&](auto kind) {
-    const auto transform = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
+    const auto transform = [&](float gate, int) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
     epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
   });
 }
@@ -246,7 +298,7 @@ template <class Variant>
 __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                  typename GemmShape<Variant>::Staging& staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Element* row) {
-  const auto unchanged = [](float sum) { return sum; };
+  const auto unchanged = [](float sum, int) { return sum; };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);
 }
 

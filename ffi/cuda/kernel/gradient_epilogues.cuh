@@ -30,49 +30,6 @@ __device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, con
          static_cast<int32_t>(cta.cta_rank) * Variant::config.tile_rows;
 }
 
-// --- gate_up -----------------------------------------------------------------------------------------------------------
-
-// 128 columns of gate and the same of up, side by side in the accumulators and in every line of the staging. `row` is
-// where the gate of this thread's row begins; up follows it.
-template <class Variant>
-__device__ __forceinline__ void store_projections(const Cta<Variant>& cta, const ptx::Accumulators& sums,
-                                                  const MathThread& thread, TileColumns columns,
-                                                  typename Cta<Variant>::Element* row) {
-  using Shape = GemmShape<Variant>;
-  using Element = typename Shape::Element;
-  using Precision = typename Variant::Precision;
-  constexpr int kColumns = Shape::kTileColumns / 2;
-  constexpr int kLines = Shape::Staging::kLines;
-  auto& staging = cta.shared.gemm.staging[thread.warp];
-  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    epilogue::acquire_staging();
-#pragma unroll
-    for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
-      uint32_t tiles[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = sums.values + 4 * (block + i) + 2 * half;
-        tiles[i] = Precision::pack(pair[0], pair[1]);
-      }
-      ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
-    }
-    ptx::fence_proxy_async_shared();
-    // Also where all lanes meet, behind their fences.
-    auto* target = reinterpret_cast<Element*>(
-        __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), 8 * half + thread.lane % kLines));
-    if (thread.lane < 2 * kLines && target != nullptr) {
-      const int part = thread.lane / kLines;
-      ptx::store_bytes(target + part * columns.count + columns.first,
-                       staging.bytes + thread.lane % kLines * Shape::Staging::kLineBytes +
-                           part * kColumns * sizeof(Element),
-                       at_most(columns.count - columns.first, kColumns) * sizeof(Element));
-    }
-    ptx::commit_stores();
-  }
-}
-
 // --- hidden_gradient ---------------------------------------------------------------------------------------------------
 
 // 8 rows x 8 columns of a 16 x 64 box that lies in shared memory as a copy with a swizzle of 128 bytes leaves it: where
@@ -274,8 +231,12 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
   const Matrix matrix = matrix_of(p, task.gemm);
   const TileColumns columns{task.column_tile * Variant::config.tile_columns, matrix.columns};
   const int32_t first_row = first_weight_row(cta, task);
-  if (task.part != (kFirstPart | kLastPart)) {
-    float* of_matrix = cta.template at<float>(p.layout.weight_sums) + matrix.sums;
+  // Gradients in float32 are their own sums: every segment adds to them in place.
+  const bool in_place = p.float_gradients;
+  if (in_place || task.part != (kFirstPart | kLastPart)) {
+    float* of_matrix = in_place ? static_cast<float*>(matrix.gradient) +
+                                      int64_t{task.expert} * matrix.rows * matrix.columns
+                                : cta.template at<float>(p.layout.weight_sums) + matrix.sums;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first_row + 16 * thread.warp + 8 * half + thread.lane / 4;
@@ -287,12 +248,12 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
         if (column >= matrix.columns) continue;
         float* values = sums.values + 4 * block + 2 * half;
         float pair[2] = {values[0], values[1]};
-        add_up_segments(pair, of_row + column, task.part);
+        add_up_segments(pair, of_row + column, in_place ? task.part & ~kLastPart : task.part);
         values[0] = pair[0];
         values[1] = pair[1];
       }
     }
-    if (!(task.part & kLastPart)) return;
+    if (in_place || !(task.part & kLastPart)) return;
   }
   const int32_t row = first_row + thread.tile_row();
   Element* target = row >= matrix.rows ? nullptr
@@ -342,12 +303,16 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
   }
   if (thread.lane >= 8 || column >= matrix.columns) return;
   float pairs[2][2] = {{sums[0], sums[1]}, {sums[2], sums[3]}};
-  if (task.part != (kFirstPart | kLastPart)) {
-    float* of_bias = cta.template at<float>(p.layout.weight_sums) + matrix.bias_sums + column;
-    add_up_segments(pairs[0], of_bias, task.part);
-    add_up_segments(pairs[1], of_bias + 2, task.part);
+  const bool in_place = p.float_gradients;
+  if (in_place || task.part != (kFirstPart | kLastPart)) {
+    const int32_t part = in_place ? task.part & ~kLastPart : task.part;
+    float* of_bias = (in_place ? static_cast<float*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.columns
+                               : cta.template at<float>(p.layout.weight_sums) + matrix.bias_sums) +
+                     column;
+    add_up_segments(pairs[0], of_bias, part);
+    add_up_segments(pairs[1], of_bias + 2, part);
   }
-  if (!(task.part & kLastPart)) return;
+  if (in_place || !(task.part & kLastPart)) return;
   Element* target = static_cast<Element*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.columns + column;
   *reinterpret_cast<uint2*>(target) = {Precision::pack(pairs[0][0], pairs[0][1]),
                                        Precision::pack(pairs[1][0], pairs[1][1])};

@@ -18,7 +18,7 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm_math.cuh"
 #include "cuda/kernel/gradient_epilogues.cuh"
-#include "cuda/kernel/math.cuh"
+#include "cuda/kernel/task_queue.cuh"
 
 namespace jaxmoe::gradient_math {
 
@@ -84,15 +84,12 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   if (p.gated) {
     if (p.b_gate != nullptr) add_bias<Variant, 0, 128>(sums, thread, columns, bias_of(p.b_gate));
     if (p.b_up != nullptr) add_bias<Variant, 128, 128>(sums, thread, columns, bias_of(p.b_up));
-    store_projections(cta, sums, thread, columns, row);
+    store_projections<Variant>(sums, thread, staging, columns, row, task.rows);
   } else {
     if (p.b_gate != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_gate));
     store_plain_tile<Variant>(sums, thread, staging, columns, row);
   }
 }
-
-// Steps of a tile after which the stores of the tile before are likely complete, as in math.cuh.
-inline constexpr int32_t kAnnounceStep = 5;
 
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
@@ -106,41 +103,14 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
   lane.start();
 
-  // There is no register left for what is needed once a task: it is counted in shared memory how many tasks this warp
-  // has begun, and both the one in hand and the one before it are looked up in the queue, of which the producer uses
-  // fewer places than there are.
-  volatile int32_t& begun = cta.shared.tasks_begun[thread.warp];
-  begun = 0;
-  const auto task_before = [&](int32_t back) -> const Task& {
-    return cta.shared.tasks[static_cast<uint32_t>(begun - back) % kQueuedTasks];
-  };
-
-  // As in math::run(): what this warp has stored of a tile is announced while it multiplies the next one, which by then
-  // has begun.
-  bool announced = true;
-  const auto announce_stored = [&](int32_t back) {
-    wait_rows_stored();
-    const Task& before = task_before(back);
-    math::answers_lane(cta, thread).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
-    if (thread.lane == 0) cta.signals.release(release_after(before));
-    announced = true;
-  };
+  TaskQueue<Variant> queue(cta, thread);
   for (;;) {
-    // Where the next task is not there yet, it may be waiting for this very release.
-    if (!announced && !ring.is_full(position)) announce_stored(1);
-    ring.wait(position);  // the task's first stage, and with it the task
-    const Task& task = task_before(0);
+    const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
-    const int32_t next = begun + 1;
-    __syncwarp();
-    begun = next;
-    __syncwarp();
     lane.mark(EventKind::kWaitStages, task);
     const int32_t steps = depth_steps(p, task, Variant::config.tile_depth);
     const int32_t rows = rows_left(cta, task, thread);
-    const auto meanwhile = [&](int32_t step) {
-      if (!announced && (step == kAnnounceStep || step == steps - 1)) announce_stored(2);
-    };
+    const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
     ptx::Accumulators sums;
     bool computed;
     if (task.gemm == Gemm::kGateUp) {
@@ -158,16 +128,16 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if (task.gemm == Gemm::kHiddenGradient) {
       finish_hidden_gradient(cta, ring, position, task, thread, computed, sums);
     } else if (computed) {
-      if (task.gemm == Gemm::kTokenGradient) math::answers_lane(cta, thread).start();
+      if (task.gemm == Gemm::kTokenGradient) answers_lane(cta, thread).start();
       finish_tile(cta, task, thread, target, sums);
     }
     // What is not a tile: gradients of routing weights and biases, by the tasks of the first column or row of tiles.
     if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) answer_weights(cta, task, thread, target);
     if (is_weight_gradient(task.gemm)) store_bias_gradient(cta, task, thread);
     if (computed) lane.mark(EventKind::kEpilogue, task);
-    announced = false;
+    queue.stored();
   }
-  if (!announced) announce_stored(1);
+  queue.finish();
   ring.release(position, thread.lane);
   // Answers may lie at peers: everything this warp has stored comes before what is announced after it.
   if (thread.lane == 0) {

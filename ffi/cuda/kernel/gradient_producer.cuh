@@ -9,7 +9,8 @@
 //   up_gradient       the same                             gradients of up                    the same
 //   down_gradient     h times routing weights              gradients of outputs               the same
 //
-// Behind the depth of hidden_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each.
+// Behind the depth of hidden_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each,
+// from their ring or from what the forward pass has saved.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -128,12 +129,18 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
         load(p.w_down, k, first_column + kBox * box, task.expert);
       });
     }
+    const bool saved = task.part == kSavedPart;
+    const CUtensorMap& projections = saved ? p.saved_rows : p.projections;
+    // Saved rows are not in a ring; this block's part of the tile begins as far from its start.
+    constexpr int32_t kParts = Variant::config.cluster_size;
+    const int32_t first_saved_row = task.row_tile * p.schedule.tile.rows + task.ring_slot % kParts * kRows;
+    const int32_t first_projection = saved ? first_saved_row : first_row;
     for (int32_t column = first_column; column < first_column + kColumns; column += kBox) {
       loader.step_of_boxes(loader.row_boxes() * p.shape.projections, [&](auto& stage, uint64_t* full) {
         for (int box = 0; box < loader.row_boxes(); ++box) {
-          const int32_t row = first_row + kBox * box;
-          ptx::load_box(stage.rows[kBox * box], &p.projections, full, loader.rows_policy(), column, 0, row);
-          if (p.gated) ptx::load_box(stage.weights[box], &p.projections, full, loader.rows_policy(), column, 1, row);
+          const int32_t row = first_projection + kBox * box;
+          ptx::load_box(stage.rows[kBox * box], &projections, full, loader.rows_policy(), column, 0, row);
+          if (p.gated) ptx::load_box(stage.weights[box], &projections, full, loader.rows_policy(), column, 1, row);
         }
       });
     }
@@ -209,7 +216,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       for (int32_t nth = 0; nth < waits; ++nth) {
         const Wait wait = wait_before(p.shape, p.schedule, task, nth);
         if (wait.index < 0) continue;
-        cta.signals.wait(wait, site_of(task.gemm), task.gemm == Gemm::kGateUp ? 1 : Cta<Variant>::kTaskParts);
+        cta.signals.wait(wait, site_of(task.gemm),
+                         wait.signal == Signal::kRowsArrived ? 1 : Cta<Variant>::kTaskParts);
       }
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;

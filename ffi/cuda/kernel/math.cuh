@@ -10,6 +10,7 @@
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm_math.cuh"
+#include "cuda/kernel/task_queue.cuh"
 
 namespace jaxmoe::math {
 
@@ -40,6 +41,26 @@ __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Vari
          int64_t{target.slot()} * p.shape.hidden;
 }
 
+// Whether gate and up of the task's tile are left to the backward pass.
+template <class Variant>
+__device__ __forceinline__ bool is_saved(const Cta<Variant>& cta, const Task& task) {
+  return task.row_tile < cta.params.schedule.saved_tiles;
+}
+
+// Where they go for this thread's row; rows behind the last one, up to the multiple that the backward pass counts,
+// belong to it as well. Null beyond.
+template <class Variant>
+__device__ __forceinline__ typename Cta<Variant>::Element* saved_row_of(const Cta<Variant>& cta, const Task& task,
+                                                                         int32_t tile_row) {
+  using Element = typename Cta<Variant>::Element;
+  constexpr int32_t kParts = Variant::config.cluster_size;
+  const auto& p = cta.params;
+  if (tile_row >= padded_rows(task.rows, p.schedule.gradient_row_multiple())) return nullptr;
+  const int64_t row = int64_t{task.row_tile} * p.schedule.tile.rows +
+                      task.ring_slot % kParts * Variant::config.tile_rows + tile_row;
+  return static_cast<Element*>(p.saved) + row * p.shape.projections * p.shape.intermediate;
+}
+
 // Adds biases, applies the activation and stores the tile.
 template <class Variant>
 __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
@@ -61,21 +82,18 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   if (p.gated) {
     if (p.b_gate != nullptr) add_bias<Variant, 0, 128>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
     if (p.b_up != nullptr) add_bias<Variant, 128, 128>(sums, thread, columns, bias_of(p.b_up, p.shape.intermediate));
+    if (is_saved(cta, task)) {
+      store_projections<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()), task.rows);
+    }
     store_gated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
   } else {
     if (p.b_gate != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
+    if (is_saved(cta, task)) {
+      store_gate<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()), task.rows);
+    }
     store_activated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
   }
 }
-
-// Where the timeline shows answers on their way, beside what the warpgroup does meanwhile.
-template <class Variant>
-__device__ __forceinline__ auto answers_lane(const Cta<Variant>& cta, const MathThread& thread) {
-  return cta.timeline.template lane<128>(LaneRole::kAnswers, thread.warpgroup);
-}
-
-// Steps of a tile, of about half a microsecond, after which the stores of the tile before are likely complete.
-inline constexpr int32_t kAnnounceStep = 5;
 
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
@@ -90,28 +108,14 @@ __device__ void run(const Cta<Variant>& cta) {
   const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
   lane.start();
 
-  // What this warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would
-  // leave the tensor cores idle for as long as a store to a peer takes.
-  Release stored{};
-  bool announced = true;
-  const auto announce_stored = [&] {
-    wait_rows_stored();
-    answers_lane(cta, thread).finish(EventKind::kAnswers, {-1, stored.index, -1});
-    if (thread.lane == 0) cta.signals.release(stored);
-    announced = true;
-  };
-  for (int taken = 0;; ++taken) {
-    // Where the next task is not there yet, it may be waiting for this very release.
-    if (!announced && !ring.is_full(position)) announce_stored();
-    ring.wait(position);  // the task's first stage, and with it the task
-    const Task task = cta.shared.tasks[taken % kQueuedTasks];
+  TaskQueue<Variant> queue(cta, thread);
+  for (;;) {
+    const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
     lane.mark(EventKind::kWaitStages, task);
     const int32_t depth_steps = task.gemm == Gemm::kGateUp ? gate_up_steps : down_steps;
     const RowTarget target = target_of(cta, task, thread.tile_row());
-    const auto meanwhile = [&](int32_t step) {
-      if (!announced && (step == kAnnounceStep || step == depth_steps - 1)) announce_stored();
-    };
+    const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, depth_steps); };
     ptx::Accumulators sums;
     const bool computed = multiply_tile<Variant>(ring, position, thread, task.rows - 64 * thread.warpgroup, depth_steps,
                                                  sums, meanwhile, lane);
@@ -121,10 +125,9 @@ __device__ void run(const Cta<Variant>& cta) {
       finish_tile(cta, task, thread, target, sums);
       lane.mark(EventKind::kEpilogue, task);
     }
-    stored = release_after(task);
-    announced = false;
+    queue.stored();
   }
-  if (!announced) announce_stored();
+  queue.finish();
   ring.release(position, thread.lane);
   // Partials may lie at peers: everything this warp has stored comes before what is announced after it.
   if (thread.lane == 0) {

@@ -46,6 +46,9 @@ struct LaunchParams {
   const void* b_up;           // the same
   const void* b_down;         // [local_experts, hidden]
   bool gated;
+  // [saved_tiles, tile rows, projections, intermediate]: gate and up, written by a forward and read by a backward pass;
+  // null where nothing is saved.
+  void* saved;
 
   CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
@@ -67,6 +70,7 @@ struct BackwardParams : LaunchParams {
   const void* dy;           // [tokens, hidden]
   void* dx;                 // the same
   float* dtopk_weights;     // [tokens, top_k]
+  bool float_gradients;     // those of weights and biases are float32; else they are 16-bit elements
   void* dw_gate;            // of the shapes of the weights and biases
   void* dw_up;
   void* dw_down;
@@ -78,6 +82,7 @@ struct BackwardParams : LaunchParams {
   CUtensorMap rows;             // [ring rows, 2, hidden], box {64, 1, 64}: tokens, gradients of their outputs
   CUtensorMap projections;      // [ring rows, projections, intermediate], box {64, 1, 64}
   CUtensorMap hidden;           // [ring rows, intermediate], box {64, 64}
+  CUtensorMap saved_rows;       // [saved rows, projections, intermediate], box {64, 1, 64}; unused where none are
   CUtensorMap few_projections;  // box {64, 1, 16}
   CUtensorMap few_hidden;       // box {64, 16}
 };

@@ -127,7 +127,7 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
       rows += __ldcg(cta.template at<int32_t>(p.rank, counts) + e);
     }
     const int32_t multiple = p.schedule.row_multiple();  // with rows of zeros behind them
-    cta.shared.rows_per_expert[e] = usable ? ceil_div(rows, multiple) * multiple : 0;
+    cta.shared.rows_per_expert[e] = usable ? padded_rows(rows, multiple) : 0;
   }
   __syncthreads();
 }
@@ -140,7 +140,8 @@ __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
     if (cta.shared.rows_per_expert[expert] > 0) continue;
     const auto clear = [&](void* gradients, int64_t elements) {
       if (gradients == nullptr) return;
-      const int64_t vectors = elements * static_cast<int64_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
+      const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
+      const int64_t vectors = elements * size / kVectorBytes;
       uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
       for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors;
            i += int64_t{gridDim.x} * blockDim.x) {

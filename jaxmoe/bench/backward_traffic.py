@@ -1,0 +1,196 @@
+"""Bytes that a backward pass of `"megakernel"` moves, term by term; what counts is said in `traffic.py`.
+
+The steps are the GEMMs of ffi/common/scheduler.h. Rows hold a token and behind it the gradient of its output.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxmoe.bench.traffic import (
+    WORD,
+    Bytes,
+    MegakernelLinks,
+    MegakernelMemory,
+    Routing,
+    Terms,
+    Traffic,
+    busiest,
+    matrix_bytes,
+)
+from jaxmoe.plan import Granularity, KernelPlan, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardMemory(Terms):
+    """Bytes that a backward pass reads from and writes to the memory of one rank.
+
+    `projections` is 2, of experts without an up projection 1; `segments` are those of an expert, pieces of at most
+    `segment_tiles` row tiles.
+
+    Args:
+      weights_of_gate_up: `active_experts * projections * hidden * intermediate * itemsize`: w_gate and w_up, from which
+        gate and up are computed again. An expert without rows is not read.
+      weights_of_hidden_gradient: `active_experts * hidden * intermediate * itemsize`: w_down.
+      weights_of_token_gradient: as `weights_of_gate_up`, once more.
+      tokens_staged: `4 * tokens * hidden * itemsize`: x and dy read, and their copies written side by side. So does one
+        rank alone.
+      weights_staged: `4 * (tokens * top_k + used_slots)`: routing weights written where peers reach them, and read by
+        dispatch.
+      tokens_pulled: twice the bytes of a forward pass: `2 * used_slots * hidden * itemsize`, or, where the plan keeps
+        tokens, by each peer once for all slots of a token.
+      tokens_kept: `2 * remote_rows * hidden * itemsize` where the plan keeps tokens.
+      rows_written: `2 * rows * hidden * itemsize`: by dispatch.
+      rows_read: `(3 + projections) * rows * hidden * itemsize`: tokens by gate_up, gate_gradient and up_gradient,
+        gradients of outputs by hidden_gradient and down_gradient.
+      projections_written: `2 * projections * rows * intermediate * itemsize`: gate and up by gate_up, their gradients
+        by hidden_gradient.
+      projections_read: `3 * projections * rows * intermediate * itemsize`: gate and up by hidden_gradient, their
+        gradients by token_gradient, and by gate_gradient and up_gradient.
+      hidden_written: `rows * intermediate * itemsize`: h times the routing weight, by hidden_gradient.
+      hidden_read: the same, by down_gradient.
+      row_numbers_written: `4 * (1 + gradient_tiles) * rows`: routing weights of rows by dispatch, and by
+        hidden_gradient h times its gradient, summed over each of its column tiles.
+      row_numbers_read: the same, by hidden_gradient and by token_gradient.
+      weight_gradients_written: `local_experts * matrices * hidden * intermediate * itemsize`; zeros of an expert
+        without rows.
+      weight_sums: `2 * (segments - 1) * matrices * hidden * intermediate * 4` of every expert that has more than one:
+        float32 sums written for the next segment and read by it.
+      answers_written: `used_slots * (hidden * itemsize + 4)`: gradients of this rank's tokens and routing weights, by
+        the token_gradient of all ranks.
+      answers_read: the same, by combine.
+      gradients_written: `tokens * (hidden * itemsize + 4 * top_k)`: of x and of topk_weights.
+      routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by the stage.
+      lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
+      lists_read: the same, by dispatch and by token_gradient.
+    """
+
+    weights_of_gate_up: Bytes
+    weights_of_hidden_gradient: Bytes
+    weights_of_token_gradient: Bytes
+    tokens_staged: Bytes
+    weights_staged: Bytes
+    tokens_pulled: Bytes
+    tokens_kept: Bytes
+    rows_written: Bytes
+    rows_read: Bytes
+    projections_written: Bytes
+    projections_read: Bytes
+    hidden_written: Bytes
+    hidden_read: Bytes
+    row_numbers_written: Bytes
+    row_numbers_read: Bytes
+    weight_gradients_written: Bytes
+    weight_sums: Bytes
+    answers_written: Bytes
+    answers_read: Bytes
+    gradients_written: Bytes
+    routing_read: Bytes
+    lists_written: Bytes
+    lists_read: Bytes
+
+    @classmethod
+    def of_rank(
+        cls, routing: Routing, shape: Shape, rank: int, plan: KernelPlan, pieces: Granularity
+    ) -> "BackwardMemory":
+        """Counts the terms of one rank, for a plan of a backward pass."""
+        rows, slots, active = routing.rows(rank), routing.used_slots(rank), routing.active_experts(rank)
+        to_peers = routing.wanted_tokens(rank) if plan.keep_tokens else routing.remote_slots(rank)
+        token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
+        projections = 2 if shape.gated else 1
+        matrix = matrix_bytes(shape)
+        gradient_tiles = -(-shape.intermediate // pieces.output_columns)
+        segments = -(-routing.rows_of_experts(rank) // (plan.segment_tiles * pieces.tile_rows))
+        further_segments = int((segments - 1).clip(min=0).sum())
+        sums = (projections + 1) * matrix // shape.itemsize * WORD
+        return cls(
+            weights_of_gate_up=active * projections * matrix,
+            weights_of_hidden_gradient=active * matrix,
+            weights_of_token_gradient=active * projections * matrix,
+            tokens_staged=4 * shape.tokens * token,
+            weights_staged=WORD * (shape.tokens * shape.top_k + slots),
+            tokens_pulled=2 * (slots - routing.remote_slots(rank) + to_peers) * token,
+            tokens_kept=2 * routing.remote_rows(rank) * token if plan.keep_tokens else 0,
+            rows_written=2 * rows * token,
+            rows_read=(3 + projections) * rows * token,
+            projections_written=2 * projections * rows * h,
+            projections_read=3 * projections * rows * h,
+            hidden_written=rows * h,
+            hidden_read=rows * h,
+            row_numbers_written=WORD * (1 + gradient_tiles) * rows,
+            row_numbers_read=WORD * (1 + gradient_tiles) * rows,
+            weight_gradients_written=shape.local_experts * (projections + 1) * matrix,
+            weight_sums=2 * further_segments * sums,
+            answers_written=slots * (token + WORD),
+            answers_read=slots * (token + WORD),
+            gradients_written=shape.tokens * (token + WORD * shape.top_k),
+            routing_read=4 * WORD * shape.tokens * shape.top_k,
+            lists_written=2 * WORD * rows,
+            lists_read=2 * WORD * rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLinks(Terms):
+    """Bytes that one rank receives from its peers in a backward pass; it sends as many, but for lists and weights.
+
+    Args:
+      rows_received: `2 * remote_rows * hidden * itemsize`: tokens of other ranks and the gradients of their outputs.
+        Where the plan keeps tokens `2 * remote_tokens * hidden * itemsize`, the least.
+      weights_received: `4 * remote_rows`: routing weights.
+      answers_received: `remote_slots * (hidden * itemsize + 4)`: gradients of this rank's tokens and routing weights.
+      lists_received: `4 * remote_rows`: slot lists.
+    """
+
+    rows_received: Bytes
+    weights_received: Bytes
+    answers_received: Bytes
+    lists_received: Bytes
+
+    @classmethod
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "BackwardLinks":
+        """Counts the terms of one rank."""
+        token = shape.hidden * shape.itemsize
+        rows = routing.remote_rows(rank)
+        received = routing.remote_tokens(rank) if keep_tokens else rows
+        return cls(
+            rows_received=2 * received * token,
+            weights_received=WORD * rows,
+            answers_received=routing.remote_slots(rank) * (token + WORD),
+            lists_received=WORD * rows,
+        )
+
+
+def of_backward(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, pieces: Granularity) -> Traffic:
+    """Returns what a backward pass of `"megakernel"` moves for these routings with a plan of a backward pass."""
+
+    def memory(routing: Routing, rank: int) -> dict[str, Bytes]:
+        return BackwardMemory.of_rank(routing, shape, rank, plan, pieces).items()
+
+    def links(routing: Routing, rank: int) -> dict[str, Bytes]:
+        return BackwardLinks.of_rank(routing, shape, rank, plan.keep_tokens).items()
+
+    return Traffic(busiest(memory, routings), busiest(links, routings), complete=True)
+
+
+def of_both(
+    routings: Sequence[Routing], shape: Shape, plan: KernelPlan, backward: KernelPlan, pieces: Granularity
+) -> Traffic:
+    """Returns what a forward pass with a plan and a backward pass with another one move together."""
+
+    def memory(routing: Routing, rank: int) -> dict[str, Bytes]:
+        return _named(
+            forward=MegakernelMemory.of_rank(routing, shape, rank, plan.keep_tokens),
+            backward=BackwardMemory.of_rank(routing, shape, rank, backward, pieces),
+        )
+
+    def links(routing: Routing, rank: int) -> dict[str, Bytes]:
+        return _named(
+            forward=MegakernelLinks.of_rank(routing, shape, rank, plan.keep_tokens),
+            backward=BackwardLinks.of_rank(routing, shape, rank, backward.keep_tokens),
+        )
+
+    return Traffic(busiest(memory, routings), busiest(links, routings), complete=True)
+
+
+def _named(**passes: Terms) -> dict[str, Bytes]:
+    return {f"{name}_{term}": size for name, terms in passes.items() for term, size in terms.items().items()}

@@ -1,0 +1,476 @@
+"""Backward passes in the benchmark of the layer: what is timed, what is checked first, and what is counted."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from jaxmoe.api import Arguments
+from jaxmoe.bench import candidates, gradient_check, inputs, layer, passes, shapes, table, traffic
+from jaxmoe.bench.backward_traffic import BackwardLinks, BackwardMemory, of_backward, of_both
+from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
+from jaxmoe.bench.passes import Gradients, Results
+from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.bench.traffic import MegakernelMemory, Routing
+from jaxmoe.plan import Granularity, KernelPlan, Shape
+from jaxmoe.testing import dense, make_ids, relative_error
+
+TINY = shapes.Case("tiny", LayerShape(hidden=32, intermediate=80, num_experts=8, top_k=2), tokens=40)
+RANKS = 4
+ARRAYS = ("x", "topk_weights", "w_gate", "w_up", "w_down")
+
+
+def options(**changes: Any) -> Options:
+    quick: dict[str, Any] = {"tokens": (24,), "ranks": RANKS, "blocks": 2, "seconds": 0.0, "passes": ("backward",)}
+    return Options((TINY,), **quick | changes)
+
+
+def run(chosen: Options, path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status and results of a run."""
+    status = layer.run(dataclasses.replace(chosen, json=path))
+    return status, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@functools.cache
+def make_mesh(ranks: int = RANKS) -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), (inputs.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+
+
+@functools.cache
+def make_inputs(tokens: int, routing: Any) -> inputs.Inputs:
+    experts = inputs.random_experts(TINY.shape, make_mesh(), jnp.bfloat16)
+    return inputs.make_inputs(TINY.shape, experts, tokens, routing, make_mesh(), sets=1)
+
+
+@functools.cache
+def make_gradient_inputs(tokens: int, routing: Any) -> gradient_check.GradientInputs:
+    return gradient_check.make_gradient_inputs(make_inputs(tokens, routing), make_mesh())
+
+
+def measure(pass_name: Any, routing: Any = "uniform") -> table.Result:
+    """A line of `"xla"`."""
+    candidate, gradients = candidates.Candidate("xla", pass_name=pass_name), make_gradient_inputs(24, routing)
+    result, outputs = layer.measure(
+        "tiny", candidate, make_inputs(24, routing), make_mesh(), options(), gradients=gradients
+    )
+    assert outputs == []
+    return result
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_every_implementation_has_both_passes_and_they_pass_the_check(tmp_path):
+    chosen = options(implementations=MEASURED, passes=("backward", "both"))
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    names = ["xla", "megakernel", "reference", BASELINE]
+    assert [(r["pass_name"], r["implementation"]) for r in results] == [
+        (pass_name, name) for pass_name in ("backward", "both") for name in names
+    ]
+    for result in results:
+        assert result["checked"]
+        assert result["relative_error"] <= result["allowed_error"]
+        products = {"backward": 6, "both": 9}[result["pass_name"]]
+        assert result["tflops"] == pytest.approx(2 * products * 40 * 2 * 32 * 80 / result["microseconds"] / 1e6)
+        assert (result["hbm_bytes"] is None) == (result["implementation"] != "megakernel")
+        assert result["memory_mib"] == pytest.approx(result["temporary_mib"] + (result["arena_mib"] or 0))
+    # Compared within a pass.
+    assert results[5]["times_faster"] == {"xla": results[4]["microseconds"] / results[5]["microseconds"]}
+
+
+@pytest.mark.parametrize(("dtype", "routing"), [("f16", "zipf"), ("bf16", "one-hot")])
+def test_gradients_of_uneven_routings_pass_the_check(dtype, routing, tmp_path):
+    chosen = options(implementations=("megakernel", "xla"), dtype=dtype, routing=routing)
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    assert [result["checked"] for result in results] == [True, True]
+
+
+def test_a_backward_pass_computes_no_output_and_both_computes_everything():
+    made = make_inputs(24, "uniform")
+    [arguments] = made.sets
+    dy = jnp.ones_like(arguments.x)
+
+    def calls(pass_name: Any) -> tuple[set[str], Results]:
+        function, prepare = candidates.program(candidates.Candidate("megakernel"), make_mesh())
+        full = arguments._replace(experts=prepare(made.experts))
+        compiled = jax.jit(passes.function_of(pass_name, function)).lower(full, dy).compile()
+        return set(re.findall(r"jaxmoe_(forward|backward)", str(compiled.as_text()))), compiled(full, dy)
+
+    for pass_name, targets in (
+        ("forward", {"forward"}),
+        ("backward", {"backward"}),
+        ("both", {"forward", "backward"}),
+    ):
+        found, results = calls(pass_name)
+        assert found == targets
+        assert (results.y is not None) == ("forward" in targets)
+        assert (results.gradients is not None) == ("backward" in targets)
+
+
+def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
+    sweep = Sweep(unit_tiles=(1,), lag_units=(0, 2), segment_tiles=(1, 3))
+    chosen = options(
+        implementations=("megakernel",), sweep=sweep, routing="zipf", passes=("forward", "backward", "both")
+    )
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    plans = [(r["pass_name"], *(r["plan"][n] for n in ("unit_tiles", "lag_units", "segment_tiles"))) for r in results]
+    forward, backward = [plan for plan in plans if plan[0] == "forward"], [p for p in plans if p[0] == "backward"]
+    assert forward == [("forward", 2, 1, 0), ("forward", 1, 0, 0), ("forward", 1, 2, 0)]
+    assert backward == [
+        ("backward", 2, 1, 3),
+        ("backward", 1, 0, 1),
+        ("backward", 1, 0, 3),
+        ("backward", 1, 2, 1),
+        ("backward", 1, 2, 3),
+    ]
+    # Other segments sum weight gradients in another order: they are checked like the default plan.
+    assert [r["same_bits"] for r in results[3:8]] == [None, None, True, None, True]
+    assert plans[8:] == [("both", 2, 1, 0)]
+    assert results[8]["plan"]["backward"] == results[3]["plan"]
+    out = capsys.readouterr().out
+    assert re.search(r"tiny +40 backward megakernel +1/2/\d+/4/1 ", out)
+    assert re.search(r"tiny +40 both +megakernel +default ", out)
+
+
+def test_plans_of_a_backward_pass_have_the_ring_tiles_that_they_need():
+    default = KernelPlan(2, 1, 11, 4, segment_tiles=3)
+    assert Sweep(segment_tiles=(2, 20)).plans(default) == [
+        default,
+        KernelPlan(2, 1, 11, 4, segment_tiles=2),
+        KernelPlan(2, 1, 24, 4, segment_tiles=20),
+    ]
+    assert Sweep(segment_tiles=(2,)).plans(KernelPlan(2, 1, 11)) == [KernelPlan(2, 1, 11)]
+
+
+def test_memory_is_that_of_the_pass():
+    made, mesh = make_inputs(24, "uniform"), make_mesh()
+    found = {name: candidates.candidates("megakernel", made, mesh, Sweep(), name)[0] for name in passes.PASSES}
+    arenas = {name: candidates.arena_bytes(candidate, made, mesh) for name, candidate in found.items()}
+    told = candidates.explain(found["forward"], made, mesh)
+    assert arenas["forward"] == sum(told.memory_bytes.values())
+    assert arenas["backward"] == sum(told.backward_memory_bytes.values())
+    assert arenas["both"] == arenas["backward"]
+    assert candidates.arena_bytes(candidates.Candidate("xla", pass_name="backward"), made, mesh) is None
+
+
+def test_a_baseline_without_derivative_says_so(monkeypatch, tmp_path, capsys):
+    def program(candidate: Any, mesh: Any) -> Any:
+        @jax.custom_jvp
+        def function(arguments: Arguments) -> jax.Array:
+            return arguments.x
+
+        @function.defjvp
+        def _(*_: Any) -> Any:
+            raise NotImplementedError("no derivative")
+
+        return function, lambda experts: experts
+
+    monkeypatch.setattr(layer, "program", program)
+    status, results = run(options(implementations=(BASELINE,)), tmp_path / "results")
+    assert (status, results) == (1, [])
+    assert "cannot run: it has no backward pass here: no derivative" in capsys.readouterr().out
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one-hot"])
+def test_the_truth_of_a_sample_is_a_piece_of_all_gradients_in_float32(routing, monkeypatch):
+    # A popular expert has several chunks, and the last one is not full.
+    monkeypatch.setattr(gradient_check, "CHUNK_ROWS", 32)
+    made, mesh = make_inputs(24, routing), make_mesh()
+    gradients = gradient_check.make_gradient_inputs(made, mesh)
+    [arguments], [sample], [dy] = made.sets, gradients.samples, gradients.cotangents
+
+    def output(x: Any, weights: Any, experts: Any) -> jax.Array:
+        return dense(Arguments(x, jnp.asarray(np.asarray(arguments.topk_ids)), weights, experts))
+
+    wide = [np.asarray(arguments.x, np.float32), np.asarray(arguments.topk_weights)]
+    experts = jax.tree.map(lambda array: np.asarray(array, np.float32), made.experts)
+    dx, dweights, dexperts = jax.vjp(output, *map(jnp.asarray, wide), experts)[1](np.asarray(dy, np.float32))
+    pieces = {piece.name: piece for piece in (*sample.of_tokens, *(p for e in sample.of_experts for p in e))}
+    assert relative_error(pieces["x"].truth, dx[sample.tokens]) < 1e-5
+    assert relative_error(pieces["topk_weights"].truth, dweights[sample.tokens]) < 1e-5
+    assert sorted(sample.experts) == list(range(8))
+    assert len(sample.columns) == 64
+    assert {0, 79} <= set(sample.columns.tolist())
+    for number in range(8):
+        for name in ("w_gate", "w_up", "w_down"):
+            full, piece = np.asarray(getattr(dexperts, name)[number]), pieces[f"{name} of expert {number}"]
+            want = full[sample.columns] if name == "w_down" else full[:, sample.columns]
+            assert relative_error(piece.truth, want) < 1e-5
+            has_rows = bool((np.asarray(arguments.topk_ids) == number).any())
+            assert piece.truth.any() == has_rows
+            assert has_rows or piece.allowed == float(jnp.finfo(jnp.bfloat16).eps) / 4
+
+
+def change_gradients(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Makes every backward pass return changed gradients."""
+
+    def function_of(pass_name: Any, function: Any) -> Any:
+        right = passes.function_of(pass_name, function)
+
+        def wrong(arguments: Arguments, dy: Any) -> Results:
+            results = right(arguments, dy)
+            return results._replace(gradients=change(results.gradients))
+
+        return wrong
+
+    monkeypatch.setattr(layer, "function_of", function_of)
+
+
+def planted(name: str, change: Any) -> Any:
+    """A change of one gradient."""
+
+    def of(gradients: Gradients) -> Gradients:
+        if name in ("x", "topk_weights"):
+            return gradients._replace(**{name: change(getattr(gradients, name))})
+        experts = dataclasses.replace(gradients.experts, **{name: change(getattr(gradients.experts, name))})
+        return gradients._replace(experts=experts)
+
+    return of
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize(
+    "change",
+    [lambda array: array * array.dtype.type(1.03125), lambda array: array.at[-1].set(jnp.nan)],
+    ids=["all of it", "the last token or expert"],
+)
+def test_a_wrong_gradient_is_not_timed(name, change, monkeypatch):
+    change_gradients(monkeypatch, planted(name, change))
+    result = measure("backward")
+    assert not result.checked
+    assert result.microseconds is None
+    assert result.worst_piece.startswith(name)
+    assert re.search(rf"above the allowed error of \S+ in {name}.*: not timed", table.line(result))
+
+
+def test_a_right_gradient_is_timed():
+    result = measure("backward")
+    assert result.checked
+    assert result.microseconds is not None
+
+
+def test_a_gradient_of_an_expert_without_rows_has_to_be_zero(monkeypatch):
+    change_gradients(monkeypatch, planted("w_up", lambda array: array.at[5, 3, 0].add(0.25)))
+    result = measure("backward", "one-hot")
+    assert (result.checked, result.worst_piece) == (False, "w_up of expert 5")
+
+
+def test_both_is_refused_for_a_wrong_output_too(monkeypatch):
+    right = candidates.program
+
+    def program(candidate: Any, mesh: Any) -> Any:
+        function, prepare = right(candidate, mesh)
+        # Right gradients of a wrong output.
+        return lambda arguments: function(arguments) + jnp.bfloat16(0.25), prepare
+
+    monkeypatch.setattr(layer, "program", program)
+    assert measure("backward").checked
+    result = measure("both")
+    assert (result.checked, result.worst_piece) == (False, "y")
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_those_of_the_products():
+    sizes: dict[str, Any] = {"tokens": 3, "top_k": 2, "hidden": 5, "intermediate": 7}
+    row = 3 * 2 * 5 * 7
+    assert [passes.flops(name, **sizes) for name in passes.PASSES] == [6 * row, 12 * row, 18 * row]
+    assert [passes.flops(name, **sizes, gated=False) for name in passes.PASSES] == [4 * row, 8 * row, 12 * row]
+
+
+# Two ranks of two tokens. Rank 0 owns the experts 0 and 1, rank 1 owns 2 and 3, and nobody asks for expert 3.
+SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2, itemsize=2)
+IDS = np.array([[0, 2], [1, -1], [2, 2], [1, 2]], np.int32)
+TOKEN, H, MATRIX = 10 * 2, 7 * 2, 10 * 7 * 2
+# Two column tiles of gradients, and segments of two rows: expert 2, with four, has two.
+PIECES = Granularity(2, 4, 4, workers=1, dispatchers_per_worker=1)
+PLAN = KernelPlan(1, 0, 4, segment_tiles=1)
+
+
+def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
+    routing = Routing.of(IDS, ranks=2, num_experts=4)
+    # Rank 1 has the rows of slots 0:1, 2:0, 2:1 and 3:1; its tokens use four slots.
+    assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, PIECES) == BackwardMemory(
+        weights_of_gate_up=2 * MATRIX,
+        weights_of_hidden_gradient=MATRIX,
+        weights_of_token_gradient=2 * MATRIX,
+        tokens_staged=2 * 2 * 2 * TOKEN,
+        weights_staged=2 * 2 * 4 + 4 * 4,
+        tokens_pulled=4 * 2 * TOKEN,
+        tokens_kept=0,
+        rows_written=4 * 2 * TOKEN,
+        rows_read=4 * (3 + 2) * TOKEN,
+        projections_written=4 * 4 * H,
+        projections_read=4 * 6 * H,
+        hidden_written=4 * H,
+        hidden_read=4 * H,
+        row_numbers_written=4 * (1 + 2) * 4,
+        row_numbers_read=4 * (1 + 2) * 4,
+        weight_gradients_written=2 * 3 * MATRIX,  # of expert 3 too
+        weight_sums=2 * 3 * 10 * 7 * 4,  # of expert 2, written once and read once
+        answers_written=4 * (TOKEN + 4),
+        answers_read=4 * (TOKEN + 4),
+        gradients_written=2 * (TOKEN + 2 * 4),
+        routing_read=2 * 2 * 4 * 4,
+        lists_written=4 * 8,
+        lists_read=4 * 8,
+    )
+    kept = BackwardMemory.of_rank(routing, SMALL, 1, dataclasses.replace(PLAN, keep_tokens=True), PIECES)
+    assert kept.tokens_kept == 2 * TOKEN  # the row of slot 0:1
+    assert kept.tokens_pulled == 4 * 2 * TOKEN
+    one_segment = BackwardMemory.of_rank(routing, SMALL, 1, KernelPlan(1, 0, 4, segment_tiles=2), PIECES)
+    assert one_segment.weight_sums == 0
+
+
+def test_the_link_terms_of_a_backward_pass_equal_a_count_by_hand():
+    routing = Routing.of(IDS, ranks=2, num_experts=4)
+    # Over the link go slot 0:1, of rank 0, and slot 3:0, of rank 1.
+    both = BackwardLinks(rows_received=2 * TOKEN, weights_received=4, answers_received=TOKEN + 4, lists_received=4)
+    assert [BackwardLinks.of_rank(routing, SMALL, rank, keep_tokens=False) for rank in (0, 1)] == [both, both]
+
+
+def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> list[dict[str, int]]:
+    """What every rank moves for its tokens and rows, in a walk over the slots as the kernel sees them."""
+    kept = set()
+    pair, token, h = (
+        2 * shape.hidden * shape.itemsize,
+        shape.hidden * shape.itemsize,
+        shape.intermediate * shape.itemsize,
+    )
+    ranks: list[dict[str, int]] = [{} for _ in range(shape.ranks)]
+
+    def add(rank: int, **sizes: int) -> None:
+        for name, size in sizes.items():
+            ranks[rank][name] = ranks[rank].get(name, 0) + size
+
+    for number, chosen in enumerate(ids):
+        home = number // shape.tokens
+        add(home, tokens_staged=pair + pair, gradients_written=token)
+        for expert in chosen:
+            add(home, routing_read=3 * 4 + 4, weights_staged=4, gradients_written=4)
+            if expert < 0:
+                continue
+            owner = int(expert) // shape.local_experts
+            again = keep_tokens and (owner, number) in kept
+            kept.add((owner, number))
+            if keep_tokens and owner != home:
+                add(owner, tokens_kept=pair)
+            if owner == home or not again:
+                add(home, tokens_pulled=pair)
+            add(home, weights_staged=4, answers_written=token + 4, answers_read=token + 4)
+            add(owner, rows_written=pair, lists_written=8, lists_read=8)
+            # gate_up, hidden_gradient, token_gradient; then the gradients of w_gate, w_up, w_down
+            add(owner, rows_read=token, projections_written=2 * h)
+            add(owner, rows_read=token, projections_read=2 * h, projections_written=2 * h, hidden_written=h)
+            add(owner, projections_read=2 * h)
+            add(owner, rows_read=token, projections_read=h)
+            add(owner, rows_read=token, projections_read=h)
+            add(owner, rows_read=token, hidden_read=h)
+            if owner != home:
+                add(owner, rows_received=0 if again else pair, weights_received=4, lists_received=4)
+                add(home, answers_received=token + 4)
+    return ranks
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    ranks=st.sampled_from([1, 2, 4]),
+    local_experts=st.integers(1, 4),
+    tokens=st.integers(1, 12),
+    kind=st.sampled_from(["uniform", "zipf", "one-hot", "unused-slots", "all-unused", "repeated"]),
+    keep_tokens=st.booleans(),
+)
+def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(seed, ranks, local_experts, tokens, kind, keep_tokens):
+    num_experts = ranks * local_experts
+    top_k = min(3, num_experts)
+    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks, itemsize=2)
+    ids = make_ids(np.random.default_rng(seed), tokens * ranks, num_experts, top_k, kind)
+    routing, plan = Routing.of(ids, ranks, num_experts), dataclasses.replace(PLAN, keep_tokens=keep_tokens)
+    for rank, counts in enumerate(counted_slot_by_slot(ids, shape, keep_tokens)):
+        memory = BackwardMemory.of_rank(routing, shape, rank, plan, PIECES).items()
+        links = BackwardLinks.of_rank(routing, shape, rank, keep_tokens).items()
+        by_slot = {
+            name: size for name, size in (memory | links).items() if not name.startswith(("weights_of", "row_n"))
+        }
+        del by_slot["weight_gradients_written"], by_slot["weight_sums"]
+        assert {name: size for name, size in by_slot.items() if size} == {n: size for n, size in counts.items() if size}
+
+
+def test_both_passes_move_the_bytes_of_each():
+    routings = [Routing.of(IDS, ranks=2, num_experts=4)]
+    backward = of_backward(routings, SMALL, PLAN, PIECES)
+    both = of_both(routings, SMALL, KernelPlan(1, 0, 4), PLAN, PIECES)
+    assert both.complete
+    assert both.memory.rank == backward.memory.rank == 1
+    forward = MegakernelMemory.of_rank(routings[0], SMALL, 1, keep_tokens=False)
+    assert both.memory.terms.total == forward.total + backward.memory.terms.total
+    assert both.memory.terms.items()["forward_weights"] == forward.weights
+    assert both.links.terms.total == backward.links.terms.total + (
+        traffic.of_megakernel(routings, SMALL, keep_tokens=False).links.terms.total
+    )
+
+
+def test_terms_of_a_backward_pass_are_printed(capsys):
+    assert layer.run(options(implementations=("megakernel", "xla"), terms=True)) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +[\d.]+ MB   weight gradients written$", out, re.M)
+    assert "HBM: not counted for xla, pass backward" in out
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_options_that_cannot_be_say_why():
+    with pytest.raises(ValueError, match=r"--segment-tiles is of the plan of a backward pass.*Add backward"):
+        options(implementations=("megakernel",), passes=("forward",), sweep=Sweep(segment_tiles=(1,)))
+    with pytest.raises(ValueError, match=r"--pass=both takes the default plans"):
+        options(implementations=("megakernel",), passes=("both",), sweep=Sweep(unit_tiles=(1,)))
+    with pytest.raises(ValueError, match=r"--segment-tiles=0: a segment has at least one row tile"):
+        Sweep(segment_tiles=(0,))
+
+
+def test_plans_of_the_table_say_their_pass():
+    plan: dict[str, Any] = {"unit_tiles": 5, "lag_units": 2, "ring_tiles": 41, "chunk_rows": 8, "keep_tokens": True}
+    assert table.plan_text(plan | {"segment_tiles": 0}) == "5/2/41/8k"
+    assert table.plan_text(plan | {"segment_tiles": 5}) == "5/2/41/8k/5"
+    assert table.plan_text(plan | {"segment_tiles": 0, "backward": plan}) == "default"
+
+
+def test_the_program_prints_a_line_for_each_pass(tmp_path):
+    path = tmp_path / "results"
+    command = [sys.executable, "-m", "jaxmoe.bench", "layer", "--shape=24,16,24,4,2", "--ep=2", "--blocks=2"]
+    flags = ["--implementation=megakernel", "--pass=forward,backward,both", "--segment-tiles=1", "--seconds=0"]
+    done = subprocess.run(
+        [*command, *flags, f"--json={path}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[3:]
+    expected = ["forward", "backward", "backward", "both"]
+    assert [line.split()[2] for line in lines] == expected
+    assert [json.loads(line)["pass_name"] for line in path.read_text().splitlines()] == expected
+    done = subprocess.run([*command, "--pass=sideways"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "jaxmoe bench: --pass=sideways is not one of forward, backward, both" in done.stderr
