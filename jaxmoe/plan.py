@@ -126,7 +126,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """Choices of the `"megakernel"` implementation. Any legal values give the same bits.
+    """Choices of the `"megakernel"` implementation.
+
+    Any legal values give the same bits, but for `segment_tiles`: the gradients of weights and biases are summed segment
+    by segment, so another one rounds them otherwise.
 
     The rows of a rank's experts are cut into row tiles (256 rows on a GPU). Tiles of one expert form units, and with a
     lag of one unit the GEMMs come in the order `gate_up(u0) gate_up(u1) down(u0) gate_up(u2) down(u1) ...`. Rows and

@@ -208,6 +208,24 @@ class LayerSuite:
     def test_low_precision_costs_at_most_twice_the_error_of_the_same_maths(self, dtype):
         self.check(self.inputs(4, biases=True, dtype=dtype, routing="zipf"))
 
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot", "unused-slots"])
+    @pytest.mark.parametrize("structure", ["gated with biases and a mask", "plain with biases"])
+    def test_what_is_kept_for_the_backward_pass_changes_no_bit(self, structure, routing):
+        arguments = self.inputs(21, **STRUCTURES[structure], routing=routing)
+        saved, again = (self.gradients(arguments, residuals=residuals) for residuals in ("save", "recompute"))
+        for key, value in _as_dict(saved).items():
+            np.testing.assert_array_equal(value, _as_dict(again)[key], key)
+
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
+    def test_experts_in_float32_get_gradients_in_float32_that_round_to_those_of_narrow_experts(self, routing):
+        arguments = self.inputs(22, biases=True, routing=routing, dtype=jnp.bfloat16)
+        narrow = _as_dict(self.gradients(arguments))
+        wide = _as_dict(self.gradients(arguments._replace(experts=arguments.experts.astype(jnp.float32))))
+        of_experts = [key for key, value in wide.items() if value.dtype != narrow[key].dtype]
+        assert len(of_experts) == len(jax.tree.leaves(arguments.experts))
+        for key, value in wide.items():
+            np.testing.assert_array_equal(value.astype(narrow[key].dtype), narrow[key], key)
+
     @settings(max_examples=6)
     @given(
         tokens=st.integers(1, 24),

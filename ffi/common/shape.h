@@ -46,7 +46,8 @@ struct TileSizes {
   int32_t output_columns;  // of the expert's output, for one down task
 };
 
-// How the work of a rank is ordered and how much memory it takes. Any legal value gives the same bits.
+// How the work of a rank is ordered and how much memory it takes. Any legal value gives the same bits, but that weight
+// gradients are summed by segments.
 struct Schedule {
   TileSizes tile;
   int32_t unit_tiles;  // most row tiles of one expert that are worked on together, so that they share its weights
@@ -66,7 +67,7 @@ struct Schedule {
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
   // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with
   // rows of zeros to a multiple of this.
-  JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows < 4 ? 1 : tile.rows / 4; }
+  JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows % 4 == 0 ? tile.rows / 4 : 1; }
   JAXMOE_ANY constexpr int32_t row_multiple() const { return backward() ? gradient_row_multiple() : 1; }
   // With fewer ring tiles a pull would wait for a task that comes after the tile it pulls: a deadlock.
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const {

@@ -19,6 +19,8 @@ WAIT_COLOR = "#e5e7eb"
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gate and up products", "#1d4ed8", ("gate_up",)),
     ("down products", "#0891b2", ("down",)),
+    ("data gradients", "#0d9488", ("hidden_gradient", "token_gradient")),
+    ("weight gradients", "#16a34a", ("weight_gradient",)),
     ("epilogue", "#a5b4fc", ("epilogue",)),
     ("combine", "#7c3aed", ("combine",)),
     ("rows pulled", "#ea580c", ("dispatch",)),
@@ -31,6 +33,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "wait_inputs",
             "wait_rows",
             "wait_hidden",
+            "wait_gradients",
             "wait_slot",
             "wait_tasks",
             "wait_stages",
@@ -72,8 +75,9 @@ def draw(timeline: Timeline, path: str | Path, title: str = "", sms: int = 12) -
             panel.set_ylabel(f"{role}\n{len(blocks)} {'SMs' if timeline.platform == 'gpu' else 'workers'}")
         panels[-1].set_xlabel("microseconds from the begin of the launch")
         panels[-1].set_xlim(0, timeline.length / 1e3)
-        handles = [Patch(color=color, label=label) for label, color, _ in GROUPS]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(GROUPS), frameon=False)
+        drawn = [group for group in GROUPS if timeline.of(*group[2]).size]
+        handles = [Patch(color=color, label=label) for label, color, _ in drawn]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(drawn), frameon=False)
         figure.suptitle(_title(title, summarize(timeline)), x=0.01, ha="left", fontsize=11, weight="bold")
         figure.savefig(path)
 

@@ -8,7 +8,7 @@ over all lanes, of the events
   them until the warp has seen that they are complete;
 - `wait_answers`: an SM has nothing left to do and waits for answers that this or another rank has not sent yet.
 
-Let $g_s(t)$ say how much SM $s$ of $S$ multiplies at time $t$: 0 outside of the products of a tile (`gate_up`, `down`);
+Let $g_s(t)$ say how much SM $s$ of $S$ multiplies at time $t$: 0 outside of the products of a tile (`PRODUCTS`);
 inside, the share of that event in which the warpgroup was not waiting for its operands, and of an SM's two warpgroups
 the larger. Then
 
@@ -36,7 +36,7 @@ from jaxmoe.profiling import recording
 from jaxmoe.profiling.timeline import Timeline, kinds, role_number, waits
 
 ROWS, ANSWERS, WAITING_FOR_ANSWERS = "dispatch", "answers", "wait_answers"
-PRODUCTS = ("gate_up", "down")
+PRODUCTS = ("gate_up", "down", "hidden_gradient", "token_gradient", "weight_gradient")
 STALLED = "(waiting for stages)"
 
 Intervals = np.ndarray  # [n, 2], begin and end in nanoseconds; those of a union are disjoint and in order

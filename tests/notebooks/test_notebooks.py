@@ -24,6 +24,7 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TWENTY_LINES = ROOT / "notebooks" / "moe_in_twenty_lines.ipynb"
+TRAINING = ROOT / "notebooks" / "train_a_tiny_moe.ipynb"
 
 CELL_SECONDS = 120
 MAX_BYTES = 200_000
@@ -118,8 +119,8 @@ def committed(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-def test_the_notebook_of_twenty_lines_is_found():
-    assert TWENTY_LINES in NOTEBOOKS
+def test_the_notebooks_of_these_tests_are_found():
+    assert {TWENTY_LINES, TRAINING} <= set(NOTEBOOKS)
 
 
 def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
@@ -173,6 +174,21 @@ def test_the_steps_of_the_notebook_balance_the_load():
     before, after = map(float, match.groups())
     assert before > 2.5
     assert after < 1.25
+
+
+def test_the_training_of_the_notebook_learns_the_language_alike_through_both_implementations():
+    printed = text(executed(TRAINING))
+    (guessing, floor), *ends = (
+        tuple(map(float, match))
+        for pattern in (r"guessing: ([\d.]+) nats, .* language: ([\d.]+)", r"step ([\d.]+), .* last ten ([\d.]+)")
+        for match in re.findall(pattern, printed)
+    )
+    assert len(ends) == 2
+    for start, end in ends:
+        assert start > 0.9 * guessing
+        assert end < 1.25 * floor
+    assert "less than 0.0001 apart at every step: True" in printed
+    assert "{'jaxmoe_forward': 1, 'jaxmoe_backward': 1}" in printed
 
 
 def main() -> None:
