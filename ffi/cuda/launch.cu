@@ -18,7 +18,10 @@ struct ForwardBf16 {
   using Precision = Bf16;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  static constexpr KernelConfig config{.timeline = kTimeline};
+  // Recording takes the math warps a few registers.
+  static constexpr KernelConfig config{.control_registers = kTimeline ? 88 : 104,
+                                       .math_registers = kTimeline ? 208 : 200,
+                                       .timeline = kTimeline};
 };
 struct ForwardF16 : ForwardBf16 {
   using Precision = F16;
