@@ -35,6 +35,8 @@ class Candidate:
       has_default_bits: whether its results are those of the default plan, bit for bit. The segments of a backward pass
         are the exception: weight gradients of an expert are summed up segment by segment.
       pass_name: what is timed.
+      residuals: of `moe_layer`; `None` for its default. Of `"both"` alone, the one that has a forward pass to keep
+        something of.
     """
 
     implementation: str
@@ -42,6 +44,7 @@ class Candidate:
     is_default: bool = True
     has_default_bits: bool = True
     pass_name: Pass = "forward"
+    residuals: str | None = None
 
     @property
     def plan_fields(self) -> dict[str, Any] | None:
@@ -51,8 +54,12 @@ class Candidate:
         if self.pass_name == "backward":
             assert self.plan.backward is not None
             return _numbers(self.plan.backward)
-        backward = {"backward": _numbers(self.plan.backward)} if self.pass_name == "both" and self.plan.backward else {}
-        return _numbers(self.plan) | backward
+        if self.pass_name == "forward" or self.plan.backward is None:
+            return _numbers(self.plan)
+        return _numbers(self.plan) | {
+            "backward": _numbers(self.plan.backward),
+            "residuals": self.residuals or "recompute",
+        }
 
 
 def _numbers(plan: KernelPlan) -> dict[str, Any]:
@@ -62,7 +69,12 @@ def _numbers(plan: KernelPlan) -> dict[str, Any]:
 
 
 def candidates(
-    implementation: str, inputs: Inputs, mesh: Mesh, sweep: Sweep, pass_name: Pass = "forward"
+    implementation: str,
+    inputs: Inputs,
+    mesh: Mesh,
+    sweep: Sweep,
+    pass_name: Pass = "forward",
+    residuals: str | None = None,
 ) -> list[Candidate]:
     """Returns what to measure of an implementation, its default plan first.
 
@@ -71,7 +83,8 @@ def candidates(
       TypeError: so.
       NotImplementedError: so.
     """
-    alone = [Candidate(implementation, pass_name=pass_name)]
+    residuals = residuals if pass_name == "both" else None
+    alone = [Candidate(implementation, pass_name=pass_name, residuals=residuals)]
     if implementation == BASELINE:
         return alone
     plan = explain(alone[0], inputs, mesh).call.plan
@@ -89,6 +102,7 @@ def candidates(
             is_default=i == 0,
             has_default_bits=swept.segment_tiles == default.segment_tiles,
             pass_name=pass_name,
+            residuals=residuals,
         )
         for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
     ]
@@ -120,6 +134,7 @@ def program(
         mesh=mesh,
         implementation=candidate.implementation,  # pyright: ignore[reportArgumentType]
         plan=candidate.plan,
+        residuals=candidate.residuals,  # pyright: ignore[reportArgumentType]
     )
     return lambda arguments: layer(*arguments[:4]), lambda experts: experts
 

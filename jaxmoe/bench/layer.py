@@ -87,7 +87,9 @@ class _Lines:
         # First, so that the others can be compared with it.
         for implementation in sorted(self.options.implementations, key=lambda name: name != "xla"):
             try:
-                found = candidates(implementation, inputs, self.mesh, self.options.sweep, self.pass_name)
+                found = candidates(
+                    implementation, inputs, self.mesh, self.options.sweep, self.pass_name, self.options.residuals
+                )
             except (ValueError, NotImplementedError, TypeError) as error:
                 self.fail(Candidate(implementation), f"cannot run: {error}")
                 continue

@@ -89,6 +89,7 @@ class Options:
       dtype: a key of `DTYPES`, of tokens and weights.
       implementations: members of `MEASURED`.
       passes: members of `PASSES`, what is timed.
+      residuals: as of `moe_layer`, of `"both"`.
       routing: as of `jaxmoe.testing.make_inputs`.
       sweep: plans of `"megakernel"` beside its default one.
       blocks: timed blocks, of which the median counts.
@@ -105,6 +106,7 @@ class Options:
     dtype: str = "bf16"
     implementations: tuple[str, ...] = ("xla",)
     passes: tuple[Pass, ...] = ("forward",)
+    residuals: str | None = None
     routing: RoutingKind = "uniform"
     sweep: Sweep = Sweep()
     blocks: int = 7
@@ -129,6 +131,10 @@ class Options:
         if swept and not {"forward", "backward"} & {*self.passes}:
             raise ValueError(
                 "--pass=both takes the default plans of both passes. Sweep --pass=forward or --pass=backward."
+            )
+        if self.residuals and "both" not in self.passes:
+            raise ValueError(
+                f"--residuals={self.residuals} is for --pass=both, and --pass={','.join(self.passes)} keeps nothing."
             )
         if self.sweep.segment_tiles and "backward" not in self.passes:
             raise ValueError(
@@ -172,6 +178,9 @@ _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.
 _SEGMENT_TILES = flags.DEFINE_list(
     "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
 )
+_RESIDUALS = flags.DEFINE_enum(
+    "residuals", None, ["recompute", "save"], "Of moe_layer in --pass=both: what is kept for the backward pass."
+)
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
 REST = flags.DEFINE_float(
@@ -199,6 +208,7 @@ def from_flags() -> Options:
         dtype=_DTYPE.value,
         implementations=tuple(_IMPLEMENTATION.value),
         passes=_passes(_PASS.value),
+        residuals=_RESIDUALS.value,
         routing=_ROUTING.value,  # pyright: ignore[reportArgumentType]
         sweep=Sweep(
             _integers("unit-tiles", _UNIT_TILES.value),

@@ -224,7 +224,7 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     """Returns a plan as in the table.
 
     Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, in a backward pass / segment tiles.
-    What times both passes takes the default plan of each.
+    What times both passes takes the default plan of each; of that it says what is kept for the backward pass.
 
     >>> plan_text({"unit_tiles": 9, "lag_units": 3, "ring_tiles": 54, "chunk_rows": 4, "keep_tokens": True})
     '9/3/54/4k'
@@ -232,7 +232,7 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     if plan is None:
         return "-"
     if "backward" in plan:
-        return "default"
+        return plan["residuals"]
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
     segment = f"/{plan['segment_tiles']}" if plan.get("segment_tiles") else ""
     return "/".join(map(str, numbers)) + ("k" if plan["keep_tokens"] else "") + segment
