@@ -219,8 +219,10 @@ class LayerSuite:
     @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
     def test_experts_in_float32_get_gradients_in_float32_that_round_to_those_of_narrow_experts(self, routing):
         arguments = self.inputs(22, biases=True, routing=routing, dtype=jnp.bfloat16)
-        narrow = _as_dict(self.gradients(arguments))
-        wide = _as_dict(self.gradients(arguments._replace(experts=arguments.experts.astype(jnp.float32))))
+        # Without a data axis, over which JAX would sum what has been rounded to either type.
+        narrow = _as_dict(self.gradients(arguments, "all devices"))
+        widened_experts = arguments._replace(experts=arguments.experts.astype(jnp.float32))
+        wide = _as_dict(self.gradients(widened_experts, "all devices"))
         of_experts = [key for key, value in wide.items() if value.dtype != narrow[key].dtype]
         assert len(of_experts) == len(jax.tree.leaves(arguments.experts))
         for key, value in wide.items():

@@ -1,5 +1,6 @@
 """`implementation="megakernel"` on a CPU, where threads walk the task stream of the GPU kernel."""
 
+import functools
 import re
 from typing import Any
 
@@ -12,9 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import call as calls
 from jaxmoe import limits, native
+from jaxmoe.activation import ACTIVATIONS
 from jaxmoe.nnx import MoE
-from jaxmoe.plan import SEGMENT_TILES_ON_CPU, granularity, most_row_tiles
+from jaxmoe.plan import SEGMENT_TILES_ON_CPU, Shape, granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 
@@ -169,8 +172,16 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     assert not plan.keep_tokens
     assert told.wire_bytes == 4096 * 2 * 7 // 8 * (2 * 64 * 2 + 4)
     choices = "unit_tiles=2:", "lag_units=1:", f"ring_tiles={plan.ring_tiles}:", "chunk_rows=4:", "keep_tokens=False:"
-    for part in ("backward: that of 'xla'", *choices, "was asked for", "kept"):
+    for part in ("backward pass: segment_tiles=3", *choices, "was asked for", "kept"):
         assert part in str(told)
+    backward = plan.backward
+    assert backward is not None
+    rows = backward.ring_tiles * granularity("cpu", gated=True).tile_rows
+    assert told.backward_memory_bytes["arena: rows"] == rows * 2 * 64 * 2  # tokens and gradients of their outputs
+    assert told.backward_memory_bytes["arena: projections"] == rows * 2 * 96 * 2
+    saved_rows = saved_row_tiles(told.call.shape, "cpu") * granularity("cpu", gated=True).tile_rows
+    assert told.residual_bytes == {"recompute": 0, "save": saved_rows * 2 * 96 * 2}
+    assert "residuals='recompute'; kept beside the inputs: 0.0 MiB with 'recompute'" in str(told)
 
 
 def test_two_layers_that_do_not_depend_on_each_other_may_run_in_any_order():
@@ -253,10 +264,20 @@ def test_jacrev_raises_and_says_what_to_do():
         jax.jacrev(lambda x: call(arguments._replace(x=x), mesh=None, axis_name=None))(arguments.x)
 
 
-def test_the_default_is_another_implementation_and_explain_says_so():
+def test_on_a_cpu_the_default_is_another_implementation_and_explain_says_so():
     told = jaxmoe.explain(*make_inputs(8, **SIZES)[:4], axis_name=None)
     assert told.implementation == "xla"
-    assert "'megakernel' is not the default yet" in str(told)
+    assert "'xla' on cpu; 'megakernel' is chosen on GPUs that can run it" in str(told)
+
+
+def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkeypatch):
+    """What can run is asked of limits.py, which finds no GPU here and is told so."""
+    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2)
+    choose = functools.partial(calls._choose, None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
+    chosen, reason = choose()
+    assert (chosen, "'megakernel' cannot run this call (moe_layer: " in reason) == ("xla", True)
+    monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
+    assert choose() == ("megakernel", "implementation=None: 'megakernel', which can run this call")
 
 
 def test_the_compiled_code_has_the_limits_that_python_checks():

@@ -145,7 +145,7 @@ def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
     assert results[8]["plan"]["backward"] == results[3]["plan"]
     out = capsys.readouterr().out
     assert re.search(r"tiny +40 backward megakernel +1/2/\d+/4/1 ", out)
-    assert re.search(r"tiny +40 both +megakernel +default ", out)
+    assert re.search(r"tiny +40 both +megakernel +recompute ", out)
 
 
 def test_plans_of_a_backward_pass_have_the_ring_tiles_that_they_need():
@@ -453,7 +453,8 @@ def test_plans_of_the_table_say_their_pass():
     plan: dict[str, Any] = {"unit_tiles": 5, "lag_units": 2, "ring_tiles": 41, "chunk_rows": 8, "keep_tokens": True}
     assert table.plan_text(plan | {"segment_tiles": 0}) == "5/2/41/8k"
     assert table.plan_text(plan | {"segment_tiles": 5}) == "5/2/41/8k/5"
-    assert table.plan_text(plan | {"segment_tiles": 0, "backward": plan}) == "default"
+    both = plan | {"segment_tiles": 0, "backward": plan, "residuals": "save"}
+    assert table.plan_text(both) == "save"
 
 
 def test_the_program_prints_a_line_for_each_pass(tmp_path):
