@@ -99,6 +99,15 @@ def test_checkpoint_repeats_no_call_of_compiled_code(policy):
     assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (1, 1)
 
 
+@pytest.mark.parametrize(("policy", "forward_passes"), [(None, 2), ("names", 1)])
+def test_what_is_saved_is_kept_by_a_policy_that_knows_its_name_and_computed_again_without(policy, forward_passes):
+    arguments = make_inputs(0, **SIZES)
+    keep = jax.checkpoint_policies.save_only_these_names(*jaxmoe.CHECKPOINT_NAMES) if policy else None
+    run = jax.checkpoint(layer("data x expert, Auto", implementation="megakernel", residuals="save"), policy=keep)
+    loss = lambda e: jnp.sum(run(arguments._replace(experts=e)) * cotangent(arguments.x))  # noqa: E731
+    assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (forward_passes, 1)
+
+
 def attributes_of(text: str, target: str) -> dict[str, str]:
     """The numbers that a call carries."""
     line = next(line for line in text.splitlines() if f"@{target}(" in line)

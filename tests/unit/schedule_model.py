@@ -49,7 +49,7 @@ def with_fields(struct, **changes):
     names = ["ranks", "tokens", "hidden", "intermediate", "num_experts", "top_k", "projections"]
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
-        names += ["narrow_rows", "keep_tokens", "segment_tiles"]
+        names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 

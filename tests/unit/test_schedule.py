@@ -492,3 +492,33 @@ def test_structs_compare_by_value_and_say_what_they_hold():
     assert repr(SHAPE) == "Shape(ranks=2, tokens=8, hidden=64, intermediate=32, num_experts=4, top_k=1, projections=2)"
     assert with_fields(SCHEDULE, segment_tiles=3).segment_tiles == 3
     assert with_fields(SCHEDULE, segment_tiles=3) != SCHEDULE
+
+
+# --- what the forward pass has saved ----------------------------------------------------------------------------------
+
+
+@given(problem=problems(segment_tiles=BACKWARD), saved_tiles=st.integers(0, 40))
+@settings(max_examples=100)
+def test_saved_units_have_no_gate_up_their_hidden_gradients_wait_for_rows_and_nothing_else_changes(
+    problem, saved_tiles
+):
+    shape, schedule, rows_per_expert = problem
+    saving = Problem(shape, with_fields(schedule, saved_tiles=saved_tiles), rows_per_expert)
+    saved = {
+        tile
+        for unit in steps.units(schedule, rows_per_expert)
+        if unit.first_tile + unit.tiles <= saved_tiles
+        for tile in range(unit.first_tile, unit.first_tile + unit.tiles)
+    }
+    without, of_saved = all_tasks(problem), all_tasks(saving)
+    left = [task for task in without if task.gemm != Gemm.gate_up or task.row_tile not in saved]
+    assert [(about(task)[:6], columns_of(task)) for task in of_saved] == [
+        (about(task)[:6], columns_of(task)) for task in left
+    ]
+    for task, before in zip(of_saved, left, strict=True):
+        is_read = task.gemm == Gemm.hidden_gradient and task.row_tile in saved
+        waits = steps.waits_before(shape, saving.schedule, task)
+        if is_read:
+            assert waits == [steps.Wait(Signal.rows_arrived, task.row_tile, task.rows)]
+        else:
+            assert waits == steps.waits_before(shape, schedule, before)
