@@ -101,6 +101,16 @@ class Experts:
         )
 
 
+def takes_experts(dtype: Any, token_dtype: Any) -> bool:
+    """Whether `moe_layer` takes experts of a dtype beside tokens of another.
+
+    >>> takes_experts(jnp.float32, jnp.bfloat16), takes_experts(jnp.bfloat16, jnp.float32)
+    (True, False)
+    """
+    narrow_tokens = jnp.dtype(token_dtype).itemsize == 2
+    return jnp.dtype(dtype) == jnp.dtype(token_dtype) or (narrow_tokens and jnp.dtype(dtype) == jnp.float32)
+
+
 def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     """Raises a `TypeError` or `ValueError` that names the array, what it is and what it must be.
 
@@ -149,7 +159,7 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
                 f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
                 f"w_gate of shape {tuple(experts.w_gate.shape)}."
             )
-        if array.dtype != dtype and not (array.dtype == jnp.float32 and jnp.dtype(dtype).itemsize == 2):
+        if not takes_experts(array.dtype, dtype):
             raise TypeError(
                 f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal, or the experts float32 "
                 "and x bfloat16 or float16. Cast one of them, e.g. experts.astype(x.dtype)."

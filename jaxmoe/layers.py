@@ -23,8 +23,8 @@ from jaxmoe import call as calls
 from jaxmoe.activation import Activation
 from jaxmoe.api import moe_layer
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
-from jaxmoe.call import Implementation
-from jaxmoe.experts import Experts
+from jaxmoe.call import Implementation, Residuals
+from jaxmoe.experts import Experts, takes_experts
 from jaxmoe.plan import AnyPlan
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing import RouterConfig, Routing, route
@@ -78,6 +78,7 @@ class LayerConfig:
     mesh: Mesh | AbstractMesh | None
     implementation: Implementation | None
     plan: AnyPlan | None
+    residuals: Residuals | None
     dtype: DTypeLike | None
     param_dtype: DTypeLike
 
@@ -133,6 +134,7 @@ class LayerConfig:
             mesh=None if mesh is None else self.mesh,
             implementation=self.implementation,
             plan=self.plan,
+            residuals=self.residuals,
         )
 
     @property
@@ -247,7 +249,7 @@ def forward(
         tokens,
         routing.topk_ids,
         routing.topk_weights,
-        _experts(arrays).astype(dtype),
+        _experts_for(dtype, arrays),
         activation=config.activation,
         axis_name=config.axis_name,
         data_axes=config.data_axes,
@@ -255,6 +257,7 @@ def forward(
         mesh=config.mesh,
         implementation=config.implementation,
         plan=config.plan,
+        residuals=config.residuals,
         return_stats=True,
     )
     if config.shared_intermediate is not None:
@@ -263,6 +266,12 @@ def forward(
             shared = jnp.where(token_valid[..., None], shared, 0)
         y = (y.astype(shared.dtype) + shared).astype(dtype)
     return _split_as(y, _split(x), mesh), _auxiliary(config, logits, routing, stats, token_valid)
+
+
+def _experts_for(dtype: Any, arrays: Mapping[str, Array]) -> Experts:
+    """Returns the experts to compute in `dtype`. In float32 they stay for 16-bit tokens: so do their gradients."""
+    experts = _experts(arrays)
+    return experts if takes_experts(experts.w_gate.dtype, dtype) else experts.astype(dtype)
 
 
 def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe import layers
 from jaxmoe.activation import Activation
-from jaxmoe.call import Implementation
+from jaxmoe.call import Implementation, Residuals
 from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
@@ -85,6 +85,7 @@ class MoE(nn.Module):
     mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation | None = None
     plan: AnyPlan | None = None
+    residuals: Residuals | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = layers.default_init

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe import layers
 from jaxmoe.activation import Activation
-from jaxmoe.call import Implementation
+from jaxmoe.call import Implementation, Residuals
 from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
@@ -70,6 +70,7 @@ class MoE(nnx.Module):
       mesh: where none is set by `jax.set_mesh`.
       implementation: `"xla"`, `"megakernel"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
       plan: how to compute it; `None` is `jaxmoe.default_plan`.
+      residuals: what the backward pass keeps, see `jaxmoe.moe_layer`.
       dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
       param_dtype: of the parameters.
       kernel_init: initialiser of one matrix `[in, out]` of an expert; every expert draws its own. LeCun normal.
@@ -136,6 +137,7 @@ class MoE(nnx.Module):
         mesh: Mesh | AbstractMesh | None = None,
         implementation: Implementation | None = None,
         plan: AnyPlan | None = None,
+        residuals: Residuals | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = layers.default_init,
@@ -161,6 +163,7 @@ class MoE(nnx.Module):
             mesh=mesh,
             implementation=implementation,
             plan=plan,
+            residuals=residuals,
             dtype=dtype,
             param_dtype=param_dtype,
         )
