@@ -1,0 +1,93 @@
+"""The backward kernel on GPUs, beyond the suite: real sizes, several segments, the same bits for every plan and run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe import native
+from jaxmoe.bench.kernels import kernel_times
+from jaxmoe.testing import make_inputs
+from tests.layer_suite import LayerSuite
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+]
+
+
+class Suite(LayerSuite):
+    """The checks of the suite, without its tests."""
+
+    implementation = "megakernel"
+    dtype = jnp.bfloat16
+
+
+SUITE = Suite()
+# Widths that fill no tile, narrow tiles, experts of one row tile and of many.
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"tokens": 1536, "hidden": 2880, "intermediate": 2880, "num_experts": 8, "top_k": 4},
+    "many experts": {"tokens": 2048, "hidden": 512, "intermediate": 768, "num_experts": 64, "top_k": 8},
+    "large experts": {"tokens": 8192, "hidden": 512, "intermediate": 384, "num_experts": 4, "top_k": 2},
+}
+FORWARD: dict[str, Any] = {"unit_tiles": 3, "lag_units": 1, "ring_tiles": 9}
+
+
+def plan_with(**backward: Any) -> jaxmoe.KernelPlan:
+    return jaxmoe.KernelPlan(**FORWARD, backward=jaxmoe.KernelPlan(**backward))
+
+
+def assert_same_bits(gradients: Any, expected: Any) -> None:
+    for (path, value), want in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(want), jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one-hot", "unused-slots"])
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_real_sizes_cost_at_most_twice_the_error_of_the_same_maths(size, routing):
+    SUITE.check(SUITE.inputs(31, **SIZES[size], routing=routing, biases=True), "all devices", plan=None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_experts_of_several_segments_add_up_their_weight_gradients(dtype):
+    arguments = SUITE.inputs(32, **SIZES["large experts"], routing="zipf", biases=True, dtype=dtype)
+    plan = plan_with(unit_tiles=2, lag_units=1, ring_tiles=7, segment_tiles=3)
+    SUITE.check(arguments, "all devices", plan=plan)
+
+
+def test_every_plan_with_the_same_segments_gives_the_same_bits():
+    arguments = SUITE.inputs(33, **SIZES["large experts"], routing="zipf", biases=True)
+    plans = [
+        plan_with(unit_tiles=4, lag_units=1, ring_tiles=12, segment_tiles=4),
+        plan_with(unit_tiles=1, lag_units=0, ring_tiles=4, segment_tiles=4),
+        plan_with(unit_tiles=2, lag_units=2, ring_tiles=40, chunk_rows=16, keep_tokens=True, segment_tiles=4),
+    ]
+    expected, *others = (SUITE.gradients(arguments, "all devices", plan=plan) for plan in plans)
+    for gradients in others:
+        assert_same_bits(gradients, expected)
+
+
+def test_five_hundred_backward_passes_give_the_same_bits():
+    sizes: dict[str, Any] = {"tokens": 1024, "hidden": 256, "intermediate": 384, "num_experts": 16, "top_k": 4}
+    arguments = SUITE.inputs(34, **sizes, routing="zipf", biases=True)
+    expected = SUITE.gradients(arguments, "all devices", plan=None)
+    different = jnp.zeros((), jnp.int32)
+    differ = jax.jit(lambda a, b: sum(jnp.any(x != y).astype(jnp.int32) for x, y in zip(a, b, strict=True)))
+    for _ in range(500):
+        gradients = SUITE.gradients(arguments, "all devices", plan=None)
+        different += differ(jax.tree.leaves(gradients), jax.tree.leaves(expected))
+    assert int(different) == 0
+
+
+def test_gradients_are_one_kernel_of_each_pass():
+    arguments = make_inputs(35, tokens=2048, hidden=512, intermediate=512, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    jax.block_until_ready(SUITE.gradients(arguments, "all devices", plan=None))
+    times = kernel_times(lambda: SUITE.gradients(arguments, "all devices", plan=None))
+    launches = {name: count for name, _, count in times if "moe_" in name}
+    assert sorted(count for name, count in launches.items() if "moe_backward" in name) == [1]
+    assert sum(count for name, count in launches.items() if "moe_forward" in name) <= 1
