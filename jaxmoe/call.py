@@ -121,6 +121,13 @@ def _choose(
         if plan is not None:
             raise
         return "xla", f"implementation=None: 'xla'; 'megakernel' cannot run this call ({str(error).split('. ')[0]})"
+    # JAX numbers hosts of GPUs so. Where a group lies on one of several, naming the implementation works.
+    hosts = {getattr(device, "slice_index", 0) for device in jax.devices()}
+    if shape.ranks > 1 and len(hosts) > 1:
+        return "xla", (
+            f"implementation=None: 'xla', since there are devices of {len(hosts)} hosts, and 'megakernel' takes groups "
+            "of one host"
+        )
     return "megakernel", "implementation=None: 'megakernel', which can run this call"
 
 

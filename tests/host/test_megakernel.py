@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from typing import Any
 
 import jax
@@ -287,6 +288,16 @@ def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkey
     assert (chosen, "'megakernel' cannot run this call (moe_layer: " in reason) == ("xla", True)
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
     assert choose() == ("megakernel", "implementation=None: 'megakernel', which can run this call")
+
+
+def test_on_gpus_of_several_hosts_the_default_is_the_implementation_that_spans_them(monkeypatch):
+    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=4)
+    monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
+    for hosts, expected in (((0, 0), "megakernel"), ((0, 1), "xla")):
+        devices = [types.SimpleNamespace(slice_index=host) for host in hosts]
+        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
+        chosen, reason = calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
+        assert (chosen, "2 hosts" in reason) == (expected, expected == "xla")
 
 
 def test_the_compiled_code_has_the_limits_that_python_checks():
