@@ -109,6 +109,23 @@ def test_what_is_saved_is_kept_by_a_policy_that_knows_its_name_and_computed_agai
     assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (forward_passes, 1)
 
 
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(*jaxmoe.CHECKPOINT_NAMES)])
+def test_what_is_saved_goes_through_a_scan_over_layers_and_into_donated_accumulators(policy):
+    arguments = make_inputs(1, **SIZES, routing="zipf")
+    stacked = jax.tree.map(lambda array: jnp.stack([array, array * 0.5]), arguments.experts)
+
+    def accumulated(residuals: str) -> Any:
+        run = layer("data x expert, Auto", implementation="megakernel", residuals=residuals)
+        step = jax.checkpoint(lambda x, e: (x + run(arguments._replace(x=x, experts=e)), None), policy=policy)
+        loss = lambda e: jnp.sum(jax.lax.scan(step, arguments.x, e)[0] ** 2)  # noqa: E731
+        add = jax.jit(lambda total, e: jax.tree.map(jnp.add, total, jax.grad(loss)(e)), donate_argnums=0)
+        return add(add(jax.tree.map(jnp.zeros_like, stacked), stacked), stacked)
+
+    saved, again = accumulated("save"), accumulated("recompute")
+    for value, expected in zip(jax.tree.leaves(saved), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
 def attributes_of(text: str, target: str) -> dict[str, str]:
     """The numbers that a call carries."""
     line = next(line for line in text.splitlines() if f"@{target}(" in line)
