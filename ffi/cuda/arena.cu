@@ -46,7 +46,7 @@ std::string no_memory_text(int32_t rank, int64_t bytes, const Schedule& schedule
                            const std::string& reason) {
   std::size_t free = 0, all = 0;
   cudaMemGetInfo(&free, &all);
-  return "jaxmoe_forward: rank " + std::to_string(rank) + " needs " + bytes_text(bytes) +
+  return "jaxmoe: rank " + std::to_string(rank) + " needs " + bytes_text(bytes) +
          " of GPU memory outside of XLA's pool, " + bytes_text(static_cast<int64_t>(free)) + " of " +
          bytes_text(static_cast<int64_t>(all)) + " are free: " + reason +
          " Set XLA_PYTHON_CLIENT_MEM_FRACTION lower before jax starts (0.75 where it is not set), or lower the "
@@ -68,7 +68,7 @@ ffi::Error Arena::claim(std::unique_lock<std::mutex>* lock) {
     return ffi::Error::Success();
   }
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    "jaxmoe_forward: two threads of this process run programs with experts over " +
+                    "jaxmoe: two threads of this process run programs with experts over " +
                         std::to_string(ranks_) + " ranks on device " + std::to_string(device_) +
                         " at the same time; the other ranks could run them in another order and wait for ever. Run "
                         "them from one thread.");
@@ -154,17 +154,17 @@ ffi::Error Arena::meet(const Link& link, const char* step, int64_t bytes, bool s
   own.succeeded = succeeded;
   std::string error = name_block(memory_, &own.block);
   if (error.empty()) error = exchange(link, own, notes);
-  if (!error.empty()) return ffi::Error::Internal("jaxmoe_forward: the ranks could not share their memory. " + error);
+  if (!error.empty()) return ffi::Error::Internal("jaxmoe: the ranks could not share their memory. " + error);
   for (int32_t rank = 0; rank < ranks_; ++rank) {
     if ((*notes)[rank].bytes != bytes) {
-      return ffi::Error::Internal("jaxmoe_forward: rank " + std::to_string(rank_) + " wants an arena of " +
+      return ffi::Error::Internal("jaxmoe: rank " + std::to_string(rank_) + " wants an arena of " +
                                   std::to_string(bytes) + " bytes, rank " + std::to_string(rank) + " one of " +
                                   std::to_string((*notes)[rank].bytes) +
                                   ". All ranks have to run the same programs in the same order.");
     }
     if (!(*notes)[rank].succeeded && succeeded) {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        "jaxmoe_forward: rank " + std::to_string(rank) + " could not " + step +
+                        "jaxmoe: rank " + std::to_string(rank) + " could not " + step +
                             " its arena of " + bytes_text(bytes) + "; its own error says more.");
     }
   }
@@ -199,7 +199,7 @@ ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, const Schedule
     }
   }
   if (!alone) others = meet(link, "share", bytes, out_of_reach.empty(), &notes);
-  if (!out_of_reach.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe_forward: " + out_of_reach);
+  if (!out_of_reach.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe: " + out_of_reach);
   return others;
 }
 
@@ -210,7 +210,7 @@ ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weight
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = failure(); error.failure()) return error;
   if (!holds(params->shape, params->schedule, itemsize)) {
-    return ffi::Error::Internal("jaxmoe_forward: execute without an initialize that made room for it.");
+    return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
   }
   params->head = head_;
   params->layout = layout_of(params->shape, params->schedule, head_, itemsize);
@@ -293,7 +293,7 @@ ffi::Error check_membership(const Membership& found, int32_t device, int32_t ran
     return ffi::Error::Success();
   }
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    "jaxmoe_forward: XLA's communicator has " + std::to_string(found.ranks) + " ranks and is rank " +
+                    "jaxmoe: XLA's communicator has " + std::to_string(found.ranks) + " ranks and is rank " +
                         std::to_string(found.rank) + " on device " + std::to_string(found.device) +
                         "; this call has " + std::to_string(ranks) + " ranks and runs on device " +
                         std::to_string(device) + ".");
@@ -322,7 +322,7 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
 
   Membership found{};
   if (const std::string error = membership(link, &found); !error.empty()) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe_forward: " + error));
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe: " + error));
   }
   if (ffi::Error error = check_membership(found, device, link.ranks); error.failure()) return ffi::Unexpected(error);
   // Not beside a kernel that waits for peers: what follows allocates and may load a kernel of NCCL's.
@@ -336,7 +336,7 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
   std::vector<Note> notes;
   if (const std::string error = exchange(link, own, &notes); !error.empty()) {
     return ffi::Unexpected(
-        ffi::Error::Internal("jaxmoe_forward: the ranks could not tell each other who they are. " + error));
+        ffi::Error::Internal("jaxmoe: the ranks could not tell each other who they are. " + error));
   }
   Members members;
   for (const Note& note : notes) members.emplace_back(std::begin(note.gpu), std::end(note.gpu));

@@ -1,5 +1,5 @@
 // How a handler gets XLA's communicator of its group: the collectives extension of the FFI, which jaxlib has since
-// 0.11.2. Caller: cuda/forward_handler.cu.
+// 0.11.2. Caller: cuda/layer_handler.cu.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ struct CollectivesErrorPolicy {
   static Status TakeError(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
     std::string message = xla::ffi::internal::GetErrorMessage(api, error);
     xla::ffi::internal::DestroyError(api, error);
-    return Status::Internal("jaxmoe_forward: XLA has no communicator for this group: " + message);
+    return Status::Internal("jaxmoe: XLA has no communicator for this group: " + message);
   }
 };
 
@@ -60,7 +60,7 @@ inline xla::ffi::ErrorOr<Communicators> communicators(const xla::ffi::Context& c
   if (found.has_error() || !found->has_communicators()) {
     return xla::ffi::Unexpected(xla::ffi::Error(
         xla::ffi::ErrorCode::kUnimplemented,
-        "jaxmoe_forward: this jaxlib gives handlers no communicators" +
+        "jaxmoe: this jaxlib gives handlers no communicators" +
             (found.has_error() ? " (" + found.error().message() + ")" : std::string()) +
             "; experts on several GPUs need jaxlib 0.11.2 or newer. Or pass implementation=\"xla\"."));
   }
@@ -87,7 +87,7 @@ inline xla::ffi::ErrorOr<void*> get_communicator(const xla::ffi::Context& contex
 
 inline xla::ffi::Error no_collectives() {
   return xla::ffi::Error(xla::ffi::ErrorCode::kUnimplemented,
-                         "jaxmoe_forward: jaxmoe was built with a jaxlib that has no xla/ffi/api/collectives_api.h, "
+                         "jaxmoe: jaxmoe was built with a jaxlib that has no xla/ffi/api/collectives_api.h, "
                          "through which it reaches other GPUs. Install jax 0.11.2 or newer (it needs Python 3.12 or "
                          "newer), then build jaxmoe again; or pass implementation=\"xla\".");
 }

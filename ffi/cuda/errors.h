@@ -15,7 +15,7 @@ inline std::string cuda_text(const std::string& what, cudaError_t status) {
 }
 
 inline xla::ffi::Error cuda_error(const std::string& what, cudaError_t status) {
-  return xla::ffi::Error::Internal("jaxmoe_forward: " + cuda_text(what, status));
+  return xla::ffi::Error::Internal("jaxmoe: " + cuda_text(what, status));
 }
 
 }  // namespace jaxmoe
