@@ -11,7 +11,8 @@ from jaxmoe.api import moe_layer
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
-from jaxmoe.plan import KernelPlan, Plan, default_plan
+from jaxmoe.plan import KernelPlan, Plan
+from jaxmoe.plan_defaults import default_plan
 from jaxmoe.routing import RouterConfig, Routing, route
 from jaxmoe.stats import MoEStats, load_stats
 from jaxmoe.xla_impl import CHECKPOINT_NAMES

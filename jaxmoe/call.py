@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
 from jaxmoe import limits, sharding
-from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape, default_plan
+from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape
+from jaxmoe.plan_defaults import default_plan
 
 Implementation = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]

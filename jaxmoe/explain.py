@@ -9,17 +9,8 @@ from jax.sharding import AxisType
 from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.call import Call, Implementation, Residuals
-from jaxmoe.plan import (
-    WORKERS_OF_A_GPU,
-    KernelPlan,
-    Plan,
-    Shape,
-    backward_plan,
-    granularity,
-    most_row_tiles,
-    pulls_per_token,
-    saved_row_tiles,
-)
+from jaxmoe.kernel_plan_defaults import WORKERS_OF_A_GPU, backward_plan, pulls_per_token
+from jaxmoe.plan import KernelPlan, Plan, Shape, granularity, most_row_tiles, saved_row_tiles
 
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 

@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxmoe.activation import Activation, compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.plan import KernelPlan, Shape, backward_plan, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.kernel_plan_defaults import backward_plan
+from jaxmoe.plan import KernelPlan, Shape, granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 from jaxmoe.xla_impl import CHECKPOINT_NAMES, Inputs
 

@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 
 import jaxmoe.native as native
-from jaxmoe.plan import CHUNK_ROWS, CHUNK_ROWS_ON_CPU, granularity
+from jaxmoe.kernel_plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
+from jaxmoe.plan import granularity
 from jaxmoe.profiling.timeline import Timeline
 
 

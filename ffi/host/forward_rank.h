@@ -92,7 +92,8 @@ class ForwardRank final : public Rank<Format> {
       multiply_row(ring_row(layout_.hidden, task.ring_slot, i, shape_.intermediate), weights, shape_.intermediate,
                    shape_.hidden, first, columns, sums.data());
       const RowTarget target{*target_of(task.ring_slot, i)};
-      Storage* out = at<Storage>(launch_, target.source(), layout_.partials) + int64_t{target.slot()} * shape_.hidden + first;
+      Storage* out =
+          at<Storage>(launch_, target.source(), layout_.partials) + int64_t{target.slot()} * shape_.hidden + first;
       for (int32_t c = 0; c < columns; ++c) out[c] = Format::store(sums[c] + bias_of(arrays_.b_down, bias + c));
     }
   }

@@ -1,5 +1,5 @@
-// One rank of the host executor: the roles that forward and backward passes share, each the CPU's version of the file of
-// the same name in cuda/kernel/. What differs between the passes is virtual: host/forward_rank.h, host/backward_rank.h.
+// One rank of the host executor: the roles that forward and backward passes share, each the CPU's version of the file
+// of the same name in cuda/kernel/. What differs between the passes is virtual: host/forward_rank.h, host/backward_rank.h.
 //
 // Caller: host/executor.cc.
 #pragma once
@@ -157,7 +157,8 @@ class Rank {
 
   void clear_other_bank(int32_t worker) {
     const Span words = share(counter_words(launch_.head), worker, schedule_.workers);
-    uint32_t* bank = at<uint32_t>(launch_, rank_, word_of(layout_, launch_.head, epoch_ + 1, Signal::kHistogramsWritten, 0));
+    const int64_t first = word_of(layout_, launch_.head, epoch_ + 1, Signal::kHistogramsWritten, 0);
+    uint32_t* bank = at<uint32_t>(launch_, rank_, first);
     std::fill(bank + words.begin, bank + words.end, 0);
     if (worker == 0) at<Control>(launch_, rank_, layout_.control)->tasks_taken[(epoch_ + 1) & 1] = 0;
   }
@@ -189,7 +190,8 @@ class Rank {
         }
         before += total;
         if (planner == 0) {
-          at<int32_t>(launch_, owner, rows_from_source(layout_, launch_.head, epoch_, rank_))[expert - owner * local] = total;
+          const int64_t counts = rows_from_source(layout_, launch_.head, epoch_, rank_);
+          at<int32_t>(launch_, owner, counts)[expert - owner * local] = total;
         }
       }
     }

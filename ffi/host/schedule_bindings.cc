@@ -16,6 +16,7 @@
 #include "common/scheduler.h"
 #include "common/shape.h"
 #include "host/executor_bindings.h"
+#include "host/struct_bindings.h"
 
 namespace py = pybind11;
 
@@ -23,52 +24,6 @@ namespace jaxmoe {
 namespace {
 
 using Rows = std::vector<int32_t>;  // of each local expert
-
-// --- plain structs as Python classes ---------------------------------------------------------------------------------
-
-template <class Struct, class Type, bool kMayBeLeftOut>
-struct Field {
-  const char* name;
-  Type Struct::*member;
-  Type fallback{};  // where it is left out
-
-  auto argument() const {
-    if constexpr (kMayBeLeftOut) {
-      return py::arg(name) = fallback;
-    } else {
-      return py::arg(name);
-    }
-  }
-};
-template <class Struct, class Type>
-Field(const char*, Type Struct::*) -> Field<Struct, Type, false>;
-template <class Struct, class Type>
-Field(const char*, Type Struct::*, Type) -> Field<Struct, Type, true>;
-
-// A class with one argument and one readable attribute per field, in the order of the struct; values are equal where
-// all fields are.
-template <class Struct, class... Types, bool... kMayBeLeftOut>
-py::class_<Struct> define_struct(py::module_& module, const char* name, const char* doc,
-                                 Field<Struct, Types, kMayBeLeftOut>... fields) {
-  const auto as_tuple = [=](const Struct& self) { return py::make_tuple(self.*(fields.member)...); };
-  py::class_<Struct> type(module, name, doc);
-  type.def(py::init([](Types... values) { return Struct{values...}; }), fields.argument()...);
-  (type.def_readonly(fields.name, fields.member), ...);
-  type.def("__eq__", [=](const Struct& self, const py::object& other) {
-    return py::isinstance<Struct>(other) && as_tuple(self).equal(as_tuple(other.cast<const Struct&>()));
-  });
-  type.def("__hash__", [=](const Struct& self) { return py::hash(as_tuple(self)); });
-  type.def("__repr__", [=](const Struct& self) {
-    const char* const names[] = {fields.name...};
-    const py::tuple values = as_tuple(self);
-    std::string text;
-    for (size_t i = 0; i < values.size(); ++i) {
-      text += (i == 0 ? "" : ", ") + std::string(names[i]) + "=" + std::string(py::str(values[i]));
-    }
-    return std::string(name) + "(" + text + ")";
-  });
-  return type;
-}
 
 void define_names(py::module_& module) {
   py::enum_<Gemm> gemms(module, "Gemm");

@@ -21,7 +21,8 @@ from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
-from jaxmoe.plan import KernelPlan, backward_plan, granularity
+from jaxmoe.kernel_plan_defaults import backward_plan
+from jaxmoe.plan import KernelPlan, granularity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,9 @@ import jaxmoe
 from jaxmoe import call as calls
 from jaxmoe import limits, native
 from jaxmoe.activation import ACTIVATIONS
+from jaxmoe.kernel_plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.nnx import MoE
-from jaxmoe.plan import SEGMENT_TILES_ON_CPU, Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.plan import Shape, granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 

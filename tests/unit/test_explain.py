@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmoe
+from jaxmoe import kernel_plan_defaults as kernel_defaults
 from jaxmoe import plan as plans
-from jaxmoe.plan import Shape, default_plan
+from jaxmoe import plan_defaults
+from jaxmoe.plan import Shape
+from jaxmoe.plan_defaults import default_plan
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import mesh_of
 
@@ -69,7 +72,7 @@ def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(toke
     assert plan.chunk_rows % in_tiles == 0
     assert 1 <= plan.chunk_rows < max(shape.all_slots, 1) + in_tiles
     roomy = plans.ROWS_OVER_BALANCED * shape.balanced_rows + plans.ROW_TILE
-    assert plan.chunk_rows <= max(plans.WORST_CASE_ROWS, roomy)
+    assert plan.chunk_rows <= max(plan_defaults.WORST_CASE_ROWS, roomy)
     assert [reason.split("=")[0] for reason in plan.reasons] == ["chunk_rows", "grouped_gemm"]
     assert all(": " in reason for reason in plan.reasons)
 
@@ -98,9 +101,12 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
         assert any(reason.startswith(f"{choice}={getattr(backward, choice)}: ") for reason in backward.reasons)
     rows = plan.unit_tiles * plans.granularity(platform, gated).tile_rows
     if platform == "gpu":
-        assert plan.unit_tiles <= plans.FEWEST_UNIT_TILES or rows * hidden * shape.itemsize <= plans.UNIT_BYTES
+        assert (
+            plan.unit_tiles <= kernel_defaults.FEWEST_UNIT_TILES
+            or rows * hidden * shape.itemsize <= kernel_defaults.UNIT_BYTES
+        )
     # Whatever the number of tokens, the rings hold a few units beyond the lag.
-    assert plan.lag_units <= plans.MOST_LAG_UNITS
+    assert plan.lag_units <= kernel_defaults.MOST_LAG_UNITS
     assert plan.ring_tiles <= plan.lag_units * plan.unit_tiles + max(3 * plan.unit_tiles, 16)
     assert [reason.split("=")[0] for reason in plan.reasons] == [
         "unit_tiles",
@@ -125,6 +131,6 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     ],
 )
 def test_the_grouped_gemm_is_tokamax_on_gpus_where_it_can_be(monkeypatch, platform, dtype, installed, hidden, chosen):
-    monkeypatch.setattr(plans, "has_tokamax", lambda: installed)
+    monkeypatch.setattr(plan_defaults, "has_tokamax", lambda: installed)
     shape = Shape(64, hidden=hidden, intermediate=64, num_experts=8, top_k=2)
     assert default_plan(shape, platform, dtype).grouped_gemm == chosen

@@ -1,0 +1,182 @@
+"""The choices of the megakernel's default plans: forward, and backward with its segments.
+
+Callers: `plan_defaults.py`; `megakernel.py` and the benchmark for the backward plan that goes with a plan.
+"""
+
+from jaxmoe.plan import KernelPlan, Shape, granularity, most_row_tiles
+
+# Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
+# the unit's tiles share stay there as well.
+UNIT_BYTES = 24 * 2**20
+FEWEST_UNIT_TILES = 4
+UNIT_TILES_ON_CPU = 2
+# Pairs of the 132 thread blocks of an H100 or H200, and how many rounds of them lie between the GEMMs of a unit: with
+# fewer, down tasks wait for gate and up tasks that have just begun; with more, h has left the L2 cache by then.
+WORKERS_OF_A_GPU = 66
+LAG_WAVES = 1.5
+MOST_LAG_UNITS = 16
+# Rows that a warp pulls at a time. Few, where the start counts: 396 warps pull at once, and the first tile is there
+# when all its chunks are. More, where a rank pulls more bytes than this.
+CHUNK_ROWS, LARGE_CHUNK_ROWS = 4, 8
+LARGE_CHUNK_BYTES = 512 * 2**20
+CHUNK_ROWS_ON_CPU = 4
+# A peer's tokens are kept where keeping them saves that share of the rows pulled from peers, and a rank has so many
+# rows: those of a decode batch are pulled all at once, before any could be kept.
+KEEP_SAVES = 1 / 3
+KEEP_FROM_ROWS = 4096
+# Units of ring beyond the lag: one that is being pulled, one that gate_up reads, one that down reads. Small units take
+# more of them, so that pulls keep ahead.
+RING_UNITS_BEYOND_LAG = 3
+FEWEST_TILES_BEYOND_LAG = 16
+# Of a backward pass: bytes that the rows of one segment take in the rings, at most. A segment is better as large as the
+# expert: then no sums of weight gradients go through memory.
+SEGMENT_BYTES = 1024 * 2**20
+FEWEST_SEGMENT_TILES = 4
+SEGMENT_TILES_ON_CPU = 3
+
+
+def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
+    """Returns the plan of the forward pass, and with it that of the backward pass."""
+    unit_tiles, unit_reason = _unit_tiles(shape, platform)
+    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
+    most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
+    ring_tiles = max(min(wanted, most), 1)
+    ring_reason = f"ring_tiles={ring_tiles}: " + (
+        "as many row tiles as a rank can have, so that none waits for room"
+        if wanted >= most
+        else f"the lag and {beyond} more, of {most} row tiles that a rank can have"
+    )
+    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    keep_tokens, keep_reason = _keep_tokens(shape, platform)
+    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason)
+    backward = _backward_plan(shape, platform)
+    return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, backward=backward, reasons=reasons)
+
+
+def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
+    """Returns the plan of the backward pass that goes with a plan of the forward pass."""
+    return plan.backward or _backward_plan(shape, platform)
+
+
+def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
+    segment_tiles, segment_reason = _segment_tiles(shape, platform)
+    unit_tiles = min(_unit_tiles(shape, platform)[0], segment_tiles)
+    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    beyond = max(2 * unit_tiles, 1 if platform == "cpu" else FEWEST_TILES_BEYOND_LAG)
+    most, wanted = most_row_tiles(shape, platform), segment_tiles + 2 * lag_units * unit_tiles + beyond
+    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    keep_tokens, keep_reason = _keep_tokens(shape, platform)
+    ring_tiles = max(min(wanted, most), 1)
+    return KernelPlan(
+        unit_tiles,
+        lag_units,
+        ring_tiles,
+        chunk_rows,
+        keep_tokens,
+        segment_tiles,
+        reasons=(
+            segment_reason,
+            f"unit_tiles={unit_tiles}: as in the forward pass, within a segment",
+            lag_reason,
+            f"ring_tiles={ring_tiles}: a segment, two lags and {beyond} more, of {most} row tiles that a rank can have",
+            chunk_reason,
+            keep_reason,
+        ),
+    )
+
+
+def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return SEGMENT_TILES_ON_CPU, (
+            f"segment_tiles={SEGMENT_TILES_ON_CPU}: few, so that tests have experts of several segments"
+        )
+    # Tokens and gradients of outputs; gate, up and h.
+    columns = 2 * shape.hidden + (3 if shape.gated else 2) * shape.intermediate
+    tile_bytes = granularity(platform, shape.gated).tile_rows * columns * shape.itemsize
+    expected = _tiles_per_expert(shape, platform)
+    whole_expert = expected + 1 if expected > 1 else 2
+    room = max(SEGMENT_BYTES // tile_bytes, FEWEST_SEGMENT_TILES)
+    if whole_expert <= room:
+        return whole_expert, f"segment_tiles={whole_expert}: all rows of an expert, about {expected} tiles"
+    return room, (
+        f"segment_tiles={room}: tiles of {tile_bytes / 2**20:.3g} MiB, as many as take "
+        f"{SEGMENT_BYTES // 2**20} MiB of the rings"
+    )
+
+
+def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return CHUNK_ROWS_ON_CPU, f"chunk_rows={CHUNK_ROWS_ON_CPU}: a quarter of a row tile"
+    pulled = shape.balanced_rows * shape.hidden * shape.itemsize
+    if pulled <= LARGE_CHUNK_BYTES:
+        return CHUNK_ROWS, f"chunk_rows={CHUNK_ROWS}: small pieces, so that the first tiles are there early"
+    return LARGE_CHUNK_ROWS, (
+        f"chunk_rows={LARGE_CHUNK_ROWS}: {pulled / 2**20:.0f} MiB of rows, next to which the start of a launch is short"
+    )
+
+
+def pulls_per_token(shape: Shape) -> tuple[float, float]:
+    """Returns how often peers pull a token under uniform routing: once for each slot, and once for each rank.
+
+    >>> pulls_per_token(Shape(tokens=1, hidden=1, intermediate=1, num_experts=128, top_k=8, ranks=4))
+    (6.0, 2.7)
+    """
+    away = (shape.ranks - 1) / shape.ranks
+    return shape.top_k * away, round((shape.ranks - 1) * (1 - away**shape.top_k), 3)
+
+
+def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
+    if shape.ranks == 1:
+        return False, "keep_tokens=False: one rank pulls nothing from peers"
+    of_slots, of_ranks = pulls_per_token(shape)
+    if of_ranks > (1 - KEEP_SAVES) * of_slots:
+        return False, (
+            f"keep_tokens=False: a token goes to peers for {of_slots:.3g} slots and to {of_ranks:.3g} of them; keeping "
+            "it there would save little"
+        )
+    if platform != "cpu" and shape.balanced_rows < KEEP_FROM_ROWS:
+        return False, f"keep_tokens=False: {shape.balanced_rows} rows, most of which are pulled at the same time"
+    return True, f"keep_tokens=True: a token goes to peers for {of_slots:.3g} slots, but to {of_ranks:.3g} of them only"
+
+
+def _tiles_per_expert(shape: Shape, platform: str) -> int:
+    """Row tiles of an expert where all have equally many rows."""
+    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
+    return max(-(-rows // granularity(platform, shape.gated).tile_rows), 1)
+
+
+def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
+    if platform == "cpu":
+        return UNIT_TILES_ON_CPU, (
+            f"unit_tiles={UNIT_TILES_ON_CPU}: the fewest that share weights; on a CPU this implementation is for tests"
+        )
+    tile_bytes = granularity(platform, shape.gated).tile_rows * shape.hidden * shape.itemsize
+    expected = _tiles_per_expert(shape, platform)
+    whole_expert = expected + 1 if expected > 1 else 1  # one more than the average has
+    in_cache = max(UNIT_BYTES // tile_bytes, FEWEST_UNIT_TILES)
+    if whole_expert <= in_cache:
+        return (
+            whole_expert,
+            f"unit_tiles={whole_expert}: all rows of an expert, about {expected} tiles, use its weights together",
+        )
+    return in_cache, (
+        f"unit_tiles={in_cache}: tiles of {tile_bytes / 2**20:.2g} MiB of tokens, as many as fit in "
+        f"{UNIT_BYTES // 2**20} MiB of L2 cache, {FEWEST_UNIT_TILES} at least"
+    )
+
+
+def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
+    """A down task that comes too early waits for gate and up tasks of its unit that other workers have just begun."""
+    if platform == "cpu":
+        return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
+    pieces = granularity(platform, shape.gated)
+    columns = -(-shape.intermediate // pieces.hidden_columns)
+    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
+    narrow = unit_tiles == 1 and rows <= pieces.tile_rows // 2
+    tasks = -(-columns // 2) if narrow else min(unit_tiles, _tiles_per_expert(shape, platform)) * columns
+    lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
+    return lag, (
+        f"lag_units={lag}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "
+        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {MOST_LAG_UNITS} units at most"
+    )

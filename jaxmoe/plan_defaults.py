@@ -1,0 +1,92 @@
+"""The plan of a call whose user passes none, with the reason of every choice.
+
+`call.py` asks `default_plan`. The choices of `"xla"` are here, those of `"megakernel"` in `kernel_plan_defaults.py`.
+"""
+
+import importlib.util
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+
+from jaxmoe.kernel_plan_defaults import kernel_plan
+from jaxmoe.plan import ROW_TILE, ROWS_OVER_BALANCED, AnyPlan, GroupedGemm, KernelPlan, Plan, Shape, whole_tiles
+
+# Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
+# CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
+WORST_CASE_ROWS = 4096
+# What a TMA copy of one row needs: 16 bytes of a 16-bit type.
+TOKAMAX_MULTIPLE = 8
+
+
+@overload
+def default_plan(
+    shape: Shape, platform: str, dtype: Any = ..., implementation: Literal["xla", "reference"] = ...
+) -> Plan: ...
+@overload
+def default_plan(shape: Shape, platform: str, dtype: Any, implementation: Literal["megakernel"]) -> KernelPlan: ...
+@overload
+def default_plan(shape: Shape, platform: str, dtype: Any, implementation: str) -> AnyPlan: ...
+
+
+def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, implementation: str = "xla") -> AnyPlan:
+    """Returns the plan for a shape on a platform, with the reason of every choice.
+
+    Args:
+      shape: sizes of the call.
+      platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
+      dtype: of tokens and weights.
+      implementation: that the plan is for: a `KernelPlan` for `"megakernel"`, a `Plan` for the others.
+
+    >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
+    >>> default_plan(mixtral, "cpu").chunk_rows
+    20480
+    >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
+    12
+    """
+    if implementation == "megakernel":
+        return kernel_plan(shape, platform)
+    grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
+    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS, grouped_gemm)
+    return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
+
+
+def has_tokamax() -> bool:
+    """Whether tokamax can be imported, without importing it."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def _chunk_rows(shape: Shape, worst_case_rows: int, grouped_gemm: GroupedGemm) -> tuple[int, str]:
+    all_rows = max(shape.all_slots, 1)
+    everything, of_tiles = all_rows, ""
+    if grouped_gemm == "tokamax":
+        everything, of_tiles = whole_tiles(all_rows), f" in tiles of {ROW_TILE}"
+    if shape.all_slots <= worst_case_rows:
+        return everything, (
+            f"chunk_rows={everything}: all slots of all ranks{of_tiles}, since they are at most {worst_case_rows}: "
+            "always one pass"
+        )
+    rows = max(min(all_rows, whole_tiles(int(shape.balanced_rows * ROWS_OVER_BALANCED))), 1)
+    if rows >= all_rows:
+        return everything, f"chunk_rows={everything}: all slots of all ranks{of_tiles}: always one pass"
+    return rows, (
+        f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
+        f"a busier rank takes up to {-(-all_rows // rows)} passes over the same memory"
+    )
+
+
+def _grouped_gemm(shape: Shape, platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
+    if platform not in ("gpu", "cuda"):
+        return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return "ragged_dot", f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants 16-bit inputs, these are {dtype}"
+    if not has_tokamax():
+        return "ragged_dot", (
+            "grouped_gemm='ragged_dot': tokamax is not installed; XLA's GPU ragged_dot may multiply every row with "
+            "every local expert, so `pip install jaxmoe[tokamax]` (Python >= 3.12) is many times faster"
+        )
+    if shape.hidden % TOKAMAX_MULTIPLE or shape.intermediate % TOKAMAX_MULTIPLE:
+        return "ragged_dot", (
+            f"grouped_gemm='ragged_dot': tokamax's GPU kernel wants widths that are multiples of {TOKAMAX_MULTIPLE}, "
+            f"these are hidden {shape.hidden} and intermediate {shape.intermediate}"
+        )
+    return "tokamax", "grouped_gemm='tokamax': its GPU kernel skips the experts a row did not choose"
