@@ -194,7 +194,8 @@ inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) 
   const Shape shape = shape_of(b, a);
   const Schedule schedule = schedule_of(a, a.workers);
   if (a.tile_rows < 1 || a.hidden_columns < 1 || a.output_columns < 1 || a.unit_tiles < 1 || a.lag_units < 0 ||
-      a.chunk_rows < 1 || a.segment_tiles < 0 || a.saved_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 || !(a.timeout_seconds > 0)) {
+      a.chunk_rows < 1 || a.segment_tiles < 0 || a.saved_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 ||
+      !(a.timeout_seconds > 0)) {
     return "jaxmoe: tile sizes, unit_tiles, chunk_rows, dispatchers_per_worker and timeout_seconds must be "
            "positive, lag_units and workers not negative.";
   }

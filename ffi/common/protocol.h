@@ -13,7 +13,7 @@
 //   outputs_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
 //                                    column tiles)                         next (column tiles of the output)
 //   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
-//                        this rank                                         next segment that adds up (tasks of a segment)
+//                        this rank                                        next segment that adds up (its tasks)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   partials_written     each peer   announce, per source (the epoch)      combine of every worker
 //
@@ -23,8 +23,8 @@
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
 // clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
-// On a GPU each warp of a task releases its own part, so those that tasks release count warps (cuda/device/signals.cuh).
-// There inputs_staged counts thread blocks, of which a worker may have several.
+// On a GPU each warp of a task releases its own part, so those that tasks release count warps
+// (cuda/device/signals.cuh). There inputs_staged counts thread blocks, of which a worker may have several.
 //
 // Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
 // is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one
@@ -119,7 +119,8 @@ JAXMOE_ANY constexpr Release release_after(const Chunk& chunk) {
   return {Signal::kRowsArrived, chunk.row_tile, static_cast<uint32_t>(chunk.rows)};
 }
 
-// One wait, but for weight gradients: one for every row tile of the segment, and one for the sums of the segment before.
+// One wait, but for weight gradients: one for every row tile of the segment, and one for the sums of the segment
+// before.
 JAXMOE_ANY constexpr int32_t num_waits(const Schedule& schedule, const Task& task) {
   if (!is_weight_gradient(task.gemm)) return 1;
   return ceil_div(task.rows, schedule.tile.rows) + (task.part == (kFirstPart | kLastPart) ? 0 : 1);

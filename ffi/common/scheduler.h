@@ -1,6 +1,7 @@
 // The order of all work of one rank, as integers: which row goes where, and which worker computes which tile when.
-// Forward and backward passes share it. Every role of the kernel, every thread of the host executor and the property tests in tests/unit/test_schedule.py
-// walk this same stream. Nothing here waits or touches memory other than the row counts it is given.
+// Forward and backward passes share it. Every role of the kernel, every thread of the host executor and the property
+// tests in tests/unit/test_schedule.py walk this same stream. Nothing here waits or touches memory other than the row
+// counts it is given.
 //
 // The rows of a local expert are cut into row tiles, numbered over all experts; up to `unit_tiles` of one expert form a
 // unit. The stream of units u0, u1, ... with a lag of two:
@@ -19,10 +20,11 @@
 //
 //   gate_up(u2) hidden_gradient(u1) token_gradient(u0)  gate_up(u3) hidden_gradient(u2) token_gradient(u1)  ...
 //
-// (units whose gate and up the forward pass has saved have no gate_up) and, where a unit ends a segment of its expert (at most `segment_tiles` row tiles), the weight gradients of that
-// segment behind the unit's token_gradient: gate_gradient, up_gradient, down_gradient. Their tiles are tiles of a weight
-// matrix, and their sums go over the rows of the segment, which therefore stay in the rings until then. Experts of
-// several segments add up their weight gradients from one to the next (Task::part).
+// (units whose gate and up the forward pass has saved have no gate_up) and, where a unit ends a segment of its expert
+// (at most `segment_tiles` row tiles), the weight gradients of that segment behind the unit's token_gradient:
+// gate_gradient, up_gradient, down_gradient. Their tiles are tiles of a weight matrix, and their sums go over the rows
+// of the segment, which therefore stay in the rings until then. Experts of several segments add up their weight
+// gradients from one to the next (Task::part).
 //
 // Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every
 // worker and dispatcher takes its items in stream order, so the first unfinished item can always go on. Which worker

@@ -1,5 +1,5 @@
-// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices. XLA calls `instantiate` once for every instruction of a program, and the
-// others for every run and device:
+// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices. XLA calls `instantiate` once for every instruction of
+// a program, and the others for every run and device:
 //
 //   prepare      asks for the communicator of the group; there is no stream and no memory yet
 //   initialize   loads the kernel, and sees to it that the group's arena is large enough (cuda/arena.h)
@@ -171,7 +171,8 @@ ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerA
        {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
     if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
   }
-  const ElementType type = buffers[LayerBuffers::kX].element_type() == ffi::BF16 ? ElementType::kBf16 : ElementType::kF16;
+  const bool is_bf16 = buffers[LayerBuffers::kX].element_type() == ffi::BF16;
+  const ElementType type = is_bf16 ? ElementType::kBf16 : ElementType::kF16;
   const Pass pass = buffers.backward() ? Pass::kBackward : Pass::kForward;
   ffi::ErrorOr<int32_t> workers = workers_of(device, pass, type);
   if (workers.has_error()) return ffi::Unexpected(workers.error());

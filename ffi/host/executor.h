@@ -1,7 +1,7 @@
 // The host executor: one rank's part of one layer or of its gradients, with CPU threads in the place of thread blocks.
-// It walks the same task stream (common/scheduler.h), in the same arena (common/layout.h), with the same signals (common/protocol.h) as
-// the GPU kernel, so that what goes wrong there can be found here, under ThreadSanitizer and with delays at every
-// signal.
+// It walks the same task stream (common/scheduler.h), in the same arena (common/layout.h), with the same signals
+// (common/protocol.h) as the GPU kernel, so that what goes wrong there can be found here, under ThreadSanitizer and
+// with delays at every signal.
 //
 // Callers: host/layer_handler.cc (XLA:CPU) and host/executor_bindings.cc (tests).
 #pragma once

@@ -1,5 +1,6 @@
 // One rank of the host executor: the roles that forward and backward passes share, each the CPU's version of the file
-// of the same name in cuda/kernel/. What differs between the passes is virtual: host/forward_rank.h, host/backward_rank.h.
+// of the same name in cuda/kernel/. What differs between the passes is virtual: host/forward_rank.h,
+// host/backward_rank.h.
 //
 // Caller: host/executor.cc.
 #pragma once

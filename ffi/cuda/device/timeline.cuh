@@ -177,7 +177,9 @@ class Timeline<true> {
     ticks = ptx::clock_ticks();
   }
 
-  __device__ TimelineBlock& this_block() const { return reinterpret_cast<TimelineBlock*>(params_.timeline)[blockIdx.x]; }
+  __device__ TimelineBlock& this_block() const {
+    return reinterpret_cast<TimelineBlock*>(params_.timeline)[blockIdx.x];
+  }
 
   TimelineStorage<true>& storage_;
   const LaunchParams& params_;

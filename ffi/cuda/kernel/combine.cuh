@@ -18,7 +18,7 @@ __device__ void announce(const Cta<Variant>& cta) {
   const uint32_t workers = cta.params.schedule.workers;
   const auto lane = cta.timeline.template lane<32>(LaneRole::kDispatch);
   lane.start();
-  // Pairs with the last release of every math warp in math::run().
+  // Pairs with the release of every math warp in TaskQueue::finish().
   cta.signals.wait({Signal::kTasksDone, 0, workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
   lane.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kPartialsWritten);
@@ -29,8 +29,8 @@ __device__ void announce(const Cta<Variant>& cta) {
 inline constexpr int kSlotsAtOnce = 4;
 inline constexpr int kGroups = 4;
 
-// y[token] = sum over its slots of weight * answer. `weight` is that of the slot of each lane, `used` has a bit for each
-// slot that has an answer. `poison` is what sums start from.
+// y[token] = sum over its slots of weight * answer. `weight` is that of the slot of each lane, `used` has a bit for
+// each slot that has an answer. `poison` is what sums start from.
 template <class Variant>
 __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t vectors, int32_t top_k, float weight,
                                        uint32_t used, float poison, int lane) {

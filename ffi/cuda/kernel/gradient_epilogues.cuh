@@ -30,7 +30,7 @@ __device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, con
          static_cast<int32_t>(cta.cta_rank) * Variant::config.tile_rows;
 }
 
-// --- hidden_gradient ---------------------------------------------------------------------------------------------------
+// --- hidden_gradient -------------------------------------------------------------------------------------------------
 
 // 8 rows x 8 columns of a 16 x 64 box that lies in shared memory as a copy with a swizzle of 128 bytes leaves it: where
 // the lane's row of 16 bytes of the tile begins, for tiles in the order of the accumulators (rows 0 to 7, rows 8 to 15
@@ -48,7 +48,8 @@ inline constexpr int32_t kBoxOf64Columns = 128 * 128;
 // sums over columns of h times its gradient, of the thread's two rows; `weights` their routing weights.
 template <ActivationKind kKind, class Precision, int kStep>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
-                                              std::byte* gate, bool gated, const float (&weights)[2], float (&products)[2], int lane) {
+                                              std::byte* gate, bool gated, const float (&weights)[2],
+                                              float (&products)[2], int lane) {
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
     std::byte* const gate_row = gate + swizzled_offset(block, lane);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
   }
 }
 
-// --- token_gradient ----------------------------------------------------------------------------------------------------
+// --- token_gradient --------------------------------------------------------------------------------------------------
 
 // Gradients of routing weights to the ranks that own them: h times its gradient, summed tile by tile in order, and the
 // gradient of the output times the bias that was added to it. `target` is that of the lane's row.
@@ -191,7 +192,7 @@ __device__ __forceinline__ void answer_weights(const Cta<Variant>& cta, const Ta
   cta.template at<float>(target.source(), p.layout.weight_answers.offset)[target.slot()] = answer;
 }
 
-// --- weight gradients --------------------------------------------------------------------------------------------------
+// --- weight gradients ------------------------------------------------------------------------------------------------
 
 // A weight matrix of an expert, or its gradient.
 struct Matrix {

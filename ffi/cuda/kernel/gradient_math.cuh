@@ -75,7 +75,9 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   }
   const int32_t width = p.shape.intermediate;
   const TileColumns columns{task.column_tile * p.schedule.tile.hidden_columns, width};
-  const auto bias_of = [&](const void* bias) { return static_cast<const Element*>(bias) + int64_t{task.expert} * width; };
+  const auto bias_of = [&](const void* bias) {
+    return static_cast<const Element*>(bias) + int64_t{task.expert} * width;
+  };
   Element* row = nullptr;
   if (thread.tile_row() < task.rows) {
     row = cta.template at<Element>(p.layout.projections) +
@@ -137,13 +139,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if (computed) lane.mark(EventKind::kEpilogue, task);
     queue.stored();
   }
-  queue.finish();
-  ring.release(position, thread.lane);
-  // Answers may lie at peers: everything this warp has stored comes before what is announced after it.
-  if (thread.lane == 0) {
-    ptx::fence_system();
-    cta.signals.release({Signal::kTasksDone, 0, 1});
-  }
+  queue.finish(ring, position);
 }
 
 }  // namespace jaxmoe::gradient_math

@@ -4,7 +4,7 @@
 //   GEMM              rows [128 or 64 deep]                weights [256 or 64 deep]           depth
 //   gate_up           tokens                               w_gate, w_up, along columns        hidden
 //   hidden_gradient   gradients of outputs                 w_down, along the depth            hidden
-//   token_gradient    gradients of gate, then of up        w_gate, then w_up, along the depth projections * intermediate
+//   token_gradient    gradients of gate, then of up        w_gate, then w_up, along the depth intermediate, of each
 //   gate_gradient     tokens, along columns                gradients of gate, along columns   rows of the segment
 //   up_gradient       the same                             gradients of up                    the same
 //   down_gradient     h times routing weights              gradients of outputs               the same
@@ -237,12 +237,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     }
     lane.mark(load_event_of(task.gemm), own);
   }
-  // The end takes a stage too, of no bytes.
-  ring.acquire(position);
-  cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
-  ring.commit(position, 0);
-  position.advance();
-  if constexpr (Variant::config.cluster_size > 1) drain_stages<Variant>(ring, position);
+  producer::end_tasks(cta, ring, position, queued);
 }
 
 }  // namespace jaxmoe::gradient_producer

@@ -127,13 +127,7 @@ __device__ void run(const Cta<Variant>& cta) {
     }
     queue.stored();
   }
-  queue.finish();
-  ring.release(position, thread.lane);
-  // Partials may lie at peers: everything this warp has stored comes before what is announced after it.
-  if (thread.lane == 0) {
-    ptx::fence_system();
-    cta.signals.release({Signal::kTasksDone, 0, 1});
-  }
+  queue.finish(ring, position);
 }
 
 }  // namespace jaxmoe::math

@@ -40,6 +40,17 @@ __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth,
   return number;
 }
 
+// Behind the last task, the `queued`th. The end takes a stage too, of no bytes.
+template <class Variant>
+__device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                          typename GemmShape<Variant>::Ring::Position position, int queued) {
+  ring.acquire(position);
+  cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
+  ring.commit(position, 0);
+  position.advance();
+  if constexpr (Variant::config.cluster_size > 1) drain_stages<Variant>(ring, position);
+}
+
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -75,12 +86,7 @@ __device__ void run(const Cta<Variant>& cta) {
                        one_tile ? once : keep, keep, lane);
     lane.mark(load_event_of(task.gemm), own);
   }
-  // The end takes a stage too, of no bytes.
-  ring.acquire(position);
-  cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
-  ring.commit(position, 0);
-  position.advance();
-  if constexpr (Variant::config.cluster_size > 1) drain_stages<Variant>(ring, position);
+  end_tasks(cta, ring, position, queued);
 }
 
 }  // namespace jaxmoe::producer

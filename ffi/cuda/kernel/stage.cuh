@@ -52,7 +52,8 @@ __device__ void copy_inputs(const Cta<Variant>& cta) {
   if (!stages_tokens(p.shape, p.schedule)) return;
   uint4* tokens = cta.template at<uint4>(p.layout.tokens);
   if constexpr (Cta<Variant>::kBackward) {
-    const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
+    using Element = typename Cta<Variant>::Element;
+    const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
     const int32_t warps = gridDim.x * blockDim.x / 32;
     const int lane = threadIdx.x % 32;
     for (int64_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32; token < p.shape.tokens; token += warps) {

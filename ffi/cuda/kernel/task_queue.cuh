@@ -1,8 +1,8 @@
 // How a math warp gets its tasks from the producer and announces what it has stored of them. Used by math.cuh and
 // gradient_math.cuh.
 //
-// What a warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would leave the
-// tensor cores idle for as long as a store to a peer takes.
+// What a warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would leave
+// the tensor cores idle for as long as a store to a peer takes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,9 +54,15 @@ class TaskQueue {
   // Everything of the task in hand has been computed, and its stores are under way.
   __device__ __forceinline__ void stored() { announced_ = false; }
 
-  // Behind the end mark.
-  __device__ __forceinline__ void finish() {
+  // Behind the end mark, which has a stage too. What this warp has stored may lie at peers: all of it comes before what
+  // is announced after it.
+  __device__ __forceinline__ void finish(const Ring& ring, typename Ring::Position position) {
     if (!announced_) announce_stored(2);
+    ring.release(position, thread_.lane);
+    if (thread_.lane == 0) {
+      ptx::fence_system();
+      cta_.signals.release({Signal::kTasksDone, 0, 1});
+    }
   }
 
  private:

@@ -1,5 +1,6 @@
 // wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
-// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm_math.cuh through the precision policies.
+// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm_math.cuh
+// through the precision policies.
 //
 // Order of calls: wgmma_fence() before the first product of a group, commit_products() behind the last,
 // wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
@@ -31,7 +32,9 @@ enum class Major { kDepth = 0, kWidth = 1 };
 
 // A tile whose rows are 64 16-bit elements of the K dimension, 128 bytes each: 8 rows are 1024 bytes. The leading
 // offset is not used, since a slice of 16 elements lies within one row.
-__device__ __forceinline__ uint64_t depth_major_descriptor(const void* tile) { return swizzled_descriptor(tile, 16, 1024); }
+__device__ __forceinline__ uint64_t depth_major_descriptor(const void* tile) {
+  return swizzled_descriptor(tile, 16, 1024);
+}
 
 // A tile whose rows are 64 16-bit elements of the M or N dimension, one row for each k: 8 rows (values of k) are 1024
 // bytes, and `block_bytes` lie between one block of 64 columns and the next.
@@ -66,8 +69,8 @@ __device__ __forceinline__ void clear_accumulators(Accumulators& accumulators) {
   for (float& value : accumulators.values) value = 0.0f;
 }
 
-// accumulators += a * b. PTX takes the 128 registers one by one, and the element type is part of the instruction's name:
-// both are spelled once, here.
+// accumulators += a * b. PTX takes the 128 registers one by one, and the element type is part of the instruction's
+// name: both are spelled once, here.
 #define JAXMOE_EIGHT(first)                                                                                    \
   "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
       "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
