@@ -89,7 +89,7 @@ class PassedSegments {
     bool moved = false;
     while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
     if (!moved) return;  // it has waited for that segment before
-    // Pairs with the releases behind weight gradients in gradient_math::run().
+    // Pairs with the releases behind weight gradients in TaskQueue::announce_stored().
     cta_.signals.wait(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
                       Site::kDispatch, Cta<Variant>::kTaskParts, Signals::kLongNapNs);
   }
@@ -146,7 +146,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     timeline.mark(EventKind::kFindRows, subject);
 
     // The ring slot is free once the tile that had it has left. Pairs with the releases behind down tasks in
-    // math::run().
+    // TaskQueue::announce_stored().
     const Wait freed = wait_before(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) {
