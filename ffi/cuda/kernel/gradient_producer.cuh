@@ -210,7 +210,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     lane.mark(EventKind::kTakeTask, task);
     const bool is_weight = is_weight_gradient(task.gemm);
     // Gate/up pairs with the release at the end of a chunk in dispatch::run(), the others with those behind the tasks
-    // before them in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
+    // before them in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the
+    // loads.
     if (!is_weight || complete_segment != task.row_tile) {
       const int32_t waits = num_waits(p.schedule, task);
       for (int32_t nth = 0; nth < waits; ++nth) {

@@ -71,8 +71,8 @@ __device__ void run(const Cta<Variant>& cta) {
     const bool is_gate_up = task.gemm == Gemm::kGateUp;
     lane.mark(EventKind::kTakeTask, task);
     // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those behind gate/up tasks in
-    // TaskQueue::announce_stored(). Rows and h were written by ordinary stores and by bulk stores; the fence orders both before the
-    // loads.
+    // TaskQueue::announce_stored(). Rows and h were written by ordinary stores and by bulk stores; the fence orders
+    // both before the loads.
     cta.signals.wait(wait_before(p.shape, p.schedule, task), site_of(task.gemm),
                      is_gate_up ? 1 : Cta<Variant>::kTaskParts);
     ptx::fence_proxy_async_global();
