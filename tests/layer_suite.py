@@ -52,6 +52,7 @@ PLACEMENTS = (
     "all devices",
     "data x expert, Auto",
     "data x expert, Explicit",
+    "data x expert, groups of two",
     "two expert axes",
     "in shard_map",
 )
@@ -83,6 +84,10 @@ def layer(placement: str, **options: Any):
         return functools.partial(call, mesh=mesh_of("expert"))
     if placement in ("data x expert, Auto", "data x expert, Explicit"):
         return functools.partial(call, mesh=data_expert, data_axes="data")
+    if placement == "data x expert, groups of two":
+        ranks = min(2, jax.device_count())
+        mesh = jax.make_mesh((jax.device_count() // ranks, ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+        return functools.partial(call, mesh=mesh, data_axes="data")
     if placement == "two expert axes":
         mesh = mesh_of("data", "node", "gpu")
         return functools.partial(call, mesh=mesh, axis_name=("node", "gpu"), data_axes=("data",))

@@ -1,41 +1,103 @@
-"""The fused kernel with one process per GPU, and with several GPUs in each of several processes."""
+"""The fused kernel with one process per GPU, with several GPUs in each of several processes, and on shared GPUs."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import pytest
 
 from jaxmoe import native
+from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import LaunchError, launch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
 ]
+# Processes that share GPUs are tested on one as on eight.
+several_gpus = pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+GPUS = jax.device_count()
 WORKER = "tests.multiprocess.workers.megakernel"
 TIMEOUT_S, SILENCE_S = 150, 90
 
 
-def run(what: str, devices_per_process: int = 1) -> tuple[str, ...]:
+# Beside the tests' own JAX on the same GPUs.
+MEMORY: Mapping[str, str] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+SHARED_RANKS = 8
+# Ranks of a shared GPU wait for each other's turns.
+SHARED: dict[str, Any] = {"processes": SHARED_RANKS, "devices_per_process": 1, "shared_gpus": min(GPUS, SHARED_RANKS)}
+
+
+def run(what: str, devices_per_process: int = 1, **shared: Any) -> tuple[str, ...]:
     return launch(
         WORKER,
-        processes=jax.device_count() // devices_per_process,
-        devices_per_process=devices_per_process,
+        **{"processes": GPUS // devices_per_process, "devices_per_process": devices_per_process} | shared,
         arguments=(what,),
         platform="gpu",
         timeout_s=TIMEOUT_S,
         silence_s=SILENCE_S,
-        # Beside the tests' own JAX on the same GPUs.
-        environment=lambda rank: {"JAXMOE_TIMEOUT_SECONDS": "3", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        environment=lambda rank: {"JAXMOE_TIMEOUT_SECONDS": "60" if shared else "3", **MEMORY},
     )
 
 
+def meshes(ranks: int) -> list[str]:
+    """All ranks as one group, and every number of equal groups of two or more."""
+    groups = [count for count in range(2, ranks // 2 + 1) if ranks % count == 0]
+    return [f"expert {ranks}", *(f"data {count} x expert {ranks // count}" for count in groups)]
+
+
+def assert_right_with_the_same_bits(mesh: str, **ranks: Any) -> None:
+    """Outputs and gradients of every routing, and equal replicas in all processes."""
+    outputs = launch(
+        "tests.multiprocess.workers.layer",
+        **ranks,
+        arguments=(mesh, "megakernel"),
+        platform="gpu",
+        timeout_s=TIMEOUT_S,
+        silence_s=SILENCE_S,
+        environment=lambda rank: MEMORY,
+    )
+    digests: dict[str, str] = {}
+    for output in outputs:
+        assert "calls gave the same bits" in output
+        for kind in ROUTING_KINDS:
+            assert re.search(rf"^{kind}: \d+ shards near the reference", output, re.M)
+        for shard, digest in re.findall(r"^digest (.+) ([0-9a-f]{64})$", output, re.M):
+            assert digests.setdefault(shard, digest) == digest, shard
+
+
+@several_gpus
+@pytest.mark.parametrize("mesh", meshes(GPUS))
+def test_every_process_gets_the_output_and_gradients_of_the_reference_with_the_same_bits_each_time(mesh):
+    assert_right_with_the_same_bits(mesh, processes=GPUS, devices_per_process=1)
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("mesh", meshes(GPUS))
+def test_groups_across_two_processes_of_several_gpus_get_the_output_and_gradients_of_the_reference(mesh):
+    assert_right_with_the_same_bits(mesh, processes=2, devices_per_process=GPUS // 2)
+
+
+@pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
+@pytest.mark.parametrize("mesh", meshes(SHARED_RANKS))
+def test_eight_ranks_that_share_gpus_get_the_output_and_gradients_of_the_reference(mesh):
+    assert_right_with_the_same_bits(mesh, **SHARED)
+
+
+@pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
+def test_eight_ranks_that_share_gpus_get_the_same_bits_call_after_call():
+    for output in run("layer", **SHARED):
+        assert "1000 calls gave the same bits" in output
+
+
+@several_gpus
 def test_ranks_in_processes_of_their_own_agree_with_the_reference_call_after_call():
     for output in run("layer"):
-        assert "300 calls gave the same bits" in output
+        assert "1000 calls gave the same bits" in output
 
 
+@several_gpus
 def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
     try:
         outputs = run("absent")
@@ -55,6 +117,7 @@ def test_memory_of_a_group_outlives_the_communicators_that_xla_destroys(devices_
         assert "right: beside a larger group again" in output
 
 
+@several_gpus
 def test_two_threads_get_right_results_or_an_error_that_names_them():
     [output] = run("threads", jax.device_count())
     for told in re.findall("thread: (.*)", output):

@@ -64,6 +64,7 @@ def launch(
     silence_s: float,
     arguments: Sequence[str] = (),
     platform: Literal["cpu", "gpu"] = "cpu",
+    shared_gpus: int | None = None,
     environment: Callable[[int], Mapping[str, str]] | None = None,
 ) -> tuple[str, ...]:
     """Runs a program as all ranks of one job and returns what each of them printed, stderr included.
@@ -77,6 +78,9 @@ def launch(
       arguments: of the command line, the same for all ranks.
       platform: on `"gpu"` rank r takes the GPUs from `r * devices_per_process` on and sees the others, as peer access
         needs it.
+      shared_gpus: so many GPUs are taken in turn by more ranks of one GPU each. The driver then lets one of a GPU's
+        processes run after the other, a few milliseconds each, and NCCL, which wants a GPU for each rank of a host,
+        takes processes for hosts: correct and slow.
       environment: further variables of a rank, such as `CUDA_VISIBLE_DEVICES`.
 
     Raises:
@@ -87,10 +91,11 @@ def launch(
     started = time.monotonic()
     with _free_port() as port, _Job() as job:
         for index in range(processes):
-            first_gpu = index * devices_per_process
+            first_gpu = index * devices_per_process if shared_gpus is None else index % shared_gpus
             gpus = tuple(range(first_gpu, first_gpu + devices_per_process)) if platform == "gpu" else None
             rank = Rank(index, processes, f"127.0.0.1:{port}", devices_per_process, gpus, os.getpid())
             variables = {VARIABLE: rank.to_json(), "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
+            variables |= {} if shared_gpus is None else {"NCCL_HOSTID": f"rank{index}"}
             variables |= environment(index) if environment else {}
             job.start([module_or_script, *arguments], variables)
 

@@ -7,12 +7,13 @@ import pytest
 
 from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import launch
-from tests.multiprocess.workers.layer import CALLS, MESHES
+from tests.multiprocess.workers.layer import CALLS
 
 pytestmark = pytest.mark.multiprocess
 
 # Seconds; a rank prints nothing while it compiles, with all cores taken by other tests.
 TIMEOUT_S, SILENCE_S = 270, 120
+MESHES = ("data 2 x expert 4", "expert 8")
 
 
 @pytest.mark.parametrize("implementation", ["xla"])

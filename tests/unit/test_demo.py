@@ -290,7 +290,8 @@ def test_an_implementation_that_this_machine_does_not_have_ends_with_one_line():
 
 def test_an_interrupt_while_compiling_ends_with_one_line_and_status_130(tmp_path):
     process = subprocess.Popen(
-        [*PROGRAM, "--short", f"--output={tmp_path}"],
+        # What a shell starts in the background, the tests for instance, has Ctrl-C ignored.
+        ["env", "--default-signal=INT", *PROGRAM, "--short", f"--output={tmp_path}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,13 +1,15 @@
-"""Ranks that compare `moe_layer` over two processes with the dense reference, which each of them computes for itself.
+"""Ranks that compare `moe_layer` over several processes with the dense reference, which each computes for itself.
 
-    argument 1   the mesh, one of `MESHES`
+    argument 1   the mesh over all devices, such as "expert 8" or "data 2 x expert 4"
     argument 2   the implementation
 
-Every rank checks the shards that it holds. It prints a digest of every shard, so that the test can compare replicas of
-different processes. Everything that runs over the ranks is one compiled program.
+In float32 on CPU and in bfloat16 on GPUs. Every rank checks the shards that it holds. It prints a digest of every
+shard, so that the test can compare replicas of different processes. Everything that runs over the ranks is one
+compiled program.
 """
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,33 +22,39 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.api import Arguments
-from jaxmoe.testing import ROUTING_KINDS, dense, make_inputs, relative_error
+from jaxmoe.testing import ROUTING_KINDS, dense, make_inputs, relative_error, tolerance
+from tests.layer_suite import widened
 from tests.multiprocess.rank import join, step
 
-TOKENS, EXPERTS, TOP_K = 64, 8, 3
-SIZES: dict[str, Any] = {"tokens": TOKENS, "hidden": 24, "intermediate": 40, "num_experts": EXPERTS, "top_k": TOP_K}
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {"tokens": 64, "hidden": 24, "intermediate": 40, "num_experts": 8, "top_k": 3},
+    # Several row tiles of an expert in some routings.
+    "gpu": {"tokens": 1024, "hidden": 264, "intermediate": 392, "num_experts": 16, "top_k": 3},
+}
+DTYPES: dict[str, Any] = {"cpu": jnp.float32, "gpu": jnp.bfloat16}
 # Float32 against float32: only the order of sums differs.
 ALLOWED_ERROR = 5e-6
 # So few that ranks take several passes, a different number each: in a "one-hot" routing one rank all, the others none.
 PLAN = jaxmoe.Plan(chunk_rows=11)
 CALLS = 30
-MESHES = ("data 2 x expert 4", "expert 8")
 
 
 def make_mesh(name: str) -> Mesh:
-    """A mesh over both processes, whose every expert group has ranks in both.
+    """A mesh over all processes, whose every expert group has ranks in as many of them as it can.
 
-    In "data 2 x expert 4" processes alternate along both axes, like the colours of a chess board: each step along the
-    expert axis leaves the process, and the replicas of an expert lie in different ones. In "expert 8" each has a half.
+    Processes alternate along both axes, like the colours of a chess board where there are two: each step along the
+    expert axis leaves the process, and the replicas of an expert lie in different ones.
     """
-    by_process = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id))).reshape(2, 4)
-    if name == "expert 8":
-        return Mesh(by_process.reshape(8), ("expert",))
-    assert name == "data 2 x expert 4", name
-    data, expert = np.indices((2, 4))
-    mesh = Mesh(by_process[(data + expert) % 2, 2 * data + expert // 2], ("data", "expert"))
-    assert len(set(mesh.devices.flat)) == 8
-    assert all({device.process_index for device in group} == {0, 1} for group in mesh.devices)
+    found = re.fullmatch(r"(?:data (\d+) x )?expert (\d+)", name)
+    assert found, name
+    groups, ranks = int(found[1] or 1), int(found[2])
+    by_process = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    alternating = by_process.reshape(jax.process_count(), -1).T.reshape(groups, ranks)
+    turned = np.stack([np.roll(group, -number) for number, group in enumerate(alternating)])
+    mesh = Mesh(turned, ("data", "expert")) if found[1] else Mesh(turned[0], ("expert",))
+    assert len(set(mesh.devices.flat)) == jax.device_count()
+    for group in turned:
+        assert len({device.process_index for device in group}) == min(ranks, jax.process_count())
     return mesh
 
 
@@ -88,32 +96,61 @@ def shards(tree: Any) -> Iterator[tuple[str, tuple[slice, ...], np.ndarray]]:
             yield jax.tree_util.keystr(path), shard.index, np.asarray(shard.data)
 
 
-def passes_of_ranks(ids: jax.Array, mesh: Mesh) -> list[int]:
-    """How often each rank goes through the loop over rows."""
+def passes_of_ranks(ids: jax.Array, num_experts: int, mesh: Mesh) -> list[int]:
+    """How often each rank goes through the loop over rows of `"xla"`."""
     groups, ranks = mesh.shape.get("data", 1), mesh.shape["expert"]
     by_group = np.asarray(ids).reshape(groups, -1)
-    owners = np.where(by_group < 0, -1, by_group // (EXPERTS // ranks))
+    owners = np.where(by_group < 0, -1, by_group // (num_experts // ranks))
     rows = [int((owners[group] == rank).sum()) for group in range(groups) for rank in range(ranks)]
     return [-(-number // PLAN.chunk_rows) for number in rows]
 
 
-def check(got: Any, truth: Any) -> int:
-    """Compares the shards of this process with their parts of the truth and returns how many there are."""
-    whole = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(truth)}
+def as_dict(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def check(got: Any, truth: Any, rough: Any) -> int:
+    """Compares the shards of this process with their parts of the truth and returns how many there are.
+
+    `rough` is the same maths in 16 bits, of which they may have twice the error; None where they are in float32.
+    """
+    whole, narrow = as_dict(truth), None if rough is None else as_dict(rough)
     number = 0
     for name, place, value in shards(got):
         want = whole[name][place]
+        allowed = ALLOWED_ERROR if narrow is None else tolerance(narrow[name][place], want, jnp.bfloat16)
         error = relative_error(value, want)
-        allowed = ALLOWED_ERROR if want.any() else 0.0
-        assert error <= allowed, f"{name}{place}: error {error:.2e} above {allowed:.2e}"
+        assert error <= (allowed if want.any() else 0.0), f"{name}{place}: error {error:.2e} above {allowed:.2e}"
         number += 1
     return number
+
+
+def check_routings(dtype: Any, local: list[Arguments], results: list[Any]) -> dict[str, int]:
+    """Compares the first result of every routing with the reference; returns the number of this process's shards."""
+    truth_of, rough_of = (
+        jax.jit(outputs_and_gradients(lambda arguments, kind=kind: (dense(arguments, compute_dtype=kind), None)))
+        for kind in (None, dtype)
+    )
+    numbers = {}
+    for kind, arguments, result in zip(ROUTING_KINDS, local, results, strict=False):
+        here = jax.tree.map(np.asarray, arguments)
+        (y, _), gradients = truth_of(widened(here))
+        stats = jaxmoe.load_stats(here.topk_ids, here.experts.num_experts, token_valid=here.token_valid)
+        rough = None
+        if dtype != jnp.float32:
+            (rough_y, _), rough_gradients = rough_of(here)
+            rough = ((rough_y, stats), rough_gradients)
+        numbers[kind] = check(result, ((y, stats), gradients), rough)
+        step(f"{kind}: compared")
+    return numbers
 
 
 def main() -> None:
     join()
     name, implementation = sys.argv[1:]
-    mesh = make_mesh(name)
+    mesh, platform = make_mesh(name), jax.default_backend()
+    sizes, dtype = SIZES[platform], DTYPES[platform]
+    num_experts = sizes["num_experts"]
 
     def layer(arguments: Arguments) -> Any:
         x, ids, weights, experts, valid = arguments
@@ -121,8 +158,8 @@ def main() -> None:
         options: dict[str, Any] = {"implementation": implementation, "plan": PLAN if implementation == "xla" else None}
         return jaxmoe.moe_layer(x, ids, weights, experts, return_stats=True, **where, **options)
 
-    structure: dict[str, Any] = {"biases": True, "token_valid": True}
-    local = [make_inputs(seed, **SIZES, **structure, routing=kind) for seed, kind in enumerate(ROUTING_KINDS)]
+    structure: dict[str, Any] = {"biases": True, "token_valid": True, "dtype": dtype}
+    local = [make_inputs(seed, **sizes, **structure, routing=kind) for seed, kind in enumerate(ROUTING_KINDS)]
     inputs = [spread(arguments, mesh) for arguments in local]
     program = jax.jit(outputs_and_gradients(layer)).lower(inputs[0]).compile()
     step("compiled")
@@ -133,13 +170,13 @@ def main() -> None:
     jax.block_until_ready(results)
     step(f"{CALLS} calls ended")
 
-    truth_of = jax.jit(outputs_and_gradients(lambda arguments: (dense(arguments), None)))
-    for kind, arguments, result in zip(ROUTING_KINDS, local, results, strict=False):
-        truth = truth_of(arguments)
-        stats = jaxmoe.load_stats(arguments.topk_ids, EXPERTS, token_valid=arguments.token_valid)
-        number = check(result, ((truth[0][0], stats), truth[1]))
+    # On a CPU of this process's own: the GPUs may be shared, and XLA's autotuner waits for its turns there.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        number_of_shards = check_routings(dtype, local, results)
+    for (kind, number), arguments in zip(number_of_shards.items(), local, strict=True):
         used = jnp.where(arguments.token_valid[:, None], arguments.topk_ids, -1)
-        step(f"{kind}: {number} shards near the reference, passes of the ranks {passes_of_ranks(used, mesh)}")
+        passes = passes_of_ranks(used, num_experts, mesh)
+        step(f"{kind}: {number} shards near the reference, passes of the ranks {passes}")
 
     for call, result in enumerate(results):
         first = results[call % len(inputs)]
