@@ -29,7 +29,7 @@ def _run(argv: list[str]) -> None:
         sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
     try:
         chosen = options.from_flags()
-        _join(chosen.ranks)
+        _join(max(chosen.ranks))
         status = layer.run(chosen)
     except ValueError as error:
         sys.exit(f"jaxmoe bench: {error}")

@@ -1,12 +1,13 @@
 """`python -m jaxmoe.bench layer`: time of one call of `moe_layer`, for inputs that were checked just before.
 
-One line for each shape, number of tokens, pass, implementation and plan. The call is measured as a user makes it:
-jitted, enqueued many times, with inputs that are not in the caches already (`inputs.py`), until the slowest rank has
-ended (`timing.py`). What a pass is, is said in `passes.py`. Without a passed check no time is printed. What the figures
-are is said in `table.Result`.
+One line for each shape, number of tokens, number of ranks, pass, implementation and plan. The call is measured as a
+user makes it: jitted, enqueued many times, with inputs that are not in the caches already (`inputs.py`), until the
+slowest rank has ended (`timing.py`). What a pass is, is said in `passes.py`. Without a passed check no time is printed.
+What the figures are is said in `table.Result`.
 """
 
 import gc
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,13 +35,16 @@ def run(options: Options) -> int:
     Raises:
       ValueError: more ranks than devices, or processes without a rank.
     """
-    mesh = _make_mesh(options)
-    device = mesh.devices.flat[0]
+    meshes = _make_meshes(options)
+    # One rank sends nothing: what the ranks of a group keep of their speed in a larger one is told from two ranks on.
+    reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
+    device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
     _print(
-        f"{device.device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"{options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, the maximum over ranks "
-        f"of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s of rest before each."
+        f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
+        f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
+        f"the maximum over ranks of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s "
+        "of rest before each."
     )
     peak = f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
     _print(
@@ -50,10 +54,13 @@ def run(options: Options) -> int:
     _print(table.header())
     failed = False
     for case in options.cases:
-        experts = None
-        for tokens in (case.tokens,) if case.tokens else options.tokens:
-            lines = [_Lines(case.name, tokens, pass_name, mesh, options) for pass_name in options.passes]
+        experts, scaling = None, _Scaling(reference_ranks)
+        all_tokens = (case.tokens,) if case.tokens else options.tokens
+        for tokens, mesh in itertools.product(all_tokens, meshes):
+            lines = [_Lines(case.name, tokens, pass_name, mesh, options, scaling) for pass_name in options.passes]
             inputs = gradients = None  # what was measured before is free when the next inputs are made
+            if len(meshes) > 1:
+                experts = None  # those of before are split over other ranks
             gc.collect()
             try:
                 if experts is None:
@@ -72,12 +79,31 @@ def run(options: Options) -> int:
     return int(failed)
 
 
-class _Lines:
-    """The lines of one shape, number of tokens and pass, which are compared with each other."""
+class _Scaling:
+    """Of one shape the results on one number of ranks, with which those on other numbers are compared."""
 
-    def __init__(self, name: str, tokens: int, pass_name: Pass, mesh: Mesh, options: Options) -> None:
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.references: dict[tuple[int, Pass, str], Result] = {}
+
+    def of(self, result: Result) -> Result:
+        """Returns a result that was timed with its default plan, with its scaling if its reference was timed before."""
+        key = (result.tokens, result.pass_name, result.implementation)
+        if result.ranks == self.ranks:
+            self.references[key] = result
+            return result
+        return result.scaled(self.references[key]) if key in self.references else result
+
+
+class _Lines:
+    """The lines of one shape, number of tokens, number of ranks and pass, which are compared with each other."""
+
+    def __init__(
+        self, name: str, tokens: int, pass_name: Pass, mesh: Mesh, options: Options, scaling: _Scaling
+    ) -> None:
         self.name, self.tokens, self.mesh, self.options = name, tokens, mesh, options
         self.pass_name: Pass = pass_name
+        self.scaling = scaling
         self.failed = False
         self.microseconds: dict[str, float] = {}  # of implementations measured so far
         self.default_outputs: list[Results] | None = None  # of the megakernel's default plan, while others are tried
@@ -102,7 +128,8 @@ class _Lines:
         """Prints why there are no figures."""
         self.failed = True
         plan = table.plan_text(candidate.plan_fields)
-        _print(table.failure(self.name, self.tokens, self.pass_name, candidate.implementation, plan, text))
+        case = (self.name, self.tokens, self.mesh.size, self.pass_name, candidate.implementation, plan)
+        _print(table.failure(*case, text))
 
     def _measure(
         self, candidate: Candidate, inputs: Inputs, gradients: GradientInputs | None, keep_outputs: bool
@@ -146,6 +173,7 @@ class _Lines:
         result = result.compared(self.microseconds)
         if result.microseconds is not None and candidate.is_default:
             self.microseconds[candidate.implementation] = result.microseconds
+            result = self.scaling.of(result)
         _print(table.line(result))
         if self.options.terms and candidate.is_default:
             _print(table.terms(result))
@@ -289,9 +317,13 @@ def _equal_bits(results: Results, expected: Results) -> bool:
     return not any(bool(_bits_differ(a, b)) for a, b in pairs)
 
 
-def _make_mesh(options: Options) -> Mesh:
+def _make_meshes(options: Options) -> list[Mesh]:
+    numbers = (ranks or jax.device_count() for ranks in options.ranks)
+    return [_make_mesh(ranks) for ranks in dict.fromkeys(numbers)]
+
+
+def _make_mesh(ranks: int) -> Mesh:
     devices, processes = jax.devices(), jax.process_count()
-    ranks = options.ranks or len(devices)
     if ranks > len(devices):
         raise ValueError(f"--ep={ranks}: JAX has {len(devices)} devices.")
     if processes > 1 and ranks != len(devices):

@@ -85,7 +85,7 @@ class Options:
     Args:
       cases: shapes.
       tokens: per rank, for the cases that do not bring their own.
-      ranks: over which the experts are spread; 0 for all devices.
+      ranks: numbers of ranks over which the experts are spread; 0 for all devices. One that comes twice counts once.
       dtype: a key of `DTYPES`, of tokens and weights.
       implementations: members of `MEASURED`.
       passes: members of `PASSES`, what is timed.
@@ -102,7 +102,7 @@ class Options:
 
     cases: tuple[shapes.Case, ...]
     tokens: tuple[int, ...]
-    ranks: int = 0
+    ranks: tuple[int, ...] = (0,)
     dtype: str = "bf16"
     implementations: tuple[str, ...] = ("xla",)
     passes: tuple[Pass, ...] = ("forward",)
@@ -122,6 +122,11 @@ class Options:
                 raise ValueError(f"--implementation={name} is not one of {', '.join(MEASURED)}.")
         if not self.tokens or min(self.tokens) < 1:
             raise ValueError(f"--tokens={','.join(map(str, self.tokens))}: a rank needs at least one token.")
+        if not self.ranks or min(self.ranks) < 0:
+            raise ValueError(
+                f"--ep={','.join(map(str, self.ranks))}: a number of ranks is at least 1, or 0 for all devices. Name "
+                "one, several with commas between, or leave --ep out."
+            )
         swept = any(dataclasses.astuple(self.sweep))
         if swept and "megakernel" not in self.implementations:
             raise ValueError(
@@ -151,8 +156,12 @@ _SHAPE = flags.DEFINE_multi_string(
     "repeated.",
 )
 _TOKENS = flags.DEFINE_list("tokens", ["8192"], "Tokens per rank; not for shapes T,D,F,E,K.")
-_EP = flags.DEFINE_integer(
-    "ep", 0, "Ranks over which the experts are spread; 0 is all devices. On CPUs that many are made.", lower_bound=0
+_EP = flags.DEFINE_list(
+    "ep",
+    ["0"],
+    "Ranks over which the experts are spread; 0 is all devices. Of several numbers each has its lines, in this order, "
+    "and those behind the first number above 1 say how time scales from there. On CPUs as many devices as the largest "
+    "are made.",
 )
 _DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
 _IMPLEMENTATION = flags.DEFINE_list(
@@ -204,7 +213,7 @@ def from_flags() -> Options:
     return Options(
         cases=tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
         tokens=_integers("tokens", _TOKENS.value),
-        ranks=_EP.value,
+        ranks=_integers("ep", _EP.value),
         dtype=_DTYPE.value,
         implementations=tuple(_IMPLEMENTATION.value),
         passes=_passes(_PASS.value),

@@ -57,6 +57,9 @@ class Result:
       pass_name: what was timed: forward, backward or both.
       worst_piece: what the errors are of: `y`, or a gradient.
       memory_mib: the most memory per rank beyond parameters, inputs and results: `arena_mib` and `temporary_mib`.
+      scaling: time of the same on `scaling_ranks` ranks, measured before in this run with as many tokens per rank, over
+        this time; only of default plans. From two ranks it is what FlashDMoE calls overlap efficiency, T(2) / T(N).
+      scaling_ranks: the first number above 1 of those that the run was asked for.
     """
 
     shape: str
@@ -98,6 +101,8 @@ class Result:
     pass_name: Pass = "forward"
     worst_piece: str = "y"
     memory_mib: float | None = None
+    scaling: float | None = None
+    scaling_ranks: int | None = None
 
     def timed(self, blocks: Sequence[float], peak: Peaks | None) -> "Result":
         """Returns the result with its times, and what follows from them.
@@ -146,11 +151,23 @@ class Result:
         faster = {name: time / self.microseconds for name, time in others.items()}
         return dataclasses.replace(self, times_faster=faster)
 
+    def scaled(self, reference: "Result") -> "Result":
+        """Returns the result with its scaling from another number of ranks.
+
+        Args:
+          reference: of the same shape, tokens per rank, pass and implementation there, both with their default plans.
+        """
+        if self.microseconds is None or reference.microseconds is None:
+            return self
+        scaling = reference.microseconds / self.microseconds
+        return dataclasses.replace(self, scaling=scaling, scaling_ranks=reference.ranks)
+
 
 # Name, width and whether the column is flush left.
 _COLUMNS = (
     ("shape", 16, True),
     ("tokens", 6, False),
+    ("EP", 3, False),
     ("pass", 8, True),
     ("implementation", 19, True),
     ("plan", 12, True),
@@ -165,6 +182,7 @@ _COLUMNS = (
     ("memory MiB", 10, False),
     ("dropped", 7, False),
     ("x xla", 6, False),
+    ("scaling", 12, False),
 )
 
 
@@ -194,6 +212,7 @@ def line(result: Result) -> str:
             _number(r.memory_mib, ".0f"),
             str(r.dropped_rows),
             _number(r.times_faster.get("xla"), ".2f"),
+            "" if r.scaling is None else f"{r.scaling:.2f} of EP {r.scaling_ranks}",
         ]
     )
 
@@ -215,9 +234,9 @@ def terms(result: Result) -> str:
     return "\n".join(lines)
 
 
-def failure(shape: str, tokens: int | None, pass_name: Pass, implementation: str, plan: str, text: str) -> str:
+def failure(shape: str, tokens: int, ranks: int, pass_name: Pass, implementation: str, plan: str, text: str) -> str:
     """Returns the line of a case that could not be measured."""
-    return f"{_row([shape, '-' if tokens is None else str(tokens), pass_name, implementation, plan])} {text}"
+    return f"{_row([shape, str(tokens), str(ranks), pass_name, implementation, plan])} {text}"
 
 
 def plan_text(plan: dict[str, Any] | None) -> str:
@@ -240,7 +259,7 @@ def plan_text(plan: dict[str, Any] | None) -> str:
 
 def _case(r: Result) -> list[str]:
     check = "same bits" if r.same_bits else f"{r.relative_error:.1e}"
-    return [r.shape, str(r.tokens), r.pass_name, r.implementation, plan_text(r.plan), check]
+    return [r.shape, str(r.tokens), str(r.ranks), r.pass_name, r.implementation, plan_text(r.plan), check]
 
 
 def _row(cells: list[str]) -> str:

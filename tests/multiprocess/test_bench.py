@@ -35,8 +35,8 @@ def test_the_first_process_prints_what_all_measured():
         run("flags")
     first, second = error.value.outputs
     assert "cpu x 4, 2 process(es)" in first
-    assert re.search(r"^16,24,8,2 +24 forward +megakernel +- +cannot run: moe_layer: 2 processes", first, re.M)
+    assert re.search(r"^16,24,8,2 +24 +4 forward +megakernel +- +cannot run: moe_layer: 2 processes", first, re.M)
     for implementation in ("xla", "baseline-drops-rows"):
-        assert re.search(rf"^16,24,8,2 +24 forward +{implementation} +- +\d.\de-03 +\d+\.\d ", first, re.M)
+        assert re.search(rf"^16,24,8,2 +24 +4 forward +{implementation} +- +\d.\de-03 +\d+\.\d ", first, re.M)
     assert "16,24,8,2" not in second
     assert "HBM of rank" not in second

@@ -28,7 +28,7 @@ RANKS = 4
 
 
 def options(*cases: shapes.Case, **changes: Any) -> Options:
-    quick: dict[str, Any] = {"tokens": (24,), "ranks": RANKS, "blocks": 3, "seconds": 0.0}
+    quick: dict[str, Any] = {"tokens": (24,), "ranks": (RANKS,), "blocks": 3, "seconds": 0.0}
     return Options(cases or (TINY,), **quick | changes)
 
 
@@ -76,7 +76,62 @@ def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path,
     assert [(result["shape"], result["tokens"]) for result in results] == [("other", 8), ("other", 16), ("tiny", 40)]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[-3:]] == [["other", "8"], ["other", "16"], ["tiny", "40"]]
-    assert max(map(len, lines[2:])) <= 170
+    assert max(map(len, lines[2:])) <= 186
+
+
+def test_all_numbers_of_ranks_of_a_list_are_measured_in_its_order_and_compared_from_two_ranks_on(tmp_path, capsys):
+    chosen = options(OTHER, TINY, ranks=(1, 2, 4), implementations=("megakernel", "xla"), passes=("forward", "both"))
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    calls = [(name, implementation) for name in ("forward", "both") for implementation in ("xla", "megakernel")]
+    assert [(r["shape"], r["ranks"], r["pass_name"], r["implementation"]) for r in results] == [
+        (shape, ranks, *call) for shape in ("other", "tiny") for ranks in (1, 2, 4) for call in calls
+    ]
+    cells = []
+    for on_one, on_two, on_four in (
+        (results[:4], results[4:8], results[8:12]),
+        (results[12:16], results[16:20], results[20:]),
+    ):
+        for result in (*on_one, *on_two):
+            assert (result["scaling"], result["scaling_ranks"]) == (None, None)
+        for reference, result in zip(on_two, on_four, strict=True):
+            assert result["scaling"] == reference["microseconds"] / result["microseconds"]
+            assert result["scaling_ranks"] == 2
+        cells += [None] * 8 + [f"{result['scaling']:.2f} of EP 2" for result in on_four]
+        # Other implementations are compared on as many ranks.
+        for xla, megakernel in zip(on_four[::2], on_four[1::2], strict=True):
+            assert megakernel["times_faster"]["xla"] == xla["microseconds"] / megakernel["microseconds"]
+    header, *lines = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:4] == ["shape", "tokens", "EP", "pass"]
+    assert header.endswith(" scaling")
+    assert [int(line.split()[2]) for line in lines] == [r["ranks"] for r in results]
+    found = [re.search(r" (\S+ of EP \d+)$", line) for line in lines]
+    assert [match and match[1] for match in found] == cells
+
+
+def test_a_number_of_ranks_that_comes_twice_is_measured_once(tmp_path):
+    status, results = run(options(ranks=(2, 0, 2, jax.device_count())), tmp_path / "results")
+    assert status == 0
+    assert [result["ranks"] for result in results] == [2, jax.device_count()]
+
+
+def test_a_scaling_is_of_default_plans(tmp_path):
+    chosen = options(ranks=(2, 4), implementations=("megakernel",), sweep=Sweep(lag_units=(0, 2)))
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    assert [result["scaling_ranks"] for result in results] == [None, None, None, 2, None, None]
+    assert results[3]["scaling"] == results[0]["microseconds"] / results[3]["microseconds"]
+
+
+def test_a_number_of_ranks_that_a_shape_cannot_have_fails_alone(tmp_path, capsys):
+    status, results = run(options(OTHER, ranks=(8, 2, 4, 1)), tmp_path / "results")
+    assert status == 1
+    # Nothing stands in for the line on eight ranks.
+    assert [(result["ranks"], result["scaling"]) for result in results] == [(2, None), (4, None), (1, None)]
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^other +24 +8 forward +inputs +- +cannot run: 4 experts cannot be spread over 8 ranks", out, re.M
+    )
 
 
 def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_path, capsys):
@@ -155,6 +210,25 @@ def test_a_wrong_output_is_not_timed(change, monkeypatch, tmp_path, capsys):
     assert "above the allowed error" in capsys.readouterr().out
 
 
+def test_nothing_is_compared_with_a_number_of_ranks_whose_output_is_wrong(monkeypatch, tmp_path):
+    right = candidates.program
+
+    def program(candidate: Any, mesh: Any) -> Any:
+        function, prepare = right(candidate, mesh)
+        wrong = candidate.implementation == "xla" and mesh.size == 2
+        return lambda arguments: function(arguments) * jnp.bfloat16(1 + wrong), prepare
+
+    monkeypatch.setattr(layer, "program", program)
+    status, results = run(options(ranks=(2, 4), implementations=("xla", "reference")), tmp_path / "results")
+    assert status == 1
+    assert [(r["ranks"], r["implementation"], r["checked"], r["scaling_ranks"]) for r in results] == [
+        (2, "xla", False, None),
+        (2, "reference", True, None),
+        (4, "xla", True, None),
+        (4, "reference", True, 2),
+    ]
+
+
 def test_a_plan_with_other_bits_is_not_timed(monkeypatch, tmp_path, capsys):
     def one_bit(candidate: Any, y: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(y, jnp.uint16)
@@ -196,7 +270,7 @@ def test_a_case_without_memory_fails_alone(monkeypatch, tmp_path, capsys):
         ("other", BASELINE),
     ]
     out = capsys.readouterr().out
-    assert re.search(r"^tiny +40 forward +xla +- +failed: RESOURCE_EXHAUSTED: out of memory$", out, re.M)
+    assert re.search(r"^tiny +40 +4 forward +xla +- +failed: RESOURCE_EXHAUSTED: out of memory$", out, re.M)
 
 
 def test_a_shape_that_an_implementation_cannot_run_fails_alone(tmp_path, capsys):
@@ -206,8 +280,8 @@ def test_a_shape_that_an_implementation_cannot_run_fails_alone(tmp_path, capsys)
     assert status == 1
     assert [result["shape"] for result in results] == ["other"]
     out = capsys.readouterr().out
-    assert re.search(r"^many +24 forward +megakernel +- +cannot run: moe_layer: .*1024", out, re.M)
-    assert re.search(r"^odd +24 forward +inputs +- +cannot run: 6 experts cannot be spread over 4 ranks", out, re.M)
+    assert re.search(r"^many +24 +4 forward +megakernel +- +cannot run: moe_layer: .*1024", out, re.M)
+    assert re.search(r"^odd +24 +4 forward +inputs +- +cannot run: 6 experts cannot be spread over 4 ranks", out, re.M)
 
 
 # --- weights that L2 would keep ---------------------------------------------------------------------------------------
@@ -266,6 +340,18 @@ def test_bytes_that_are_not_all_there_are_are_marked_in_the_line():
     timed = _result().timed([1e-6], None)
     assert " 3 " in table.line(timed)
     assert " >3 " in table.line(dataclasses.replace(timed, hbm_complete=False))
+
+
+def test_scaling_is_the_time_on_fewer_ranks_over_the_time():
+    untimed = _result()
+    on_two, on_eight = untimed.timed([4e-6], None), dataclasses.replace(untimed, ranks=8).timed([5e-6], None)
+    scaled = on_eight.scaled(on_two)
+    assert (scaled.scaling, scaled.scaling_ranks) == (pytest.approx(0.8), 2)
+    assert table.line(scaled).endswith(" 0.80 of EP 2")
+    assert json.loads(scaled.to_json())["scaling"] == scaled.scaling
+    assert "of EP" not in table.line(on_eight)
+    assert on_eight.scaled(untimed) == on_eight
+    assert untimed.scaled(on_eight) == untimed
 
 
 def _result() -> table.Result:
@@ -334,8 +420,13 @@ def test_options_that_cannot_be_say_why():
         options(sweep=Sweep(lag_units=(1,)))
     with pytest.raises(ValueError, match=r"KernelPlan: unit_tiles=0 must be"):
         Sweep(unit_tiles=(0,))
-    with pytest.raises(ValueError, match=r"--ep=9: JAX has 8 devices"):
-        layer.run(options(ranks=9))
+    with pytest.raises(ValueError, match=r"--ep=2,-1: a number of ranks is at least 1, or 0 for all devices"):
+        options(ranks=(2, -1))
+    with pytest.raises(ValueError, match=r"--ep=: a number of ranks is at least 1"):
+        options(ranks=())
+    for ranks in (9,), (2, 9):
+        with pytest.raises(ValueError, match=r"^--ep=9: JAX has 8 devices"):
+            layer.run(options(ranks=ranks))
     with pytest.raises(ValueError, match=r"top_k=9 is more than the 8 experts"):
         shapes.parse("32,48,8,9")
 
@@ -370,10 +461,21 @@ def test_the_program_measures_what_its_flags_say(tmp_path):
     assert [r["plan"] and r["plan"]["ring_tiles"] for r in results[:4]][2:] == [8, 9]
 
 
+def test_the_program_makes_as_many_devices_as_the_largest_number_of_ranks(tmp_path):
+    path = tmp_path / "results"
+    done = program("layer", "--shape=24,16,24,4,2", "--ep=1,4,2", "--blocks=2", "--seconds=0", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cpu x 1/4/2, 1 process(es)")
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["ranks"], r["scaling_ranks"]) for r in results] == [(1, None), (4, None), (2, 4)]
+
+
 def test_the_program_says_what_is_wrong_with_its_flags():
     for arguments, message in (
         (["layer", "--shape=nothing"], "jaxmoe bench: --shape=nothing is neither"),
         (["layer", "--tokens=a"], "jaxmoe bench: --tokens=a must be whole numbers"),
+        (["layer", "--ep=2,4.5"], "jaxmoe bench: --ep=2,4.5 must be whole numbers with commas between"),
+        (["layer", "--ep=2,-4"], "jaxmoe bench: --ep=2,-4: a number of ranks is at least 1, or 0 for all devices"),
         ([], "name what to measure"),
     ):
         done = program(*arguments)

@@ -34,7 +34,7 @@ ARRAYS = ("x", "topk_weights", "w_gate", "w_up", "w_down")
 
 
 def options(**changes: Any) -> Options:
-    quick: dict[str, Any] = {"tokens": (24,), "ranks": RANKS, "blocks": 2, "seconds": 0.0, "passes": ("backward",)}
+    quick: dict[str, Any] = {"tokens": (24,), "ranks": (RANKS,), "blocks": 2, "seconds": 0.0, "passes": ("backward",)}
     return Options((TINY,), **quick | changes)
 
 
@@ -144,8 +144,8 @@ def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
     assert plans[8:] == [("both", 2, 1, 0)]
     assert results[8]["plan"]["backward"] == results[3]["plan"]
     out = capsys.readouterr().out
-    assert re.search(r"tiny +40 backward megakernel +1/2/\d+/4/1 ", out)
-    assert re.search(r"tiny +40 both +megakernel +recompute ", out)
+    assert re.search(r"tiny +40 +4 backward megakernel +1/2/\d+/4/1 ", out)
+    assert re.search(r"tiny +40 +4 both +megakernel +recompute ", out)
 
 
 def test_plans_of_a_backward_pass_have_the_ring_tiles_that_they_need():
@@ -470,7 +470,7 @@ def test_the_program_prints_a_line_for_each_pass(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()[3:]
     expected = ["forward", "backward", "backward", "both"]
-    assert [line.split()[2] for line in lines] == expected
+    assert [line.split()[3] for line in lines] == expected
     assert [json.loads(line)["pass_name"] for line in path.read_text().splitlines()] == expected
     done = subprocess.run([*command, "--pass=sideways"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
