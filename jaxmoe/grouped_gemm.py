@@ -1,6 +1,7 @@
 """Grouped GEMMs: each row with the matrix of the expert that owns it, through `jax.lax.ragged_dot` or tokamax.
 
-Called by `xla_impl.py`, which differentiates by hand: the transposed products are here by name.
+Called by `xla_impl.py`, which differentiates by hand: the product with the transposed matrix is here by name, the
+gradients of the matrices are in `outer_products.py`.
 """
 
 import importlib
@@ -12,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.local_rows import Pass
+from jaxmoe.outer_products import sum_of_outer_products
 from jaxmoe.plan import GroupedGemm
 from jaxmoe.sharding import vary_alike
 
@@ -19,8 +21,6 @@ from jaxmoe.sharding import vary_alike
 _ROWS_TIMES_MATRIX = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 # [rows, outer] x [experts, inner, outer] -> [rows, inner]
 _ROWS_TIMES_TRANSPOSE = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
-# [rows, inner] x [rows, outer] -> [experts, inner, outer]
-_SUM_OF_OUTER_PRODUCTS = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 
 
 def _grouped_gemm(
@@ -46,14 +46,11 @@ def times(
     return _grouped_gemm(rows, weights, p, kind, _ROWS_TIMES_MATRIX)
 
 
-def times_vjp(
-    rows: jax.Array, weights: jax.Array, p: Pass, kind: GroupedGemm, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of the rows and of the weights; those of an expert without rows are exactly zero."""
-    drows = _grouped_gemm(dout, weights, p, kind, _ROWS_TIMES_TRANSPOSE)
-    dweights = _grouped_gemm(rows, dout, p, kind, _SUM_OF_OUTER_PRODUCTS)
-    # Kernels that skip empty experts leave their memory as it was.
-    return drows, jnp.where((p.rows_per_expert > 0)[:, None, None], dweights, 0)
+def times_transposed(
+    rows: Float[Array, "rows outer"], weights: Float[Array, "experts inner outer"], p: Pass, kind: GroupedGemm
+) -> Float[Array, "rows inner"]:
+    """Returns each row times the transposed matrix of its expert; what is behind the last row is undefined."""
+    return _grouped_gemm(rows, weights, p, kind, _ROWS_TIMES_TRANSPOSE)
 
 
 def _expert_of_row(p: Pass, dtype: Any) -> Float[Array, "rows local_experts"]:
@@ -76,10 +73,7 @@ def bias_vjp(drows: jax.Array, p: Pass, bias: jax.Array | None) -> jax.Array | N
     """Returns the sum of the rows of each expert, `[experts, width]`, exactly zero for an expert without rows."""
     if bias is None:
         return None
-    # Grouped, and not a product with the one-hot matrix: there a NaN of one row would meet the zeros of every expert.
+    # A sum of outer products with 1, and not a product with the one-hot matrix: there a NaN of one row would meet the
+    # zeros of every expert.
     ones = jnp.ones_like(drows, shape=(drows.shape[0], 1))
-    wide = jnp.promote_types(bias.dtype, jnp.float32)
-    sums = lax.ragged_dot_general(
-        ones, drows, p.rows_per_expert, _SUM_OF_OUTER_PRODUCTS, precision="highest", preferred_element_type=wide
-    )
-    return jnp.where((p.rows_per_expert > 0)[:, None], sums[:, 0], 0).astype(bias.dtype)
+    return sum_of_outer_products(ones, drows, p, precision="highest")[:, 0].astype(bias.dtype)

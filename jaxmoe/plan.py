@@ -11,8 +11,6 @@ from typing import Any, Literal
 GroupedGemm = Literal["ragged_dot", "tokamax"]
 GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")
 
-# Rows are gathered in multiples of this: the row tile of the grouped GEMMs on every GPU that has one.
-ROW_TILE = 128
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
 # same of the rows that the megakernel saves for its backward pass.
 ROWS_OVER_BALANCED = 1.25
@@ -64,10 +62,9 @@ class Plan:
 
     Args:
       chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank
-        whose experts are chosen more often than others) take further passes, so that none is dropped. With tokamax it
-        is rounded up to a multiple of 128: its weight gradients fail for some other numbers (96, tokamax 0.0.17).
+        whose experts are chosen more often than others) take further passes, so that none is dropped.
       grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
-        kernel.
+        kernel. The gradients of the weights are sums of plain products either way (`outer_products.py`).
       reasons: why, one sentence per choice; not compared.
 
     >>> Plan(chunk_rows=256, grouped_gemm="ragged_dot").chunk_rows
@@ -84,7 +81,7 @@ class Plan:
             raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive integer, a number of rows.")
         if self.grouped_gemm not in GROUPED_GEMMS:
             raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
-        object.__setattr__(self, "chunk_rows", whole_tiles(rows) if self.grouped_gemm == "tokamax" else rows)
+        object.__setattr__(self, "chunk_rows", rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +205,3 @@ def _integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
-
-
-def whole_tiles(rows: int) -> int:
-    return -(-rows // ROW_TILE) * ROW_TILE

@@ -9,11 +9,13 @@ from typing import Any, Literal, overload
 import jax.numpy as jnp
 
 from jaxmoe.kernel_plan_defaults import kernel_plan
-from jaxmoe.plan import ROW_TILE, ROWS_OVER_BALANCED, AnyPlan, GroupedGemm, KernelPlan, Plan, Shape, whole_tiles
+from jaxmoe.plan import ROWS_OVER_BALANCED, AnyPlan, GroupedGemm, KernelPlan, Plan, Shape
 
 # Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
 # CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
 WORST_CASE_ROWS = 4096
+# Of the rows of a pass: the row tile of the grouped GEMMs on every GPU that has one.
+ROW_TILE = 128
 # What a TMA copy of one row needs: 16 bytes of a 16-bit type.
 TOKAMAX_MULTIPLE = 8
 
@@ -46,7 +48,7 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, impleme
     if implementation == "megakernel":
         return kernel_plan(shape, platform)
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
-    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS, grouped_gemm)
+    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
     return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
 
 
@@ -55,19 +57,16 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def _chunk_rows(shape: Shape, worst_case_rows: int, grouped_gemm: GroupedGemm) -> tuple[int, str]:
+def _chunk_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
     all_rows = max(shape.all_slots, 1)
-    everything, of_tiles = all_rows, ""
-    if grouped_gemm == "tokamax":
-        everything, of_tiles = whole_tiles(all_rows), f" in tiles of {ROW_TILE}"
     if shape.all_slots <= worst_case_rows:
-        return everything, (
-            f"chunk_rows={everything}: all slots of all ranks{of_tiles}, since they are at most {worst_case_rows}: "
-            "always one pass"
+        return all_rows, (
+            f"chunk_rows={all_rows}: all slots of all ranks, since they are at most {worst_case_rows}: always one pass"
         )
-    rows = max(min(all_rows, whole_tiles(int(shape.balanced_rows * ROWS_OVER_BALANCED))), 1)
-    if rows >= all_rows:
-        return everything, f"chunk_rows={everything}: all slots of all ranks{of_tiles}: always one pass"
+    roomy = int(shape.balanced_rows * ROWS_OVER_BALANCED)
+    rows = max(min(all_rows, -(-roomy // ROW_TILE) * ROW_TILE), 1)
+    if rows == all_rows:
+        return all_rows, f"chunk_rows={all_rows}: all slots of all ranks: always one pass"
     return rows, (
         f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
         f"a busier rank takes up to {-(-all_rows // rows)} passes over the same memory"

@@ -26,9 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
-from jaxmoe.grouped_gemm import bias_of_row, bias_vjp, times, times_vjp
+from jaxmoe.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
 from jaxmoe.guard import not_mapped
 from jaxmoe.local_rows import LocalRows, Pass, add_passes, nth_pass, row_to_slot, sort_slots, sum_slots, take_rows
+from jaxmoe.outer_products import sum_of_outer_products
 from jaxmoe.plan import GroupedGemm, Plan
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
@@ -131,24 +132,24 @@ def _pass_vjp(
     dtype = tokens.dtype
 
     weighted_h = (weight * h).astype(dtype)
-    dh, dw_down = times_vjp(weighted_h, experts.w_down, p, kind, dout)
-    dh = jnp.where(p.is_row, dh.astype(h.dtype), 0)
+    dh = jnp.where(p.is_row, times_transposed(dout, experts.w_down, p, kind).astype(h.dtype), 0)
     dweight = jnp.sum(dh * h, -1, keepdims=True)
     if experts.b_down is not None:
         dweight += jnp.sum(dout * bias_of_row(experts.b_down, p).astype(h.dtype), -1, keepdims=True)  # pyright: ignore
 
     dgate, dup = static.activation.vjp(gate, up, weight * dh)
     dgate = dgate.astype(dtype)
-    dtokens, dw_gate = times_vjp(tokens, experts.w_gate, p, kind, dgate)
+    dtokens = times_transposed(dgate, experts.w_gate, p, kind)
     dw_up = None
     if experts.w_up is not None and dup is not None:
         dup = dup.astype(dtype)
-        dtokens_up, dw_up = times_vjp(tokens, experts.w_up, p, kind, dup)
-        dtokens = dtokens.astype(jnp.promote_types(dtype, jnp.float32)) + dtokens_up
+        dw_up = sum_of_outer_products(tokens, dup, p)
+        dtokens = dtokens.astype(jnp.promote_types(dtype, jnp.float32))
+        dtokens += times_transposed(dup, experts.w_up, p, kind)
     dexperts = Experts(
-        w_gate=dw_gate,
+        w_gate=sum_of_outer_products(tokens, dgate, p),
         w_up=dw_up,
-        w_down=dw_down,
+        w_down=sum_of_outer_products(weighted_h, dout, p),
         b_gate=bias_vjp(dgate, p, experts.b_gate),
         b_up=None if dup is None else bias_vjp(dup, p, experts.b_up),
         b_down=bias_vjp((weight * dout).astype(dtype), p, experts.b_down),
