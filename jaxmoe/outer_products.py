@@ -1,9 +1,9 @@
 """Gradients of the experts' matrices: the sum over each expert's rows of the outer products of two rows.
 
-Called by `xla_impl.py` and `grouped_gemm.py`. Plain JAX, since of the grouped GEMMs whose groups lie along the
-contracted dimension none will do on GPUs: tokamax's (0.0.17, jax 0.11.2) overwrites operands that are still being read,
-so that a product of 65536 rows came out 1 to 9 % wrong and with other bits in every run; `jax.lax.ragged_dot_general`
-multiplies all rows for every expert and took 876 ms for what takes 1 (qwen3-30b-a3b, 8192 tokens on each of 4 H200).
+Called by `xla_impl.py` and `grouped_gemm.py`. Plain JAX, since on GPUs neither grouped GEMM whose groups lie along the
+contracted dimension will do. The results of tokamax's (0.0.17 with jax 0.11.2) differ from run to run and are off by
+percents where experts have thousands of rows: it seems to reuse shared memory that some warps still read.
+`jax.lax.ragged_dot_general` multiplies all rows for every expert.
 """
 
 import jax
