@@ -121,6 +121,7 @@ void define_timeline(py::module_& module) {
       .def_readonly("ranks", &LaunchTimeline::ranks)
       .def_readonly("rank", &LaunchTimeline::rank)
       .def_readonly("launch", &LaunchTimeline::launch)
+      .def_readonly("backward", &LaunchTimeline::backward)
       .def_property_readonly("clocks", &clocks_of)
       .def_property_readonly("events", &events_of);
   module.def("timelines", &timelines, py::call_guard<py::gil_scoped_release>(),

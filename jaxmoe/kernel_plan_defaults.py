@@ -15,8 +15,10 @@ UNIT_TILES_ON_CPU = 2
 WORKERS_OF_A_GPU = 66
 LAG_WAVES = 1.5
 MOST_LAG_UNITS = 16
-# Rows that a warp pulls at a time. Few, where the start counts: 396 warps pull at once, and the first tile is there
-# when all its chunks are. More, where a rank pulls more bytes than this.
+# Rows that a warp pulls at a time. Few, where the start counts: all warps pull at once, and the first tile is there
+# when all its chunks are. Fewer still, where a decode batch has hardly more rows than there are warps; more, where a
+# rank pulls more bytes than this.
+PULLING_WARPS = 3 * 132
 CHUNK_ROWS, LARGE_CHUNK_ROWS = 4, 8
 LARGE_CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS_ON_CPU = 4
@@ -108,6 +110,10 @@ def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
 def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:
     if platform == "cpu":
         return CHUNK_ROWS_ON_CPU, f"chunk_rows={CHUNK_ROWS_ON_CPU}: a quarter of a row tile"
+    for rows in range(1, CHUNK_ROWS):
+        if shape.balanced_rows <= rows * PULLING_WARPS:
+            of_rows = f"{shape.balanced_rows} rows"
+            return rows, f"chunk_rows={rows}: {of_rows}, so that none of {PULLING_WARPS} warps pulls twice"
     pulled = shape.balanced_rows * shape.hidden * shape.itemsize
     if pulled <= LARGE_CHUNK_BYTES:
         return CHUNK_ROWS, f"chunk_rows={CHUNK_ROWS}: small pieces, so that the first tiles are there early"

@@ -9,6 +9,17 @@ from jaxmoe.kernel_plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
 from jaxmoe.plan import granularity
 from jaxmoe.profiling.timeline import Timeline
 
+# Of every GEMM, the wait in front of its products, which themselves have its name.
+WAITS = {
+    "gate_up": "wait_rows",
+    "down": "wait_hidden",
+    "hidden_gradient": "wait_hidden",
+    "token_gradient": "wait_gradients",
+    "gate_gradient": "wait_gradients",
+    "up_gradient": "wait_gradients",
+    "down_gradient": "wait_gradients",
+}
+
 
 def rows_per_expert(ids: np.ndarray, num_experts: int, ranks: int, rank: int) -> list[int]:
     """Rows of each expert of a rank, for the ids of all ranks."""

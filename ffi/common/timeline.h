@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 #include <vector>
 
 #include "common/scheduler.h"
@@ -40,11 +41,13 @@ enum class EventKind : int32_t {
   kWaitTasks,    // for tasks_done, by the thread that announces the end of the rank
   // math
   kWaitStages,   // for the first stage of a task, and so for the task
-  kGateUp,       // products of a tile
+  kGateUp,       // products of a tile, in the order of Gemm
   kDown,
   kHiddenGradient,
   kTokenGradient,
-  kWeightGradient,
+  kGateGradient,
+  kUpGradient,
+  kDownGradient,
   kNoRows,       // a tile of which this warpgroup has no rows: stages handed on, nothing multiplied
   kEpilogue,
   kWaitAnswers,  // for partials_written of all ranks
@@ -66,9 +69,10 @@ inline constexpr EventKindInfo kEventKinds[kNumEventKinds] = {
     {"load_down", false},       {"load_gradient", false},  {"find_rows", false},
     {"wait_slot", true},        {"dispatch", false},       {"wait_tasks", true},
     {"wait_stages", true},      {"gate_up", false},        {"down", false},
-    {"hidden_gradient", false}, {"token_gradient", false}, {"weight_gradient", false},
-    {"no_rows", true},          {"epilogue", false},       {"wait_answers", true},
-    {"combine", false},         {"answers", false}};
+    {"hidden_gradient", false}, {"token_gradient", false}, {"gate_gradient", false},
+    {"up_gradient", false},     {"down_gradient", false},  {"no_rows", true},
+    {"epilogue", false},        {"wait_answers", true},    {"combine", false},
+    {"answers", false}};
 
 // What goes on around a task: the wait before it, its loads, its products.
 JAXMOE_ANY constexpr EventKind wait_event_of(Gemm gemm) {
@@ -80,19 +84,21 @@ JAXMOE_ANY constexpr EventKind load_event_of(Gemm gemm) {
   return gemm == Gemm::kDown ? EventKind::kLoadDown : EventKind::kLoadGradient;
 }
 JAXMOE_ANY constexpr EventKind event_of(Gemm gemm) {
-  switch (gemm) {
-    case Gemm::kGateUp: return EventKind::kGateUp;
-    case Gemm::kDown: return EventKind::kDown;
-    case Gemm::kHiddenGradient: return EventKind::kHiddenGradient;
-    case Gemm::kTokenGradient: return EventKind::kTokenGradient;
-    default: return EventKind::kWeightGradient;
-  }
+  return static_cast<EventKind>(static_cast<int32_t>(EventKind::kGateUp) + static_cast<int32_t>(gemm));
 }
+constexpr bool products_are_named_as_their_gemms() {
+  for (int32_t gemm = 0; gemm < static_cast<int32_t>(Gemm::kCount); ++gemm) {
+    const EventKindInfo& info = kEventKinds[static_cast<int32_t>(event_of(static_cast<Gemm>(gemm)))];
+    if (std::string_view(info.name) != kGemmNames[gemm]) return false;
+  }
+  return true;
+}
+static_assert(products_are_named_as_their_gemms());
 
 // What an event is about; -1 where that means nothing.
 struct EventSubject {
   int32_t expert = -1;    // local
-  int32_t row_tile = -1;  // over all local experts
+  int32_t row_tile = -1;  // over all local experts; of a weight gradient the first one of the segment
   int32_t part = -1;      // of the row tile: the column tile of a GEMM, the first row of a chunk
 };
 
@@ -139,9 +145,10 @@ struct TimelineBlock {
   uint32_t recorded[kBlockLanes];  // events of each lane; those beyond its capacity are dropped
 };
 
-// A busy lane has about 600 events for 8192 tokens of deepseek-v3 on 4 GPUs, several times that where experts are
-// unevenly popular.
-inline constexpr int32_t kLaneEvents = 2048;
+// A busy lane has, for 8192 tokens of deepseek-v3 on 4 GPUs, about 600 events in a forward pass and, counted from the
+// schedule, 2600 in a backward pass, which has three for every tile of the weights; on 2 GPUs, with twice the experts,
+// 4600. Several times that where experts are unevenly popular.
+inline constexpr int32_t kLaneEvents = 8192;
 
 // A buffer in GPU memory: [blocks] TimelineBlock, then [blocks, kBlockLanes, kLaneEvents] TimelineEvent.
 JAXMOE_ANY constexpr int64_t timeline_events_offset(int32_t blocks) {
@@ -176,6 +183,7 @@ struct LaunchTimeline {
   int32_t ranks;
   int32_t rank;
   int64_t launch;  // number of the launch, counted where it is recorded
+  bool backward;   // of a backward pass
   std::vector<TimelineClock> clocks;  // of each block
   std::vector<TimelineRow> rows;
 };

@@ -236,6 +236,7 @@ ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weight
   }
   last_stream_ = stream;
   launch_blocks_ = timeline_blocks(params->schedule);
+  launch_backward_ = params->schedule.backward();
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
 }
@@ -262,6 +263,7 @@ ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
   result.ranks = ranks_;
   result.rank = rank_;
   result.launch = launches_;
+  result.backward = launch_backward_;
   return std::optional(std::move(result));
 }
 

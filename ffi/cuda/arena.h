@@ -76,6 +76,7 @@ class Arena {
   std::byte* timeline_ = nullptr;          // in memory of the GPU
   int32_t timeline_blocks_ = 0;            // that it has room for
   int32_t launch_blocks_ = 0;              // that the last launch had; none: 0
+  bool launch_backward_ = false;           // whether it was one of a backward pass
   int64_t launches_ = 0;
 };
 

@@ -57,7 +57,9 @@ class Rank {
     for (std::thread& thread : threads) thread.join();
     if (!signals_.failures().empty()) return signals_.failures();
     at<Control>(launch_, rank_, layout_.control)->epoch = epoch_;
-    if (timeline_ != nullptr) *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, epoch_);
+    if (timeline_ != nullptr) {
+      *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, epoch_, schedule_.backward());
+    }
     return "";
   }
 

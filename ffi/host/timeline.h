@@ -74,8 +74,8 @@ class RankTimeline {
   }
 
   // Behind all threads.
-  LaunchTimeline collect(int32_t device, int32_t ranks, int32_t rank, int64_t launch) const {
-    LaunchTimeline result{device, ranks, rank, launch, {}, {}};
+  LaunchTimeline collect(int32_t device, int32_t ranks, int32_t rank, int64_t launch, bool backward) const {
+    LaunchTimeline result{device, ranks, rank, launch, backward, {}, {}};
     const uint64_t end = LaneRecorder::nanoseconds();
     for (int32_t worker = 0; worker < workers_; ++worker) {
       result.clocks.push_back({worker, 0, begin_, begin_, end, end});

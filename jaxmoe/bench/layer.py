@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxmoe.bench import kernels, peaks, table
 from jaxmoe.bench.candidates import Candidate, arena_bytes, candidates, dropped_rows, explain, moved, program
-from jaxmoe.bench.gradient_check import GradientInputs, errors_of, make_gradient_inputs
-from jaxmoe.bench.inputs import AXIS, Inputs, arguments_of_call, copies_of, error_of, make_inputs, random_experts
+from jaxmoe.bench.check import compare, worst_of
+from jaxmoe.bench.gradient_check import GradientInputs, make_gradient_inputs
+from jaxmoe.bench.inputs import AXIS, Inputs, arguments_of_call, copies_of, make_inputs, random_experts
 from jaxmoe.bench.options import BASELINE, DTYPES, Options
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.table import Result
-from jaxmoe.bench.timing import over_processes, time_blocks
+from jaxmoe.bench.timing import time_blocks
 
 
 def run(options: Options) -> int:
@@ -223,14 +223,14 @@ def measure(
     same_bits = None if default_outputs is None else True
     for number, (arguments, dy) in enumerate(zip(inputs.sets, cotangents, strict=True)):
         found = compiled(arguments._replace(experts=weights[0]), dy)
-        errors.append(_errors(found, number, inputs, gradients, mesh))
+        errors.append(compare(found, number, inputs, gradients, mesh))
         if default_outputs is not None:
             same_bits = same_bits and _equal_bits(found, default_outputs[number])
         if keep_outputs:
             outputs.append(found)
         del found  # memory for the next ones, and for what is timed
     dropped = dropped_rows(candidate.implementation, inputs)
-    piece, error, allowed, is_right = _worst(errors)
+    piece, error, allowed, is_right = worst_of(errors)
     # The baseline is compared on what it computes; rows it drops show in `dropped`, not as a failed check.
     is_right |= candidate.implementation == BASELINE and dropped > 0
 
@@ -280,30 +280,6 @@ def measure(
     if options.kernels:
         _print_kernels(lambda: call(0), options.kernels)
     return result.timed(blocks, peaks.known(device)), outputs
-
-
-def _errors(
-    results: Results, number: int, inputs: Inputs, gradients: GradientInputs | None, mesh: Mesh
-) -> list[tuple[str, float, float]]:
-    """Returns name, error and allowed error of everything that is compared in the results of one set of inputs."""
-    errors = []
-    if results.y is not None:
-        sample = inputs.samples[number]
-        errors.append(("y", error_of(results.y, sample, mesh), sample.allowed))
-    if results.gradients is not None:
-        assert gradients is not None
-        errors += errors_of(results.gradients, gradients.samples[number], mesh)
-    return errors
-
-
-def _worst(errors: Sequence[Sequence[tuple[str, float, float]]]) -> tuple[str, float, float, bool]:
-    """Returns name, error and allowed error of what is worst in all sets, and whether all are allowed."""
-    found = [each for of_set in errors for each in of_set]
-    # NaN compares as neither larger nor smaller: it counts as infinitely wrong. And all processes decide alike, or
-    # they would wait for each other.
-    shares = np.nan_to_num(np.array([error / allowed for _, error, allowed in found]), nan=np.inf)
-    worst = over_processes(shares).max(0)
-    return (*found[int(worst.argmax())], bool(worst.max() <= 1))
 
 
 @jax.jit

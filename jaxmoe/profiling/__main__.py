@@ -1,15 +1,17 @@
 """`python -m jaxmoe.profiling timeline [flags]`: runs a layer, or reads a recording, and shows where the time goes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import AxisType
 
 import jaxmoe
+from jaxmoe.api import Arguments
 from jaxmoe.bench import shapes
-from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, error_of, make_inputs, random_experts
+from jaxmoe.bench.check import compare, worst_of
+from jaxmoe.bench.gradient_check import make_gradient_inputs
+from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
+from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import use_virtual_devices
 
@@ -24,6 +26,13 @@ _TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank; not for shapes 
 _EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
+_PASS = flags.DEFINE_enum(
+    "pass",
+    "forward",
+    ["forward", "backward"],
+    "What runs: the layer, or all its gradients from the inputs and the gradient of the output alone, as the "
+    "benchmark's --pass. A recording that is read says itself of which pass it is.",
+)
 _RUNS = flags.DEFINE_integer("runs", 10, "Calls back to back; the last one is shown.", lower_bound=1)
 _SAVE = flags.DEFINE_string("save", None, "Write the recording to this .npz file.")
 _READ = flags.DEFINE_string("read", None, "Read such a file instead of running a layer.")
@@ -39,7 +48,8 @@ def main(argv: list[str]) -> int:
     if argv[1:] != ["timeline"]:
         raise app.UsageError(f"name what to show: python -m jaxmoe.profiling timeline [flags]; got {argv[1:]}")
     if _READ.value:
-        recorded, title = timeline.load(_READ.value), _READ.value
+        recorded = timeline.load(_READ.value)
+        title = f"{_READ.value}, {recorded[0].pass_name} pass"
     else:
         recorded, title = _record()
     print(title)
@@ -72,22 +82,34 @@ def _record() -> tuple[list[timeline.Timeline], str]:
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     experts = random_experts(case.shape, mesh, dtype)
     inputs = make_inputs(case.shape, experts, tokens, _ROUTING.value, mesh)  # pyright: ignore[reportArgumentType]
-    layer = jax.jit(functools.partial(jaxmoe.moe_layer, mesh=mesh, implementation="megakernel"))
-    compiled = layer.lower(*inputs.sets[0][:3], experts).compile()
+    gradients = make_gradient_inputs(inputs, mesh) if _PASS.value == "backward" else None
+    cotangents = (None,) * len(inputs.sets) if gradients is None else gradients.cotangents
+
+    def layer(arguments: Arguments) -> jax.Array:
+        return jaxmoe.moe_layer(*arguments[:4], mesh=mesh, implementation="megakernel")
+
+    function = jax.jit(function_of(_PASS.value, layer))  # pyright: ignore[reportArgumentType]
+    compiled = function.lower(inputs.sets[0]._replace(experts=experts), cotangents[0]).compile()
     copies = copies_of(experts, inputs.weight_copies)
 
-    def call(number: int) -> jax.Array:
-        return compiled(*arguments_of_call(inputs.sets, copies, number)[:4])
+    def call(number: int) -> Results:
+        return compiled(arguments_of_call(inputs.sets, copies, number), cotangents[number % len(cotangents)])
 
-    outputs = [call(number) for number in range(len(inputs.sets))]
-    errors = [error_of(y, sample, mesh) for y, sample in zip(outputs, inputs.samples, strict=True)]
-    for error, sample in zip(errors, inputs.samples, strict=True):
-        if not error <= sample.allowed:
-            raise SystemExit(f"relative error {error:.1e} is more than the allowed {sample.allowed:.1e}: nothing shown")
-    recorded = timeline.record(lambda: [call(number) for number in range(_RUNS.value)])
+    def calls() -> Results:
+        results = Results()
+        for number in range(_RUNS.value):
+            results = call(number)  # alone: gradients take as much memory as the weights
+        return results
+
+    # One set after the other, for the same reason.
+    errors = [compare(call(number), number, inputs, gradients, mesh) for number in range(len(inputs.sets))]
+    piece, error, allowed, is_right = worst_of(errors)
+    if not is_right:
+        raise SystemExit(f"relative error {error:.1e} of {piece} is more than the allowed {allowed:.1e}: nothing shown")
+    recorded = timeline.record(calls, pass_name=_PASS.value)
     device = jax.devices()[0].device_kind
-    what = f"{case.name}, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}, {_ROUTING.value} routing"
-    return recorded, f"{what}, relative error {max(errors):.1e}"
+    what = f"{case.name}, {_PASS.value} pass, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}"
+    return recorded, f"{what}, {_ROUTING.value} routing, relative error {error:.1e}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jaxmoe import plot_style
-from jaxmoe.profiling.summary import PRODUCTS, Summary, summarize
+from jaxmoe.profiling.summary import PRODUCTS, WEIGHT_GRADIENTS, Summary, summarize
 from jaxmoe.profiling.timeline import Timeline, role_number
 
 STYLE: Any = plot_style.STYLE | {"font.size": 9, "svg.fonttype": "none"}
@@ -20,7 +20,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gate and up products", "#1d4ed8", ("gate_up",)),
     ("down products", "#0891b2", ("down",)),
     ("data gradients", "#0d9488", ("hidden_gradient", "token_gradient")),
-    ("weight gradients", "#16a34a", ("weight_gradient",)),
+    ("weight gradients", "#16a34a", WEIGHT_GRADIENTS),
     ("epilogue", "#a5b4fc", ("epilogue",)),
     ("combine", "#7c3aed", ("combine",)),
     ("rows pulled", "#ea580c", ("dispatch",)),

@@ -53,8 +53,9 @@ def launches(platform: str) -> list[Any]:
       platform: `"cpu"` or `"gpu"`.
 
     Returns:
-      Objects with the numbers `device`, `ranks`, `rank` and `launch`, and the structured arrays `clocks`, one entry per
-      thread block, and `events` (ffi/common/timeline.h). `timeline.decode` turns ticks into time.
+      Objects with the numbers `device`, `ranks`, `rank` and `launch`, `backward`, which is true of a backward pass, and
+      the structured arrays `clocks`, one entry per thread block, and `events` (ffi/common/timeline.h).
+      `timeline.decode` turns ticks into time.
 
     Raises:
       ModuleNotFoundError: nothing was built.

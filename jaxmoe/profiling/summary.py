@@ -25,7 +25,11 @@ burst that nothing hides, such as the first rows, weighs more in it. It is also 
 
 A group of one rank has no communication, and no such numbers.
 
-Copying tokens to where peers reach them and sorting slots, before the first tile, are counted as start-up.
+All of this holds of a backward pass as it does of a forward pass. With its rows come the gradients of their outputs,
+and its answers are the gradients of the tokens.
+
+Copying tokens to where peers reach them and sorting slots, before the first tile, are counted as start-up, and so are a
+backward pass's zeros for experts without rows.
 """
 
 import dataclasses
@@ -36,7 +40,8 @@ from jaxmoe.profiling import recording
 from jaxmoe.profiling.timeline import Timeline, kinds, role_number, waits
 
 ROWS, ANSWERS, WAITING_FOR_ANSWERS = "dispatch", "answers", "wait_answers"
-PRODUCTS = ("gate_up", "down", "hidden_gradient", "token_gradient", "weight_gradient")
+WEIGHT_GRADIENTS = ("gate_gradient", "up_gradient", "down_gradient")
+PRODUCTS = ("gate_up", "down", "hidden_gradient", "token_gradient", *WEIGHT_GRADIENTS)
 STALLED = "(waiting for stages)"
 
 Intervals = np.ndarray  # [n, 2], begin and end in nanoseconds; those of a union are disjoint and in order
@@ -48,6 +53,7 @@ class Summary:
 
     Args:
       rank: in its group.
+      pass_name: `"forward"` or `"backward"`.
       length: of the launch.
       start_up: from its begin to the first product.
       tail: from the last product to its end.
@@ -65,6 +71,7 @@ class Summary:
     """
 
     rank: int
+    pass_name: str
     length: float
     start_up: float
     tail: float
@@ -81,8 +88,8 @@ class Summary:
     def __str__(self) -> str:
         """Returns a few lines for people."""
         lines = [
-            f"rank {self.rank}: launch {self.length:.1f} us; {self.start_up:.1f} us to the first product, "
-            f"{self.tail:.1f} us after the last one; SMs multiply {100 * self.multiplying:.1f} % of the time"
+            f"rank {self.rank}: {self.pass_name} pass of {self.length:.1f} us; {self.start_up:.1f} us to the first "
+            f"product, {self.tail:.1f} us after the last one; SMs multiply {100 * self.multiplying:.1f} % of the time"
         ]
         if self.hidden is None:
             lines.append("  one rank: no communication")
@@ -119,6 +126,7 @@ def summarize(timeline: Timeline) -> Summary:
     alone = timeline.ranks == 1
     return Summary(
         rank=timeline.rank,
+        pass_name=timeline.pass_name,
         length=timeline.length / 1e3,
         start_up=begin / 1e3,
         tail=(timeline.length - end) / 1e3 if len(products) else 0.0,

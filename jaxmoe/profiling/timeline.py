@@ -23,8 +23,9 @@ import numpy as np
 from jaxmoe.profiling import recording
 
 # Times in nanoseconds from the begin of the launch. `stalled`: of the event, spent waiting for stages of shared memory.
-# `part`: of the row tile, the column tile of a GEMM or the first row of a chunk of dispatch. -1 where a number means
-# nothing.
+# `row_tile`: over all local experts; of a weight gradient the first one of its segment, alike for all rows of the
+# matrix. `part`: of the row tile, the column tile of a GEMM or the first row of a chunk of dispatch. -1 where a number
+# means nothing.
 EVENT = np.dtype(
     [
         ("block", np.int32),
@@ -50,6 +51,7 @@ class Timeline:
       rank: in its group.
       ranks: of the group.
       platform: `"gpu"` or `"cpu"`.
+      pass_name: `"forward"` or `"backward"`.
       events: array of `EVENT`, sorted by lane and time; no two of a lane overlap.
       length: nanoseconds from the begin of the first thread block to the end of the last.
       sms: multiprocessor of each thread block; number of the worker on a CPU.
@@ -61,6 +63,7 @@ class Timeline:
     rank: int
     ranks: int
     platform: str
+    pass_name: str
     events: np.ndarray
     length: float
     sms: np.ndarray
@@ -105,19 +108,20 @@ def role_number(role: str) -> int:
     return recording.roles().index(role)
 
 
-def record(call: Callable[[], Any], platform: str | None = None) -> list[Timeline]:
+def record(call: Callable[[], Any], platform: str | None = None, pass_name: str | None = None) -> list[Timeline]:
     """Runs a function and returns the last launch of every rank of this process that it started.
 
     Args:
       call: calls a layer with `implementation="megakernel"`, at least once.
       platform: of the devices it runs on; `None` for JAX's default.
+      pass_name: `"forward"` or `"backward"`, of which the last launches have to be; `None` where either will do.
 
     Returns:
       Timelines by rank, aligned.
 
     Raises:
       NotImplementedError: the kernels of this build record nothing.
-      RuntimeError: nothing was recorded, or a launch has failed.
+      RuntimeError: nothing was recorded, it is of another pass, or a launch has failed.
     """
     platform = platform or jax.default_backend()
     recording.switch(platform, True)
@@ -131,8 +135,15 @@ def record(call: Callable[[], Any], platform: str | None = None) -> list[Timelin
         raise RuntimeError(
             "record: no layer ran with implementation='megakernel' in the function to record; nothing else is recorded."
         )
-    timelines = (decode(raw, platform) for raw in launches)
-    return align(sorted(timelines, key=lambda timeline: timeline.rank))
+    timelines = sorted((decode(raw, platform) for raw in launches), key=lambda timeline: timeline.rank)
+    for timeline in timelines:
+        if pass_name not in (None, timeline.pass_name):
+            raise RuntimeError(
+                f"record: the last launch of rank {timeline.rank} is a {timeline.pass_name} pass, and a {pass_name} "
+                "pass is to be recorded. Let the function to record end with one: a forward pass is a call of a layer, "
+                "a backward pass comes with its jax.grad or jax.vjp where the gradients are returned."
+            )
+    return align(timelines)
 
 
 def _launch(raw: Any) -> tuple[int, int, int, int]:
@@ -168,6 +179,7 @@ def decode(raw: Any, platform: str) -> Timeline:
         rank=raw.rank,
         ranks=raw.ranks,
         platform="cpu" if platform == "cpu" else "gpu",
+        pass_name="backward" if raw.backward else "forward",
         events=events,
         length=float(end_ns.max()),
         sms=clocks["sm"].copy(),
@@ -252,7 +264,8 @@ def _opened(path: Path) -> io.TextIOBase:
 def _trace_events(timeline: Timeline, blocks: int | None) -> Iterator[dict[str, Any]]:
     names, roles = kinds(), recording.roles()
     pid = timeline.rank
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid} of {timeline.ranks}"}}
+    title = f"rank {pid} of {timeline.ranks}, {timeline.pass_name} pass"
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     kept = timeline.events if blocks is None else timeline.events[timeline.events["block"] < blocks]
     lanes: set[int] = set()

@@ -1,6 +1,6 @@
 """Timelines of the kernel: all of the schedule's work, each item once, in lanes that do not overlap."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import jax
@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmoe
 from jaxmoe import native
+from jaxmoe.kernel_plan_defaults import CHUNK_ROWS
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
-from tests.layer_suite import layer
+from tests.layer_suite import gradients_of, layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,13 +28,22 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+# What a plan says of chunks and segments decides what is recorded. Experts of "wide tiles" have several segments.
+SEGMENT_TILES = {"forward": 0, "backward": 3}
+PLAN = jaxmoe.KernelPlan(
+    3, 1, 9, CHUNK_ROWS, backward=jaxmoe.KernelPlan(2, 1, 7, CHUNK_ROWS, segment_tiles=SEGMENT_TILES["backward"])
+)
+
+
+@pytest.mark.parametrize("pass_name", SEGMENT_TILES)
 @pytest.mark.parametrize("routing", ["uniform", "one-hot", "unused-slots"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_it(size, routing):
+def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_it(size, routing, pass_name):
     sizes = SIZES[size]
     inputs = make_inputs(3, **sizes, routing=routing, dtype=jnp.bfloat16)
-    call = jax.jit(layer("all devices", implementation="megakernel"))
-    recorded = timeline.record(lambda: [call(inputs) for _ in range(3)])
+    function = layer("all devices", implementation="megakernel", plan=PLAN)
+    call = jax.jit(function) if pass_name == "forward" else gradients_of(function)
+    recorded = timeline.record(lambda: [call(inputs) for _ in range(3)], pass_name=pass_name)
     ranks = jax.device_count()
     assert [each.rank for each in recorded] == list(range(ranks))
     shape = native.schedule().Shape(
@@ -41,8 +52,9 @@ def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_
     for each in recorded:
         blocks = len(each.sms)
         assert len(set(each.sms.tolist())) == blocks
-        schedule = checks.schedule_of("gpu", workers=blocks // 2)
+        schedule = checks.schedule_of("gpu", workers=blocks // 2, segment_tiles=SEGMENT_TILES[pass_name])
         rows = checks.rows_per_expert(np.asarray(inputs.topk_ids), sizes["num_experts"], ranks, each.rank)
+        rows = checks.filled_up(schedule, rows)
         checks.check_times(each)
         checks.check_dispatch(each, shape, schedule, rows)
         checks.check_ends(each, blocks, combining_lanes=2)
@@ -53,26 +65,33 @@ def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_
         assert (0 < numbers.multiplying < 1) if sum(rows) else numbers.multiplying == 0
 
 
+LOADS = dict.fromkeys(checks.WAITS, "load_gradient") | {"gate_up": "load_gate_up", "down": "load_down"}
+
+
 def check_tasks(recorded: timeline.Timeline, tasks: list, schedule) -> None:
     """The two blocks of a cluster take part in every task, with a column tile of their own in narrow ones."""
-    of_block: dict[str, Counter] = {"gate_up": Counter(), "down": Counter()}
-    of_cluster: dict[str, Counter] = {"gate_up": Counter(), "down": Counter()}
+    products, expected = defaultdict(Counter), defaultdict(Counter)
     for task in tasks:
-        second = task.column_tile + (1 if task.rows <= schedule.narrow_rows else 0)
-        for part in (task.column_tile, second):
-            of_block[task.gemm.name][task.expert, task.row_tile, part] += 1
-            of_cluster[task.gemm.name][task.expert, task.row_tile, task.column_tile] += 1
-    for kind, waited, loaded in (("gate_up", "wait_rows", "load_gate_up"), ("down", "wait_hidden", "load_down")):
-        assert checks.subjects(recorded, waited) == of_cluster[kind]
-        assert checks.subjects(recorded, loaded) == of_block[kind]
+        gemm = task.gemm.name
+        is_narrow = task.rows <= schedule.narrow_rows and gemm not in summary.WEIGHT_GRADIENTS
+        for part in (task.column_tile, task.column_tile + (1 if is_narrow else 0)):
+            products[gemm][task.expert, task.row_tile, part] += 1
+            expected[LOADS[gemm]][task.expert, task.row_tile, part] += 1
+            expected[checks.WAITS[gemm]][task.expert, task.row_tile, task.column_tile] += 1
+    for kind in {*LOADS.values(), *checks.WAITS.values()}:
+        assert checks.subjects(recorded, kind) == expected[kind], kind
+    for gemm in checks.WAITS:
         # Both warpgroups, where they have rows.
-        assert not checks.subjects(recorded, kind) - (of_block[kind] + of_block[kind])
-    everything = of_block["gate_up"] + of_block["down"]
-    assert checks.subjects(recorded, "gate_up", "down", "no_rows") == everything + everything
+        assert not checks.subjects(recorded, gemm) - (products[gemm] + products[gemm]), gemm
+    everything = sum(products.values(), Counter())
+    assert checks.subjects(recorded, *checks.WAITS, "no_rows") == everything + everything
     assert checks.subjects(recorded, "wait_stages") == everything + everything
-    assert checks.subjects(recorded, "epilogue") == checks.subjects(recorded, "gate_up", "down")
+    # A warpgroup without rows has stages and biases left to deal with in a backward pass.
+    others = ("no_rows",) if recorded.pass_name == "backward" else ()
+    assert checks.subjects(recorded, "epilogue") == checks.subjects(recorded, *checks.WAITS, *others)
+    # What goes back to the tokens' owners.
     answers = Counter(recorded.of("answers")["row_tile"].tolist())
-    assert answers == Counter(recorded.of("down")["row_tile"].tolist())
+    assert answers == Counter(recorded.of("down", "token_gradient")["row_tile"].tolist())
 
 
 def test_the_clocks_of_all_sms_agree_with_the_common_timer():

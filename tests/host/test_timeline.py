@@ -22,27 +22,14 @@ RANKS = 8
 SIZES: dict[str, Any] = {"tokens": 8 * 40, "hidden": 48, "intermediate": 72, "num_experts": 16, "top_k": 3}
 
 
-# The kinds of events of a GEMM's products and of the wait in front of them.
-EVENTS = {
-    "gate_up": ("gate_up", "wait_rows"),
-    "down": ("down", "wait_hidden"),
-    "hidden_gradient": ("hidden_gradient", "wait_hidden"),
-    "token_gradient": ("token_gradient", "wait_gradients"),
-    "gate_gradient": ("weight_gradient", "wait_gradients"),
-    "up_gradient": ("weight_gradient", "wait_gradients"),
-    "down_gradient": ("weight_gradient", "wait_gradients"),
-}
-
-
 def check_tasks(recorded: timeline.Timeline, shape, schedule, rows: list[int]) -> None:
     """Every task of every GEMM once, behind a wait of its own."""
-    products, waits = defaultdict(Counter), defaultdict(Counter)
+    expected = defaultdict(Counter)
     for task in checks.all_tasks(shape, schedule, rows):
-        product, wait = EVENTS[task.gemm.name]
-        products[product][task.expert, task.row_tile, task.column_tile] += 1
-        waits[wait][task.expert, task.row_tile, task.column_tile] += 1
-    for kind in {kind for kinds in EVENTS.values() for kind in kinds}:
-        assert checks.subjects(recorded, kind) == (products | waits)[kind], kind
+        for kind in (task.gemm.name, checks.WAITS[task.gemm.name]):
+            expected[kind][task.expert, task.row_tile, task.column_tile] += 1
+    for kind in {*checks.WAITS, *checks.WAITS.values()}:
+        assert checks.subjects(recorded, kind) == expected[kind], kind
 
 
 def check_launch(recorded: timeline.Timeline, shape, schedule, rows: list[int]) -> None:
@@ -69,7 +56,9 @@ def test_every_task_and_chunk_of_the_schedule_is_recorded_once(plan):
     assert [(launch.rank, launch.ranks) for launch in launches] == [(rank, 4) for rank in range(4)]
     for launch in launches:
         rows = checks.rows_per_expert(arguments()["ids"][-1], SHAPE.num_experts, 4, launch.rank)
-        check_launch(timeline.decode(launch, "cpu"), SHAPE, schedule, rows)
+        recorded = timeline.decode(launch, "cpu")
+        assert recorded.pass_name == plan.split(":")[0]
+        check_launch(recorded, SHAPE, schedule, rows)
 
 
 def test_nothing_is_recorded_unless_asked_for():
@@ -79,16 +68,13 @@ def test_nothing_is_recorded_unless_asked_for():
     assert recording.launches("cpu") == []
 
 
-def test_the_last_of_several_layers_on_eight_devices_is_recorded():
-    inputs = make_inputs(3, **SIZES, routing="unused-slots")
-    call = layer("all devices", implementation="megakernel")
-    recorded = timeline.record(lambda: [call(inputs) for _ in range(3)])
+def check_layer(recorded: list[timeline.Timeline], ids: np.ndarray, segment_tiles: int) -> None:
+    """A launch on every device, each with numbers that can be."""
     shape = native.schedule().Shape(RANKS, 40, 48, 72, 16, 3)
     assert [each.rank for each in recorded] == list(range(RANKS))
     for each in recorded:
-        schedule = checks.schedule_of("cpu", workers=len(each.sms))
-        rows = checks.rows_per_expert(np.asarray(inputs.topk_ids), 16, RANKS, each.rank)
-        check_launch(each, shape, schedule, rows)
+        schedule = checks.schedule_of("cpu", workers=len(each.sms), segment_tiles=segment_tiles)
+        check_launch(each, shape, schedule, checks.rows_per_expert(ids, 16, RANKS, each.rank))
         numbers = summary.summarize(each)
         assert numbers.hidden is not None
         assert 0 <= numbers.hidden <= 1
@@ -98,40 +84,85 @@ def test_the_last_of_several_layers_on_eight_devices_is_recorded():
             assert 0 < sum(shares.values()) <= 1 + 1e-6
 
 
+def test_the_last_of_several_layers_on_eight_devices_is_recorded():
+    inputs = make_inputs(3, **SIZES, routing="unused-slots")
+    call = layer("all devices", implementation="megakernel")
+    recorded = timeline.record(lambda: [call(inputs) for _ in range(3)], pass_name="forward")
+    check_layer(recorded, np.asarray(inputs.topk_ids), segment_tiles=0)
+
+
 def test_the_backward_pass_of_a_layer_is_recorded_with_the_segments_of_its_plan():
     inputs = make_inputs(3, **SIZES, routing="unused-slots")
     plan = jaxmoe.KernelPlan(2, 1, 8, backward=jaxmoe.KernelPlan(1, 1, 4, chunk_rows=4, segment_tiles=2))
     gradients = gradients_of(layer("all devices", implementation="megakernel", plan=plan))
-    recorded = timeline.record(lambda: gradients(inputs))
-    shape = native.schedule().Shape(RANKS, 40, 48, 72, 16, 3)
-    assert [each.rank for each in recorded] == list(range(RANKS))
-    for each in recorded:
-        schedule = checks.schedule_of("cpu", workers=len(each.sms), segment_tiles=2)
-        rows = checks.rows_per_expert(np.asarray(inputs.topk_ids), 16, RANKS, each.rank)
-        check_launch(each, shape, schedule, rows)
+    recorded = timeline.record(lambda: gradients(inputs), pass_name="backward")
+    check_layer(recorded, np.asarray(inputs.topk_ids), segment_tiles=2)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_a_function_that_ends_with_a_launch_of_the_other_pass_is_refused():
+    inputs = make_inputs(3, **SIZES)
+    call = layer("all devices", implementation="megakernel")
+    gradients = gradients_of(call)
+    with pytest.raises(RuntimeError, match=r"the last launch of rank 0 is a forward pass, and a backward pass is to"):
+        timeline.record(lambda: [gradients(inputs), call(inputs)], pass_name="backward")
+    with pytest.raises(RuntimeError, match=r"the last launch of rank 0 is a backward pass, and a forward pass is to"):
+        timeline.record(lambda: gradients(inputs), pass_name="forward")
+
+
+SMALL = ("--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2")
+
+
+def command(*arguments: str, program: tuple[str, ...] = ("-m", "jaxmoe.profiling")) -> subprocess.CompletedProcess[str]:
     """In a process of its own: flags belong to the process, and other tests define those of the benchmark."""
-    program = [sys.executable, "-m", "jaxmoe.profiling", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, timeout=240)
 
 
-def test_the_command_records_saves_and_reads_again(tmp_path: Path):
-    trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.png"
-    small = ["--shape=48,72,8,2", "--tokens=24", "--ep=4", "--runs=2"]
-    recorded = command("timeline", *small, f"--save={recording}", f"--perfetto={trace}")
+PRODUCTS = {"forward": {"gate_up", "down"}, "backward": {*checks.WAITS} - {"down"}}
+
+
+@pytest.mark.parametrize("pass_name", PRODUCTS)
+def test_the_command_records_saves_and_reads_again(tmp_path: Path, pass_name):
+    trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.svg"
+    recorded = command("timeline", *SMALL, f"--pass={pass_name}", f"--save={recording}", f"--perfetto={trace}")
     assert recorded.returncode == 0, recorded.stderr
     told = recorded.stdout.splitlines()
+    assert f"{pass_name} pass" in told[0]
     assert "relative error" in told[0]
+    assert len([line for line in told if f": {pass_name} pass of" in line]) == 4
     assert len([line for line in told if "hidden behind products" in line]) == 4
     entries = json.loads(trace.read_text())["traceEvents"]
     assert {entry["pid"] for entry in entries} == {0, 1, 2, 3}
+    assert {entry["cat"] for entry in entries if "cat" in entry} & {*checks.WAITS} == PRODUCTS[pass_name]
 
     read = command("timeline", f"--read={recording}", f"--picture={picture}", "--rank=3")
     assert read.returncode == 0, read.stderr
+    assert f"{pass_name} pass" in read.stdout.splitlines()[0]
     assert read.stdout.splitlines()[1:] == told[1:]
-    assert picture.stat().st_size > 10_000
+    drawn = picture.read_text()
+    assert f"{pass_name} pass" in drawn
+    assert ("weight gradients" in drawn) == ("data gradients" in drawn) == (pass_name == "backward")
+
+
+# Gradients of other outputs than those whose truth is known.
+WRONG_GRADIENTS = """
+import dataclasses
+from absl import app
+from jaxmoe.profiling import __main__ as program
+
+def make(*arguments, right=program.make_gradient_inputs):
+    made = right(*arguments)
+    return dataclasses.replace(made, cotangents=tuple(-dy for dy in made.cotangents))
+
+program.make_gradient_inputs = make
+app.run(program.main)
+"""
+
+
+def test_the_command_shows_nothing_of_a_backward_pass_whose_gradients_are_wrong():
+    told = command("timeline", *SMALL, "--pass=backward", program=("-c", WRONG_GRADIENTS))
+    assert told.returncode != 0
+    assert "more than the allowed" in told.stderr
+    assert told.stdout == ""
 
 
 def test_the_command_without_a_name_says_what_it_can_show():

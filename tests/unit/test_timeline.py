@@ -26,7 +26,7 @@ def made(*events: tuple[Any, ...], length: float = 100.0, ranks: int = 2, blocks
         entry["kind"], entry["begin"], entry["end"] = timeline.kind_number(kind), begin, end
         entry["stalled"] = stalled[0] if stalled else 0
     ones = np.ones(blocks)
-    return Timeline(0, ranks, "gpu", array, length, np.arange(blocks, dtype=np.int32) * 7, ones, 0)
+    return Timeline(0, ranks, "gpu", "forward", array, length, np.arange(blocks, dtype=np.int32) * 7, ones, 0)
 
 
 # Something is in flight from 0 to 40 and from 60 to 90.
@@ -76,6 +76,13 @@ def test_the_parts_of_a_role_are_shares_of_the_time_of_its_lanes():
     assert "producer" not in roles
 
 
+@pytest.mark.parametrize("gemm", native.schedule().Gemm.__members__)
+def test_the_products_of_every_gemm_are_events_of_its_name_that_hide_communication(gemm):
+    assert gemm in summary.PRODUCTS
+    numbers = summary.summarize(made((0, "dispatch", 0, "dispatch", 0, 10), (0, "math", 0, gemm, 0, 10), blocks=1))
+    assert (numbers.hidden, numbers.exposed) == (1.0, 0.0)
+
+
 def test_one_rank_has_no_communication_to_hide():
     numbers = summary.summarize(dataclasses.replace(EXAMPLE, ranks=1))
     assert (numbers.hidden, numbers.communication, numbers.exposed) == (None, 0.0, 0.0)
@@ -104,7 +111,8 @@ def raw_launch(**fields: Any) -> SimpleNamespace:
     events = np.zeros(2, [*((name, "i4") for name in names[:-1]), ("stalled", "u4"), ("begin", "u8"), ("end", "u8")])
     events[0] = (1, timeline.role_number("math"), 1, timeline.kind_number("down"), 3, 5, 2, 300, 5 + 150, 5 + 750)
     events[1] = (0, 0, 0, timeline.kind_number("stage"), -1, -1, -1, 0, 2**40, 2**40 + 100)
-    return SimpleNamespace(device=0, ranks=4, rank=2, launch=9, clocks=clocks, events=events, **fields)
+    numbers = {"device": 0, "ranks": 4, "rank": 2, "launch": 9, "backward": False}
+    return SimpleNamespace(**numbers | fields, clocks=clocks, events=events)
 
 
 def test_ticks_of_every_sm_become_time_on_the_line_between_its_two_readings():
@@ -116,6 +124,18 @@ def test_ticks_of_every_sm_become_time_on_the_line_between_its_two_readings():
     np.testing.assert_allclose(got.events["end"], [50, 550])
     np.testing.assert_allclose(got.events["stalled"], [0, 200])
     assert got.events[["expert", "row_tile", "part"]].tolist() == [(-1, -1, -1), (3, 5, 2)]
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+def test_a_launch_says_of_which_pass_it_is_also_without_events(tmp_path: Path, pass_name):
+    raw = raw_launch(backward=pass_name == "backward")
+    raw.events = raw.events[:0]  # as of a rank whose experts no token chose
+    timeline.save([timeline.decode(raw, "gpu")], tmp_path / "recording.npz")
+    timeline.write_perfetto([timeline.decode(raw, "gpu")], tmp_path / "trace.json")
+    (got,) = timeline.load(tmp_path / "recording.npz")
+    assert got.pass_name == pass_name
+    assert f"rank 2: {pass_name} pass of 1.1 us" in str(summary.summarize(got))
+    assert f"rank 2 of 4, {pass_name} pass" in (tmp_path / "trace.json").read_text()
 
 
 def test_ranks_are_aligned_where_the_first_block_of_each_sees_all_inputs():
@@ -135,7 +155,8 @@ def test_a_trace_has_a_process_per_rank_and_a_named_thread_per_lane(tmp_path: Pa
     with opened(tmp_path / name, "rt") as file:
         entries = json.load(file)["traceEvents"]
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
-    assert sorted({e["args"]["name"] for e in entries if e["name"] == "process_name"}) == ["rank 0 of 2", "rank 1 of 2"]
+    processes = sorted({e["args"]["name"] for e in entries if e["name"] == "process_name"})
+    assert processes == ["rank 0 of 2, forward pass", "rank 1 of 2, forward pass"]
     assert sorted(name for (pid, _), name in named.items() if pid == 0) == [
         "SM 000 dispatch 0",
         "SM 000 math 0",
@@ -178,7 +199,7 @@ def test_a_recording_of_another_version_is_refused(tmp_path: Path, monkeypatch):
 def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
     """Headers of two blocks, then their lanes; a lane beyond its capacity says how many events it has lost."""
     compiled = importlib.import_module("jaxmoe._native")
-    lanes, capacity = 9, 2048
+    lanes, capacity = 9, 8192
     header = struct.Struct(f"<4Qi{lanes}I")
     events_at = -(-2 * header.size // 1024) * 1024
     buffer = bytearray(compiled.timeline_bytes(2))
@@ -194,7 +215,8 @@ def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
     assert launch.clocks.tolist() == [(42, 0, 100, 1000, 300, 1100), (43, 5, 200, 1010, 400, 1110)]
     assert len(launch.events) == 1 + capacity
     assert launch.events[0].tolist() == (0, timeline.role_number("block"), 0, stage, -1, -1, -1, 0, 110, 150)
-    assert launch.events[-1].tolist() == (1, timeline.role_number("math"), 1, down, 3, 700_000, 2, 1, 2247, 2248)
+    last = 199 + capacity
+    assert launch.events[-1].tolist() == (1, timeline.role_number("math"), 1, down, 3, 700_000, 2, 1, last, last + 1)
     with pytest.raises(ValueError, match="10 bytes are no buffer of 2 blocks"):
         compiled.decode_timeline(bytes(10), 2)
 

@@ -136,7 +136,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     // What is not a tile: gradients of routing weights and biases, by the tasks of the first column or row of tiles.
     if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) answer_weights(cta, task, thread, target);
     if (is_weight_gradient(task.gemm)) store_bias_gradient(cta, task, thread);
-    if (computed) lane.mark(EventKind::kEpilogue, task);
+    lane.mark(EventKind::kEpilogue, task);  // also without rows: stages and biases are left
     queue.stored();
   }
   queue.finish(ring, position);
