@@ -99,6 +99,11 @@ struct Segment {
   int32_t sums_tile;
 };
 
+// Size of the first of some parts over which `count` is spread evenly.
+JAXMOE_ANY constexpr int32_t first_of_parts(int32_t count, int32_t parts) {
+  return parts == 1 ? count : ceil_div(count, parts);
+}
+
 // The segments of a rank, in order. The tiles of an expert are spread evenly over as few segments as hold them.
 class SegmentWalk {
  public:
@@ -110,11 +115,11 @@ class SegmentWalk {
     const bool first = tiles_left_ == 0;
     while (tiles_left_ == 0) {
       if (++expert_ >= num_experts_) return false;
-      tiles_left_ = ceil_div(rows_per_expert_[expert_], schedule_.tile.rows);
+      tiles_left_ = few_parts(rows_per_expert_[expert_], schedule_.tile.rows);
       tile_of_expert_ = 0;
     }
-    const int32_t segments = schedule_.backward() ? ceil_div(tiles_left_, schedule_.segment_tiles) : 1;
-    const int32_t tiles = ceil_div(tiles_left_, segments);
+    const int32_t segments = schedule_.backward() ? few_parts(tiles_left_, schedule_.segment_tiles) : 1;
+    const int32_t tiles = first_of_parts(tiles_left_, segments);
     const int32_t part = (first ? kFirstPart : 0) | (segments == 1 ? kLastPart : 0);
     segment = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_], part, sums_tile_};
     if (part != (kFirstPart | kLastPart)) sums_tile_ = first_tile_;
@@ -160,7 +165,7 @@ class UnitWalk {
       if (!segments_.next(segment_)) return false;
       tiles_left_ = segment_.tiles;
     }
-    const int32_t tiles = ceil_div(tiles_left_, ceil_div(tiles_left_, schedule_.unit_tiles));
+    const int32_t tiles = first_of_parts(tiles_left_, few_parts(tiles_left_, schedule_.unit_tiles));
     const int32_t passed = segment_.tiles - tiles_left_;
     unit = {segment_.expert, segment_.first_tile + passed, tiles, segment_.tile_of_expert + passed,
             segment_.rows_of_expert};
@@ -320,32 +325,30 @@ class ChunkWalk {
   JAXMOE_ANY ChunkWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert,
                        int32_t dispatcher)
       : rows_per_expert_(rows_per_expert), num_experts_(shape.local_experts()), tile_rows_(schedule.tile.rows),
-        chunk_rows_(schedule.chunk_rows), ring_tiles_(schedule.ring_tiles), dispatchers_(schedule.dispatchers),
-        position_(dispatcher) {}
+        chunk_rows_(schedule.chunk_rows), chunks_per_tile_(ceil_div(schedule.tile.rows, schedule.chunk_rows)),
+        ring_tiles_(schedule.ring_tiles), dispatchers_(schedule.dispatchers), position_(dispatcher) {}
 
+  // Chunks never straddle a tile, so every full tile has the same number of them, and the chunks of a rank can be dealt
+  // to the dispatchers in turn.
   JAXMOE_ANY bool next(Chunk& chunk) {
-    // Chunks never straddle a tile, so every full tile has the same number of them.
-    const int32_t chunks_per_tile = ceil_div(tile_rows_, chunk_rows_);
-    for (;;) {
-      if (expert_ >= 0) {
-        const int32_t rows = rows_per_expert_[expert_];
-        const int32_t tile = position_ / chunks_per_tile;
-        const int32_t tile_row = position_ % chunks_per_tile * chunk_rows_;
-        const int32_t first_row = tile * tile_rows_ + tile_row;
-        if (tile < ceil_div(rows, tile_rows_)) {
-          position_ += dispatchers_;
-          if (first_row >= rows) continue;  // the last tile of the expert ends before this chunk
-          const int32_t row_tile = first_tile_ + tile;
-          const int32_t left = at_most(rows - first_row, tile_rows_ - tile_row);
-          chunk = {expert_, row_tile, row_tile % ring_tiles_, first_row, tile_row, at_most(left, chunk_rows_)};
-          return true;
-        }
-        const int32_t tiles = ceil_div(rows, tile_rows_);
-        first_tile_ += tiles;
-        position_ -= tiles * chunks_per_tile;
-      }
+    while (position_ >= chunks_) {
+      position_ -= chunks_;
+      first_tile_ += tiles_;
       if (++expert_ >= num_experts_) return false;
+      const int32_t rows = rows_per_expert_[expert_];
+      tiles_ = few_parts(rows, tile_rows_);
+      const int32_t before_last = tiles_ - 1;
+      chunks_ = tiles_ == 0 ? 0
+                            : before_last * chunks_per_tile_ + few_parts(rows - before_last * tile_rows_, chunk_rows_);
     }
+    const int32_t tile = position_ / chunks_per_tile_;
+    const int32_t tile_row = position_ % chunks_per_tile_ * chunk_rows_;
+    const int32_t first_row = tile * tile_rows_ + tile_row;
+    const int32_t row_tile = first_tile_ + tile;
+    const int32_t left = at_most(rows_per_expert_[expert_] - first_row, tile_rows_ - tile_row);
+    chunk = {expert_, row_tile, row_tile % ring_tiles_, first_row, tile_row, at_most(left, chunk_rows_)};
+    position_ += dispatchers_;
+    return true;
   }
 
  private:
@@ -353,11 +356,14 @@ class ChunkWalk {
   int32_t num_experts_;
   int32_t tile_rows_;
   int32_t chunk_rows_;
+  int32_t chunks_per_tile_;  // of a full one
   int32_t ring_tiles_;
   int32_t dispatchers_;
   int32_t expert_ = -1;
-  int32_t first_tile_ = 0;
-  int32_t position_;  // of this dispatcher's next chunk, from the first tile of the expert
+  int32_t first_tile_ = 0;  // of the expert
+  int32_t tiles_ = 0;
+  int32_t chunks_ = 0;
+  int32_t position_;  // of this dispatcher's next chunk, among those of the expert
 };
 
 // Where a row of a local expert comes from: the `position`-th slot of rank `source` among those that name the expert.

@@ -18,6 +18,11 @@ JAXMOE_ANY constexpr Integer ceil_div(Integer count, Integer size) {
   return (count + size - 1) / size;
 }
 
+// The same where `count` is rarely above `size`: then without a division, which takes a GPU some forty cycles.
+JAXMOE_ANY constexpr int32_t few_parts(int32_t count, int32_t size) {
+  return count <= size ? (count > 0 ? 1 : 0) : ceil_div(count, size);
+}
+
 template <class Integer>
 JAXMOE_ANY constexpr Integer at_most(Integer value, Integer limit) {
   return value < limit ? value : limit;

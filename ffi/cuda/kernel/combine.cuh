@@ -29,13 +29,17 @@ __device__ void announce(const Cta<Variant>& cta) {
 inline constexpr int kSlotsAtOnce = 4;
 inline constexpr int kGroups = 4;
 
-// y[token] = sum over its slots of weight * answer. `weight` is that of the slot of each lane, `used` has a bit for
-// each slot that has an answer. `poison` is what sums start from.
+// Vectors of a token that a warp adds up at a time.
+inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
+
+// y[token] = sum over its slots of weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
+// `weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer. `poison` is what sums
+// start from.
 template <class Variant>
-__device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t vectors, int32_t top_k, float weight,
-                                       uint32_t used, float poison, int lane) {
+__device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
+                                       int32_t top_k, float weight, uint32_t used, float poison, int lane) {
   using Precision = typename Variant::Precision;
-  for (int32_t start = 0; start < vectors; start += 32 * kGroups) {
+  for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
     float sums[kGroups][8];
 #pragma unroll
@@ -100,7 +104,13 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   const uint4* partials = cta.template at<uint4>(p.layout.partials);
   const int32_t vectors = p.shape.hidden / 8;
   const int32_t top_k = p.shape.top_k;
-  for (int32_t token = blockIdx.x * kMathWarps + math_warp; token < p.shape.tokens; token += gridDim.x * kMathWarps) {
+  // Where there are more warps than tokens, several share a token, on as many multiprocessors as there are.
+  const int32_t warps = gridDim.x * kMathWarps;
+  const int32_t sharing = p.shape.tokens > 0 && p.shape.tokens < warps ? warps / p.shape.tokens : 1;
+  const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce), sharing);
+  for (int32_t item = math_warp * gridDim.x + blockIdx.x; item < p.shape.tokens * parts; item += warps) {
+    const int32_t token = item / parts;
+    const int32_t part = item % parts;
     const bool has_slot = lane < top_k;
     const int64_t slot = int64_t{token} * top_k + lane;
     const bool is_used = has_slot && p.topk_ids[slot] >= 0;
@@ -108,13 +118,14 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
     float weight = 1.0f;  // in a backward pass the answers have their weight in them
     if constexpr (Cta<Variant>::kBackward) {
       const float* answers = cta.template at<float>(p.layout.weight_answers);
-      if (has_slot) p.dtopk_weights[slot] = poison + (is_used ? __ldcg(answers + slot) : 0.0f);
+      if (has_slot && part == 0) p.dtopk_weights[slot] = poison + (is_used ? __ldcg(answers + slot) : 0.0f);
     } else {
       weight = has_slot ? p.topk_weights[slot] : 0.0f;
     }
     const uint4* answers = partials + int64_t{token} * top_k * vectors;
     uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
-    add_up<Variant>(answers, y, vectors, top_k, weight, used, poison, lane);
+    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, weight, used, poison,
+                    lane);
   }
   timeline.mark(EventKind::kCombine);
 }

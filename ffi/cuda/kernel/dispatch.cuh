@@ -50,20 +50,23 @@ __device__ __forceinline__ void copy_row(uint4* target, uint4* kept, const uint4
 // How the slots of each source lie in its list: lane s keeps it for source s. Experts come in order.
 class Segments {
  public:
+  // All sources at once, each by every eighth lane: one source after the other would be a way to L2 for each, in every
+  // chunk.
   template <class Variant>
   __device__ void move_to(const Cta<Variant>& cta, int32_t expert, int lane) {
+    static_assert(32 % kMaxPeers == 0);
     const auto& p = cta.params;
-    for (int32_t source = 0; source < p.shape.ranks; ++source) {
+    const int32_t source = lane % kMaxPeers;
+    int32_t passed = 0;
+    if (source < p.shape.ranks) {
       const int32_t* counts =
           cta.template at<int32_t>(p.rank, rows_from_source(p.layout, p.head, cta.signals.epoch(), source));
-      int32_t passed = 0;
-      for (int32_t e = expert_ + lane; e < expert; e += 32) passed += __ldcg(counts + e);
-      passed = __reduce_add_sync(0xffffffff, passed);
-      if (lane == source) {
-        start_ += passed;
-        count_ = __ldcg(counts + expert);
-      }
+      count_ = __ldcg(counts + expert);
+      for (int32_t e = expert_ + lane / kMaxPeers; e < expert; e += 32 / kMaxPeers) passed += __ldcg(counts + e);
     }
+#pragma unroll
+    for (int other = kMaxPeers; other < 32; other *= 2) passed += __shfl_xor_sync(0xffffffff, passed, other);
+    start_ += passed;
     expert_ = expert;
   }
 
