@@ -1,7 +1,6 @@
 """The fused kernel with one process per GPU, with several GPUs in each of several processes, and on shared GPUs."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,27 +17,28 @@ pytestmark = [
 # Processes that share GPUs are tested on one as on eight.
 several_gpus = pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
 GPUS = jax.device_count()
-WORKER = "tests.multiprocess.workers.megakernel"
 TIMEOUT_S, SILENCE_S = 150, 90
-
-
-# Beside the tests' own JAX on the same GPUs.
-MEMORY: Mapping[str, str] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 SHARED_RANKS = 8
-# Ranks of a shared GPU wait for each other's turns.
 SHARED: dict[str, Any] = {"processes": SHARED_RANKS, "devices_per_process": 1, "shared_gpus": min(GPUS, SHARED_RANKS)}
 
 
-def run(what: str, devices_per_process: int = 1, **shared: Any) -> tuple[str, ...]:
+def start(worker: str, *arguments: str, waits_s: int = 60, **ranks: Any) -> tuple[str, ...]:
+    """Runs a worker as all ranks, one for each GPU where `ranks` does not say otherwise; returns what they printed."""
+    # Beside the tests' own JAX on the same GPUs.
+    environment = {"JAXMOE_TIMEOUT_SECONDS": str(waits_s), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return launch(
-        WORKER,
-        **{"processes": GPUS // devices_per_process, "devices_per_process": devices_per_process} | shared,
-        arguments=(what,),
+        f"tests.multiprocess.workers.{worker}",
+        **{"processes": GPUS, "devices_per_process": 1} | ranks,
+        arguments=arguments,
         platform="gpu",
         timeout_s=TIMEOUT_S,
         silence_s=SILENCE_S,
-        environment=lambda rank: {"JAXMOE_TIMEOUT_SECONDS": "60" if shared else "3", **MEMORY},
+        environment=lambda rank: environment,
     )
+
+
+def in_processes_of(devices: int) -> dict[str, int]:
+    return {"processes": GPUS // devices, "devices_per_process": devices}
 
 
 def meshes(ranks: int) -> list[str]:
@@ -49,15 +49,7 @@ def meshes(ranks: int) -> list[str]:
 
 def assert_right_with_the_same_bits(mesh: str, **ranks: Any) -> None:
     """Outputs and gradients of every routing, and equal replicas in all processes."""
-    outputs = launch(
-        "tests.multiprocess.workers.layer",
-        **ranks,
-        arguments=(mesh, "megakernel"),
-        platform="gpu",
-        timeout_s=TIMEOUT_S,
-        silence_s=SILENCE_S,
-        environment=lambda rank: MEMORY,
-    )
+    outputs = start("layer", mesh, "megakernel", **ranks)
     digests: dict[str, str] = {}
     for output in outputs:
         assert "calls gave the same bits" in output
@@ -70,13 +62,13 @@ def assert_right_with_the_same_bits(mesh: str, **ranks: Any) -> None:
 @several_gpus
 @pytest.mark.parametrize("mesh", meshes(GPUS))
 def test_every_process_gets_the_output_and_gradients_of_the_reference_with_the_same_bits_each_time(mesh):
-    assert_right_with_the_same_bits(mesh, processes=GPUS, devices_per_process=1)
+    assert_right_with_the_same_bits(mesh)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("mesh", meshes(GPUS))
 def test_groups_across_two_processes_of_several_gpus_get_the_output_and_gradients_of_the_reference(mesh):
-    assert_right_with_the_same_bits(mesh, processes=2, devices_per_process=GPUS // 2)
+    assert_right_with_the_same_bits(mesh, **in_processes_of(GPUS // 2))
 
 
 @pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
@@ -87,20 +79,20 @@ def test_eight_ranks_that_share_gpus_get_the_output_and_gradients_of_the_referen
 
 @pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
 def test_eight_ranks_that_share_gpus_get_the_same_bits_call_after_call():
-    for output in run("layer", **SHARED):
+    for output in start("megakernel", "layer", **SHARED):
         assert "1000 calls gave the same bits" in output
 
 
 @several_gpus
 def test_ranks_in_processes_of_their_own_agree_with_the_reference_call_after_call():
-    for output in run("layer"):
+    for output in start("megakernel", "layer"):
         assert "1000 calls gave the same bits" in output
 
 
 @several_gpus
 def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
     try:
-        outputs = run("absent")
+        outputs = start("megakernel", "absent", waits_s=3)
     except LaunchError as error:  # the coordinator may notice a rank that is gone
         outputs = error.outputs
     absent = len(outputs) - 1
@@ -113,13 +105,13 @@ def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("devices_per_process", [1, 2, 4])
 def test_memory_of_a_group_outlives_the_communicators_that_xla_destroys(devices_per_process):
-    for output in run("programs", devices_per_process):
+    for output in start("megakernel", "programs", **in_processes_of(devices_per_process)):
         assert "right: beside a larger group again" in output
 
 
 @several_gpus
 def test_two_threads_get_right_results_or_an_error_that_names_them():
-    [output] = run("threads", jax.device_count())
+    [output] = start("megakernel", "threads", waits_s=3, **in_processes_of(GPUS))
     for told in re.findall("thread: (.*)", output):
         assert told == "100 calls were right" or "two threads of this process" in told or " waited 3 s for " in told
     assert output.count("thread: ") == 2
