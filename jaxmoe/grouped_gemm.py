@@ -76,4 +76,4 @@ def bias_vjp(drows: jax.Array, p: Pass, bias: jax.Array | None) -> jax.Array | N
     # A sum of outer products with 1, and not a product with the one-hot matrix: there a NaN of one row would meet the
     # zeros of every expert.
     ones = jnp.ones_like(drows, shape=(drows.shape[0], 1))
-    return sum_of_outer_products(ones, drows, p, precision="highest")[:, 0].astype(bias.dtype)
+    return sum_of_outer_products(ones, drows, p.rows_per_expert, precision="highest")[:, 0].astype(bias.dtype)

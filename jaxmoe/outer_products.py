@@ -8,9 +8,8 @@ percents where experts have thousands of rows, and `jax.lax.ragged_dot_general` 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxmoe.local_rows import Pass
 from jaxmoe.sharding import vary_alike
 
 # Products of one step, so that small experts fill a GPU together.
@@ -32,26 +31,27 @@ def block_rows(rows: int, experts: int) -> int:
 def sum_of_outer_products(
     lhs: Float[Array, "rows inner"],
     rhs: Float[Array, "rows outer"],
-    p: Pass,
+    rows_per_expert: Int[Array, "experts"],
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "experts inner outer"]:
     """Returns for each expert the sum over its rows of `lhs[row]^T rhs[row]`, in float32 or wider.
 
+    The rows of the experts follow each other from the first row on; there may be others behind them.
     Exactly zero for an expert without rows. Rows of other experts, and those behind the last row, are never multiplied,
     so that a NaN stays with its expert. Blocks of rows of one expert are added up in a fixed order.
     """
     wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    rows, experts = lhs.shape[0], p.rows_per_expert.shape[0]
+    rows, experts = lhs.shape[0], rows_per_expert.shape[0]
     inner, outer = lhs.shape[1], rhs.shape[1]
     block = block_rows(rows, experts)
     most_blocks = rows // block + experts  # each expert fills all its blocks but the last one
     product_bytes = max(inner * outer * jnp.dtype(wide).itemsize, 1)
     at_once = min(max(STEP_BYTES // product_bytes, 1), experts, most_blocks)
 
-    end_row = jnp.cumsum(p.rows_per_expert)
-    blocks = (p.rows_per_expert + block - 1) // block
+    end_row = jnp.cumsum(rows_per_expert)
+    blocks = (rows_per_expert + block - 1) // block
     end_block = jnp.cumsum(blocks)
-    row_of_block_0 = end_row - p.rows_per_expert - (end_block - blocks) * block
+    row_of_block_0 = end_row - rows_per_expert - (end_block - blocks) * block
 
     def product(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the expert of a block and the block's product, zero behind the last block."""
@@ -71,5 +71,5 @@ def sum_of_outer_products(
             sums = lax.dynamic_update_slice_in_dim(sums, total, expert[number], 0)
         return sums, None
 
-    sums, _, _ = vary_alike((jnp.zeros((experts, inner, outer), wide), lhs, p.rows_per_expert))
+    sums, _, _ = vary_alike((jnp.zeros((experts, inner, outer), wide), lhs, rows_per_expert))
     return lax.scan(step, sums, jnp.arange(0, most_blocks, at_once))[0]

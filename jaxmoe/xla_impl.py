@@ -143,13 +143,13 @@ def _pass_vjp(
     dw_up = None
     if experts.w_up is not None and dup is not None:
         dup = dup.astype(dtype)
-        dw_up = sum_of_outer_products(tokens, dup, p)
+        dw_up = sum_of_outer_products(tokens, dup, p.rows_per_expert)
         dtokens = dtokens.astype(jnp.promote_types(dtype, jnp.float32))
         dtokens += times_transposed(dup, experts.w_up, p, kind)
     dexperts = Experts(
-        w_gate=sum_of_outer_products(tokens, dgate, p),
+        w_gate=sum_of_outer_products(tokens, dgate, p.rows_per_expert),
         w_up=dw_up,
-        w_down=sum_of_outer_products(weighted_h, dout, p),
+        w_down=sum_of_outer_products(weighted_h, dout, p.rows_per_expert),
         b_gate=bias_vjp(dgate, p, experts.b_gate),
         b_up=None if dup is None else bias_vjp(dup, p, experts.b_up),
         b_down=bias_vjp((weight * dout).astype(dtype), p, experts.b_down),

@@ -37,6 +37,7 @@
 #include <cstdio>
 #include <string>
 
+#include "common/chunks.h"
 #include "common/scheduler.h"
 #include "common/shape.h"
 

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/chunks.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "host/executor.h"

@@ -1,5 +1,5 @@
 // The submodule `schedule` of jaxmoe._native: the integer code of common/ as Python sees it, for property tests and for
-// plans. jaxmoe/native.py is the only way in. Arguments are checked here, since common/ divides by them.
+// plans. jaxmoe/native.py is the only way in. What is said of memory is in layout_bindings.cc.
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -10,20 +10,20 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "common/chunks.h"
 #include "common/extension.h"
-#include "common/layout.h"
 #include "common/protocol.h"
 #include "common/scheduler.h"
 #include "common/shape.h"
+#include "host/argument_checks.h"
 #include "host/executor_bindings.h"
+#include "host/layout_bindings.h"
 #include "host/struct_bindings.h"
 
 namespace py = pybind11;
 
 namespace jaxmoe {
 namespace {
-
-using Rows = std::vector<int32_t>;  // of each local expert
 
 void define_names(py::module_& module) {
   py::enum_<Gemm> gemms(module, "Gemm");
@@ -87,78 +87,7 @@ void define_structs(py::module_& module) {
                 Field{"wait", &WaitFailure::wait}, Field{"seen", &WaitFailure::seen});
 }
 
-// --- checks ----------------------------------------------------------------------------------------------------------
-
-void require(bool holds, const std::string& complaint) {
-  if (!holds) throw py::value_error("schedule: " + complaint);
-}
-
-void require_range(const char* name, int64_t value, int64_t first, int64_t end) {
-  require(value >= first && value < end, std::string(name) + "=" + std::to_string(value) + ". It needs to be " +
-                                             std::to_string(first) + " to " + std::to_string(end - 1) + ".");
-}
-
-void require_at_least(const char* name, int64_t value, int64_t least) {
-  require(value >= least,
-          std::string(name) + "=" + std::to_string(value) + ". It needs to be at least " + std::to_string(least) + ".");
-}
-
-void check(const Shape& shape) {
-  require_range("ranks", shape.ranks, 1, kMaxRanks + 1);
-  require_at_least("tokens", shape.tokens, 0);
-  require_at_least("hidden", shape.hidden, 1);
-  require_at_least("intermediate", shape.intermediate, 1);
-  require_at_least("num_experts", shape.num_experts, 1);
-  require_at_least("top_k", shape.top_k, 1);
-  require_range("projections", shape.projections, 1, 3);
-  require(shape.num_experts % shape.ranks == 0, "num_experts=" + std::to_string(shape.num_experts) +
-                                                    " cannot be spread over ranks=" + std::to_string(shape.ranks) +
-                                                    ". It needs to be a multiple of it.");
-  const int64_t slots = int64_t{shape.tokens} * shape.top_k;
-  require_range("tokens * top_k", slots, 0, int64_t{kMaxSlots} + 1);
-}
-
-void check(const Schedule& schedule) {
-  require_at_least("tile.rows", schedule.tile.rows, 1);
-  require_at_least("tile.hidden_columns", schedule.tile.hidden_columns, 1);
-  require_at_least("tile.output_columns", schedule.tile.output_columns, 1);
-  require_at_least("unit_tiles", schedule.unit_tiles, 1);
-  require_at_least("lag_units", schedule.lag_units, 0);
-  require_at_least("ring_tiles", schedule.ring_tiles, 1);
-  require_at_least("workers", schedule.workers, 1);
-  require_at_least("chunk_rows", schedule.chunk_rows, 1);
-  require_at_least("dispatchers", schedule.dispatchers, 1);
-  require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
-  require_range("keep_tokens", schedule.keep_tokens, 0, 2);
-  require_at_least("segment_tiles", schedule.segment_tiles, 0);
-  require_at_least("saved_tiles", schedule.saved_tiles, 0);
-}
-
-void check(const Rows& rows_per_expert) {
-  for (int32_t rows : rows_per_expert) require_at_least("rows_per_expert", rows, 0);
-}
-
-void check(const Shape& shape, const Schedule& schedule) {
-  check(shape);
-  check(schedule);
-}
-
-void check(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert) {
-  check(shape, schedule);
-  check(rows_per_expert);
-  require(rows_per_expert.size() == static_cast<size_t>(shape.local_experts()),
-          "rows_per_expert has " + std::to_string(rows_per_expert.size()) + " numbers. It needs one for each of the " +
-              std::to_string(shape.local_experts()) + " local experts.");
-}
-
-void check(const HeadCapacity& head) {
-  require_range("ranks", head.ranks, 1, kMaxRanks + 1);
-  require_at_least("local_experts", head.local_experts, 0);
-  require_at_least("row_tiles", head.row_tiles, 0);
-  require_at_least("slots", head.slots, 0);
-}
-
-// --- scheduler.h -----------------------------------------------------------------------------------------------------
+// --- scheduler.h, chunks.h ------------------------------------------------------------------------------------------
 
 template <class Item, class Walk>
 std::vector<Item> all_of(Walk walk) {
@@ -263,131 +192,6 @@ void define_protocol(py::module_& module) {
   module.def("release_after", [](const Task& task) { return release_after(task); }, py::arg("task"));
   module.def("has_reached", &has_reached, py::arg("seen"), py::arg("target"));
   module.def("describe", &describe, py::arg("failure"), py::arg("seconds"), py::arg("worker_name"));
-}
-
-// --- layout.h --------------------------------------------------------------------------------------------------------
-
-using NamedRegion = std::pair<const char*, Region ArenaLayout::*>;
-constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
-                                        {"flags", &ArenaLayout::flags},
-                                        {"counters", &ArenaLayout::counters},
-                                        {"rows_from", &ArenaLayout::rows_from},
-                                        {"source_slots", &ArenaLayout::source_slots}};
-constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
-                                        {"partials", &ArenaLayout::partials},
-                                        {"histograms", &ArenaLayout::histograms},
-                                        {"kept_tokens", &ArenaLayout::kept_tokens},
-                                        {"kept_states", &ArenaLayout::kept_states},
-                                        {"row_targets", &ArenaLayout::row_targets},
-                                        {"rows", &ArenaLayout::rows},
-                                        {"hidden", &ArenaLayout::hidden},
-                                        {"weights", &ArenaLayout::weights},
-                                        {"weight_answers", &ArenaLayout::weight_answers},
-                                        {"row_weights", &ArenaLayout::row_weights},
-                                        {"row_products", &ArenaLayout::row_products},
-                                        {"projections", &ArenaLayout::projections},
-                                        {"weight_sums", &ArenaLayout::weight_sums}};
-
-template <size_t kSize>
-py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {
-  py::dict regions;
-  for (const auto& [name, member] : named) {
-    const Region& region = layout.*member;
-    regions[name] = py::make_tuple(region.offset, region.bytes);
-  }
-  return regions;
-}
-
-ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
-  check(shape, schedule);
-  check(head);
-  require_at_least("itemsize", itemsize, 1);
-  require(head.holds(needed_head(shape, schedule)),
-          "the head is too small for the shape. It needs to hold needed_head().");
-  return layout_of(shape, schedule, head, itemsize);
-}
-
-int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, Signal signal, int32_t index) {
-  require_range("index", index, 0, is_from_peers(signal) ? head.ranks : is_per_tile(signal) ? head.row_tiles : 1);
-  return word_of(layout, head, epoch, signal, index);
-}
-
-int64_t rows_from_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, int32_t source) {
-  require_range("source", source, 0, head.ranks);
-  return rows_from_source(layout, head, epoch, source);
-}
-
-int64_t slots_from_offset(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
-  require_range("source", source, 0, head.ranks);
-  return slots_from_source(layout, head, source);
-}
-
-void define_layout(py::module_& module) {
-  define_struct(module, "HeadCapacity", "What the head of an arena has room for.", Field{"ranks", &HeadCapacity::ranks},
-                Field{"local_experts", &HeadCapacity::local_experts}, Field{"row_tiles", &HeadCapacity::row_tiles},
-                Field{"slots", &HeadCapacity::slots})
-      .def("holds", &HeadCapacity::holds, py::arg("other"));
-  py::class_<ArenaLayout>(module, "ArenaLayout", "Where everything lies; head and body are {region: (offset, bytes)}.")
-      .def_readonly("head_bytes", &ArenaLayout::head_bytes)
-      .def_readonly("bytes", &ArenaLayout::bytes)
-      .def_property_readonly("head", [](const ArenaLayout& layout) { return regions_of(layout, kHeadRegions); })
-      .def_property_readonly("body", [](const ArenaLayout& layout) { return regions_of(layout, kBodyRegions); });
-
-  const auto counted = [&module](const char* name, auto count) {
-    module.def(
-        name,
-        [count](const Shape& shape, const Schedule& schedule) {
-          check(shape, schedule);
-          return count(shape, schedule);
-        },
-        py::arg("shape"), py::arg("schedule"));
-  };
-  counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
-  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return hidden_tiles(shape, s.tile); });
-  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
-  counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
-  counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
-  counted("num_planners", num_planners);
-  counted("needed_head", needed_head);
-
-  module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
-  module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
-  module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
-             py::arg("index"), "Byte offset of a signal's word.");
-  module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"),
-             py::arg("source"), "Byte offset of the row counts that a source wrote.");
-  module.def("slots_from_source", &slots_from_offset, py::arg("layout"), py::arg("head"), py::arg("source"),
-             "Byte offset of the slot list that a source wrote.");
-  module.def(
-      "pack_row_target",
-      [](int32_t source, int32_t slot) {
-        require_range("source", source, 0, kMaxRanks);
-        require_range("slot", slot, 0, kMaxSlots);
-        return RowTarget::of(source, slot).packed;
-      },
-      py::arg("source"), py::arg("slot"));
-  module.def(
-      "unpack_row_target",
-      [](uint32_t packed) {
-        const RowTarget target{packed};
-        return py::make_tuple(target.source(), target.slot());
-      },
-      py::arg("packed"), "(source, slot)");
-  module.def(
-      "kept_index",
-      [](const Shape& shape, int32_t rank, int32_t source, int32_t token) {
-        check(shape);
-        require_range("rank", rank, 0, shape.ranks);
-        require_range("source", source, 0, shape.ranks);
-        require_range("token", token, 0, shape.tokens);
-        require(source != rank, "source=" + std::to_string(source) + " is the rank itself. It keeps tokens of others.");
-        return kept_index(shape, rank, source, token);
-      },
-      py::arg("shape"), py::arg("rank"), py::arg("source"), py::arg("token"));
-  module.attr("region_alignment") = kRegionAlignment;
-  module.attr("flag_bytes") = kFlagBytes;
-  module.attr("max_slots") = kMaxSlots;
-  module.attr("max_ranks") = kMaxRanks;
 }
 
 }  // namespace

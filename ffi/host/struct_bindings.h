@@ -1,5 +1,5 @@
 // Plain structs as Python classes: one argument and one readable attribute per field.
-// Caller: host/schedule_bindings.cc.
+// Callers: host/schedule_bindings.cc, host/layout_bindings.cc.
 #pragma once
 
 #include <cstddef>

@@ -8,16 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe import outer_products
-from jaxmoe.local_rows import Pass
 from jaxmoe.outer_products import sum_of_outer_products
 
 INNER, OUTER = 3, 5
-
-
-def a_pass(sizes: list[int], rows: int) -> Pass:
-    index = jnp.arange(rows, dtype=jnp.int32)
-    is_row = index[:, None] < sum(sizes)
-    return Pass(jnp.int32(0), index, index, is_row, jnp.asarray(sizes, jnp.int32))
 
 
 def inputs(rows: int, dtype: object = jnp.float32) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +28,7 @@ def expected(lhs: jax.Array, rhs: jax.Array, sizes: list[int]) -> np.ndarray:
 def test_sums_of_whole_numbers_are_exact_for_every_number_of_rows_and_experts(sizes, behind):
     rows = max(sum(sizes) + behind, 1)
     lhs, rhs = inputs(rows)
-    sums = sum_of_outer_products(lhs, rhs, a_pass(sizes, rows))
+    sums = sum_of_outer_products(lhs, rhs, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_array_equal(sums, expected(lhs, rhs, sizes))
 
 
@@ -43,7 +36,7 @@ def test_sums_of_whole_numbers_are_exact_for_every_number_of_rows_and_experts(si
 def test_narrow_rows_are_added_up_in_float32(dtype):
     sizes = [700, 0, 324]
     lhs, rhs = inputs(1024, dtype)
-    sums = sum_of_outer_products(lhs, rhs, a_pass(sizes, 1024))
+    sums = sum_of_outer_products(lhs, rhs, jnp.asarray(sizes, jnp.int32))
     assert sums.dtype == jnp.float32
     np.testing.assert_array_equal(sums, expected(lhs, rhs, sizes))
 
@@ -52,7 +45,7 @@ def test_narrow_rows_are_added_up_in_float32(dtype):
 def test_nan_stays_with_the_expert_of_its_row_or_with_nobody(nan_row):
     sizes = [9, 0, 17, 30]  # and eight rows behind the last one
     lhs, rhs = (array.at[nan_row].set(jnp.nan) for array in inputs(64))
-    sums = np.asarray(sum_of_outer_products(lhs, rhs, a_pass(sizes, 64)))
+    sums = np.asarray(sum_of_outer_products(lhs, rhs, jnp.asarray(sizes, jnp.int32)))
     owner = np.searchsorted(np.cumsum(sizes), nan_row, side="right")
     assert [bool(np.isnan(of_expert).any()) for of_expert in sums] == [expert == owner for expert in range(4)]
 
@@ -63,7 +56,7 @@ def test_as_many_blocks_as_fit_are_multiplied_in_one_step(monkeypatch):
     results = []
     for at_once in (1, 3):
         monkeypatch.setattr(outer_products, "STEP_BYTES", at_once * product_bytes)
-        results.append(np.asarray(sum_of_outer_products(lhs, rhs, a_pass(sizes, 64))))
-        text = str(jax.make_jaxpr(lambda a, b: sum_of_outer_products(a, b, a_pass(sizes, 64)))(lhs, rhs))
+        results.append(np.asarray(sum_of_outer_products(lhs, rhs, jnp.asarray(sizes, jnp.int32))))
+        text = str(jax.make_jaxpr(lambda a, b: sum_of_outer_products(a, b, jnp.asarray(sizes, jnp.int32)))(lhs, rhs))
         assert f"f32[{at_once},{INNER},{OUTER}]" in text
     np.testing.assert_array_equal(*results)

@@ -1,4 +1,4 @@
-"""The order of one rank's work (ffi/common/scheduler.h): what is computed, by whom, in which order."""
+"""The order of one rank's work (ffi/common/scheduler.h, chunks.h): what is computed, by whom, in which order."""
 
 import itertools
 import math

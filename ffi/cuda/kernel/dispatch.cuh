@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "common/chunks.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"

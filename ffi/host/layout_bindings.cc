@@ -1,0 +1,146 @@
+#include "host/layout_bindings.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include <pybind11/stl.h>
+
+#include "common/layout.h"
+#include "common/protocol.h"
+#include "common/shape.h"
+#include "host/argument_checks.h"
+#include "host/struct_bindings.h"
+
+namespace py = pybind11;
+
+namespace jaxmoe {
+namespace {
+
+using NamedRegion = std::pair<const char*, Region ArenaLayout::*>;
+constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
+                                        {"flags", &ArenaLayout::flags},
+                                        {"counters", &ArenaLayout::counters},
+                                        {"rows_from", &ArenaLayout::rows_from},
+                                        {"source_slots", &ArenaLayout::source_slots}};
+constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
+                                        {"partials", &ArenaLayout::partials},
+                                        {"histograms", &ArenaLayout::histograms},
+                                        {"kept_tokens", &ArenaLayout::kept_tokens},
+                                        {"kept_states", &ArenaLayout::kept_states},
+                                        {"row_targets", &ArenaLayout::row_targets},
+                                        {"rows", &ArenaLayout::rows},
+                                        {"hidden", &ArenaLayout::hidden},
+                                        {"weights", &ArenaLayout::weights},
+                                        {"weight_answers", &ArenaLayout::weight_answers},
+                                        {"row_weights", &ArenaLayout::row_weights},
+                                        {"row_products", &ArenaLayout::row_products},
+                                        {"projections", &ArenaLayout::projections},
+                                        {"weight_sums", &ArenaLayout::weight_sums}};
+
+template <size_t kSize>
+py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {
+  py::dict regions;
+  for (const auto& [name, member] : named) {
+    const Region& region = layout.*member;
+    regions[name] = py::make_tuple(region.offset, region.bytes);
+  }
+  return regions;
+}
+
+ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+  check(shape, schedule);
+  check(head);
+  require_at_least("itemsize", itemsize, 1);
+  require(head.holds(needed_head(shape, schedule)),
+          "the head is too small for the shape. It needs to hold needed_head().");
+  return layout_of(shape, schedule, head, itemsize);
+}
+
+int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, Signal signal, int32_t index) {
+  require_range("index", index, 0, is_from_peers(signal) ? head.ranks : is_per_tile(signal) ? head.row_tiles : 1);
+  return word_of(layout, head, epoch, signal, index);
+}
+
+int64_t rows_from_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, int32_t source) {
+  require_range("source", source, 0, head.ranks);
+  return rows_from_source(layout, head, epoch, source);
+}
+
+int64_t slots_from_offset(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
+  require_range("source", source, 0, head.ranks);
+  return slots_from_source(layout, head, source);
+}
+
+}  // namespace
+
+void define_layout(py::module_& module) {
+  define_struct(module, "HeadCapacity", "What the head of an arena has room for.", Field{"ranks", &HeadCapacity::ranks},
+                Field{"local_experts", &HeadCapacity::local_experts}, Field{"row_tiles", &HeadCapacity::row_tiles},
+                Field{"slots", &HeadCapacity::slots})
+      .def("holds", &HeadCapacity::holds, py::arg("other"));
+  py::class_<ArenaLayout>(module, "ArenaLayout", "Where everything lies; head and body are {region: (offset, bytes)}.")
+      .def_readonly("head_bytes", &ArenaLayout::head_bytes)
+      .def_readonly("bytes", &ArenaLayout::bytes)
+      .def_property_readonly("head", [](const ArenaLayout& layout) { return regions_of(layout, kHeadRegions); })
+      .def_property_readonly("body", [](const ArenaLayout& layout) { return regions_of(layout, kBodyRegions); });
+
+  const auto counted = [&module](const char* name, auto count) {
+    module.def(
+        name,
+        [count](const Shape& shape, const Schedule& schedule) {
+          check(shape, schedule);
+          return count(shape, schedule);
+        },
+        py::arg("shape"), py::arg("schedule"));
+  };
+  counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
+  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return hidden_tiles(shape, s.tile); });
+  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
+  counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
+  counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
+  counted("num_planners", num_planners);
+  counted("needed_head", needed_head);
+
+  module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
+  module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
+  module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
+             py::arg("index"), "Byte offset of a signal's word.");
+  module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"),
+             py::arg("source"), "Byte offset of the row counts that a source wrote.");
+  module.def("slots_from_source", &slots_from_offset, py::arg("layout"), py::arg("head"), py::arg("source"),
+             "Byte offset of the slot list that a source wrote.");
+  module.def(
+      "pack_row_target",
+      [](int32_t source, int32_t slot) {
+        require_range("source", source, 0, kMaxRanks);
+        require_range("slot", slot, 0, kMaxSlots);
+        return RowTarget::of(source, slot).packed;
+      },
+      py::arg("source"), py::arg("slot"));
+  module.def(
+      "unpack_row_target",
+      [](uint32_t packed) {
+        const RowTarget target{packed};
+        return py::make_tuple(target.source(), target.slot());
+      },
+      py::arg("packed"), "(source, slot)");
+  module.def(
+      "kept_index",
+      [](const Shape& shape, int32_t rank, int32_t source, int32_t token) {
+        check(shape);
+        require_range("rank", rank, 0, shape.ranks);
+        require_range("source", source, 0, shape.ranks);
+        require_range("token", token, 0, shape.tokens);
+        require(source != rank, "source=" + std::to_string(source) + " is the rank itself. It keeps tokens of others.");
+        return kept_index(shape, rank, source, token);
+      },
+      py::arg("shape"), py::arg("rank"), py::arg("source"), py::arg("token"));
+  module.attr("region_alignment") = kRegionAlignment;
+  module.attr("flag_bytes") = kFlagBytes;
+  module.attr("max_slots") = kMaxSlots;
+  module.attr("max_ranks") = kMaxRanks;
+}
+
+}  // namespace jaxmoe
