@@ -59,6 +59,10 @@ struct Control {
   uint32_t workers_left;  // thread blocks that have left the running launch; the last one sets it to zero
   uint32_t tasks_taken[2];  // number of the next task, by parity of the epoch like the banks of counters
   uint32_t given_up;      // not zero once a wait took too long: the arena is not used again
+  // Of the running launch; the last thread block to leave sets them to zero (cuda/kernel/crew.cuh).
+  uint32_t workers_started;
+  uint32_t crew;         // workers among which the work is dealt; 0: not known yet
+  uint32_t tasks_ended;  // 1: every task has been taken
 };
 
 struct ArenaLayout {
@@ -96,9 +100,12 @@ struct ArenaLayout {
 // Planners sort about this many slots each. One planner sorts a decode batch without any wait.
 inline constexpr int32_t kSlotsPerPlanner = 1024;
 
-JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
+JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, int32_t workers) {
   const int32_t wanted = ceil_div(shape.slots(), kSlotsPerPlanner);
-  return wanted < 1 ? 1 : at_most(wanted, schedule.workers);
+  return wanted < 1 ? 1 : at_most(wanted, workers);
+}
+JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
+  return num_planners(shape, schedule.workers);
 }
 
 JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {

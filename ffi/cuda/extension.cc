@@ -5,6 +5,7 @@
 #include "common/device_info.h"
 #include "common/layer_call.h"
 #include "cuda/layer_handler.h"
+#include "cuda/occupant.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
@@ -41,6 +42,14 @@ std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 
 // What Python asks about schedules and layouts is integer code that needs no GPU: _native, which is always built, has
 // it.
-void define_part(pybind11::module_&) {}
+void define_part(pybind11::module_& module) {
+  namespace py = pybind11;
+  // Without the interpreter's lock: both wait for a GPU, whose work may wait for other threads of Python.
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  py::class_<Occupant>(module, "Occupant", "Holds multiprocessors of a GPU (cuda/occupant.h).")
+      .def(py::init<int, int, double>(), py::arg("device"), py::arg("blocks"), py::arg("most_seconds"), unlocked)
+      .def("release", &Occupant::release)
+      .def("held_to_the_end", &Occupant::held_to_the_end, unlocked);
+}
 
 }  // namespace jaxmoe

@@ -100,7 +100,7 @@ void define_layout(py::module_& module) {
   counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
   counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
   counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
-  counted("num_planners", num_planners);
+  counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_planners(shape, schedule); });
   counted("needed_head", needed_head);
 
   module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));

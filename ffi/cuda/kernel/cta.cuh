@@ -11,12 +11,10 @@
 #include "cuda/device/signals.cuh"
 #include "cuda/device/timeline.cuh"
 #include "cuda/kernel/config.cuh"
+#include "cuda/kernel/crew.cuh"
 #include "cuda/kernel/params.cuh"
 
 namespace jaxmoe {
-
-// Warpgroup 0: one producer warp, the others dispatch. The math warpgroups follow.
-inline constexpr int kDispatchWarps = 3;
 
 // Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
 // task is written before the commit of its first stage and read behind the wait for that stage; the producer is never
@@ -32,6 +30,7 @@ struct KernelStorage {
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
   uint32_t epoch;                                           // of this launch
+  Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
@@ -52,9 +51,15 @@ struct Cta {
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
       : params(params), shared(shared), signals(params, shared.epoch), timeline(shared.timeline, params),
         cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {
-    if (threadIdx.x == 0) signals.read_epoch();
-    __syncthreads();
+    crew::muster<config.cluster_size>(shared.crew, signals, cta_rank);
   }
+
+  // Blocks of the crew, and this block's number among them. What is dealt in advance is dealt by these.
+  __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * config.cluster_size; }
+  __device__ __forceinline__ int32_t block() const {
+    return shared.crew.worker * config.cluster_size + static_cast<int32_t>(cta_rank);
+  }
+  __device__ __forceinline__ bool is_latecomer() const { return shared.crew.worker >= shared.crew.workers; }
 
   template <class T>
   __device__ __forceinline__ T* at(int32_t rank, int64_t offset) const {

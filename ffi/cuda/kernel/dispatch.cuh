@@ -120,7 +120,9 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   const auto timeline = cta.timeline.template lane<32>(LaneRole::kDispatch, dispatch_warp);
   timeline.start();
 
-  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, blockIdx.x * kDispatchWarps + dispatch_warp);
+  if (cta.is_latecomer()) return;  // chunks are dealt in advance
+  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * kDispatchWarps + dispatch_warp,
+                 cta.shared.crew.dispatchers);
   PassedSegments passed(cta);
   for (Chunk chunk; walk.next(chunk);) {
     segments.move_to(cta, chunk.expert, lane);

@@ -27,6 +27,13 @@ struct FailureRecord {
   WaitFailure failure;
 };
 
+// An array that a launch writes.
+struct Result {
+  void* data;
+  int64_t bytes;
+};
+inline constexpr int kMaxResults = 8;
+
 // Both passes. Pointers are to 16-bit elements of the variant's type; null where there is no such array.
 struct LaunchParams {
   Shape shape;
@@ -53,6 +60,8 @@ struct LaunchParams {
   CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
   CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
+
+  Result results[kMaxResults];  // all that the launch writes for its caller; those that are not there have no bytes
 
   std::byte* timeline;      // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
 };

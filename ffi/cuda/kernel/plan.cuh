@@ -111,8 +111,8 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
 
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
-  const int32_t planner = blockIdx.x;
-  const int32_t planners = num_planners(cta.params.shape, cta.params.schedule);
+  const int32_t planner = cta.block();
+  const int32_t planners = num_planners(cta.params.shape, cta.shared.crew.workers);
   if (planner >= planners) return;
   Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
   static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));

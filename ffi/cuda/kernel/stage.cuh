@@ -15,6 +15,18 @@
 namespace jaxmoe::stage {
 
 inline constexpr int kVectorBytes = 16;
+// NaN in BF16 and in F16; two of them are NaN in float32.
+inline constexpr uint16_t kNanHalf = 0x7fff;
+
+// Threads of the crew, and this one's number.
+template <class Variant>
+__device__ __forceinline__ int64_t threads_of(const Cta<Variant>& cta) {
+  return int64_t{cta.blocks()} * blockDim.x;
+}
+template <class Variant>
+__device__ __forceinline__ int64_t thread_of(const Cta<Variant>& cta) {
+  return int64_t{cta.block()} * blockDim.x + threadIdx.x;
+}
 
 // The counters that the next launch will use. Nobody else touches them in this one.
 template <class Variant>
@@ -23,17 +35,17 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   uint32_t* bank = cta.template at<uint32_t>(
       p.rank, word_of(p.layout, p.head, cta.signals.epoch() + 1, Signal::kHistogramsWritten, 0));
   const int64_t words = counter_words(p.head);
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t i = thread_of(cta); i < words; i += threads_of(cta)) {
     bank[i] = 0;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
+  if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
 }
 
 // Copies `vectors` from one array to another, all blocks together.
 template <class Variant>
 __device__ void copy(const Cta<Variant>& cta, uint4* target, const uint4* source, int64_t vectors) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = threads_of(cta);
+  int64_t i = thread_of(cta);
   for (; i + 3 * stride < vectors; i += 4 * stride) {
     const uint4 a = source[i], b = source[i + stride], c = source[i + 2 * stride], d = source[i + 3 * stride];
     target[i] = a;
@@ -54,15 +66,15 @@ __device__ void copy_inputs(const Cta<Variant>& cta) {
   if constexpr (Cta<Variant>::kBackward) {
     using Element = typename Cta<Variant>::Element;
     const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
-    const int32_t warps = gridDim.x * blockDim.x / 32;
+    const int64_t warps = threads_of(cta) / 32;
     const int lane = threadIdx.x % 32;
-    for (int64_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32; token < p.shape.tokens; token += warps) {
+    for (int64_t token = thread_of(cta) / 32; token < p.shape.tokens; token += warps) {
       uint4* row = tokens + token * 2 * vectors;
       dispatch::copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
       dispatch::copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
     }
     float* weights = cta.template at<float>(p.layout.weights);
-    for (int32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.shape.slots(); i += gridDim.x * blockDim.x) {
+    for (int64_t i = thread_of(cta); i < p.shape.slots(); i += threads_of(cta)) {
       weights[i] = p.topk_weights[i];
     }
   } else {
@@ -77,7 +89,7 @@ __device__ void forget_kept_tokens(const Cta<Variant>& cta) {
   const Region& states = cta.params.layout.kept_states;
   uint32_t* target = cta.template at<uint32_t>(states);
   const int64_t words = states.bytes / static_cast<int64_t>(sizeof(uint32_t));
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t i = thread_of(cta); i < words; i += threads_of(cta)) {
     target[i] = static_cast<uint32_t>(KeptState::kAbsent);
   }
 }
@@ -89,9 +101,9 @@ __device__ void publish(const Cta<Variant>& cta) {
   if (threadIdx.x != 0) return;
   ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
   cta.signals.release({Signal::kInputsStaged, 0, 1});
-  if (blockIdx.x != 0) return;
-  // Pairs with the release above, of every block.
-  cta.signals.wait({Signal::kInputsStaged, 0, gridDim.x}, Site::kPublish);
+  if (cta.block() != 0) return;
+  // Pairs with the release above, of every block of the crew.
+  cta.signals.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(cta.blocks())}, Site::kPublish);
   cta.signals.release_to_all(Signal::kInputsReady);
 }
 
@@ -119,8 +131,8 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   } else {
     __syncthreads();
   }
-  // Counts of a rank that never came would be those of another launch.
-  const bool usable = cta.shared.inputs_usable != 0;
+  // Counts of a rank that never came would be those of another launch. A latecomer without tasks walks none.
+  const bool usable = cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
   for (int32_t e = threadIdx.x; e < p.shape.local_experts(); e += blockDim.x) {
     int32_t rows = 0;
     for (int32_t source = 0; source < p.shape.ranks; ++source) {
@@ -137,6 +149,7 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
 template <class Variant>
 __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
   const BackwardParams& p = cta.params;
+  if (cta.is_latecomer()) return;
   for (int32_t expert = 0; expert < p.shape.local_experts(); ++expert) {
     if (cta.shared.rows_per_expert[expert] > 0) continue;
     const auto clear = [&](void* gradients, int64_t elements) {
@@ -144,10 +157,7 @@ __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
       const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
       const int64_t vectors = elements * size / kVectorBytes;
       uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
-      for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors;
-           i += int64_t{gridDim.x} * blockDim.x) {
-        of_expert[i] = uint4{0, 0, 0, 0};
-      }
+      for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
     };
     const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
     clear(p.dw_gate, matrix);
@@ -165,14 +175,16 @@ __device__ void prepare(const Cta<Variant>& cta) {
   const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
   cta.timeline.begin();
   lane.start();
-  clear_other_bank(cta);
-  forget_kept_tokens(cta);
-  copy_inputs(cta);
-  lane.mark(EventKind::kStage);
-  plan::run(cta);
-  lane.mark(EventKind::kPlan);
-  publish(cta);
-  lane.mark(EventKind::kPublish);
+  if (!cta.is_latecomer()) {
+    clear_other_bank(cta);
+    forget_kept_tokens(cta);
+    copy_inputs(cta);
+    lane.mark(EventKind::kStage);
+    plan::run(cta);
+    lane.mark(EventKind::kPlan);
+    publish(cta);
+    lane.mark(EventKind::kPublish);
+  }
   if (threadIdx.x == 0) {
     GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
     ptx::fence_mbarrier_init();
@@ -183,14 +195,59 @@ __device__ void prepare(const Cta<Variant>& cta) {
   lane.mark(EventKind::kWaitInputs);
 }
 
-// The last block to leave makes the arena ready for the next launch.
+// What the backward pass may read of `saved` is written by gate_up tasks; the rest of it holds zeros, not what lay there
+// before: the array is a result like any other, which may be printed, or searched for NaN.
+template <class Variant>
+__device__ void clear_unused_saved(const Cta<Variant>& cta) {
+  const ForwardParams& p = cta.params;
+  if (p.saved == nullptr || cta.is_latecomer()) return;
+  using Element = typename Cta<Variant>::Element;
+  const int64_t vectors = int64_t{p.shape.projections} * p.shape.intermediate *
+                          static_cast<int64_t>(sizeof(Element)) / kVectorBytes;  // of a row
+  const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
+  uint4* saved = static_cast<uint4*>(p.saved);
+  const auto clear = [&](int64_t first_row, int64_t end_row) {
+    const int64_t end = at_most(end_row, saved_rows) * vectors;
+    for (int64_t i = first_row * vectors + thread_of(cta); i < end; i += threads_of(cta)) saved[i] = uint4{0, 0, 0, 0};
+  };
+  int64_t first_row = 0;
+  for (int32_t expert = 0; expert < p.shape.local_experts() && first_row < saved_rows; ++expert) {
+    const int32_t rows = cta.shared.rows_per_expert[expert];
+    const int64_t end_row = first_row + int64_t{ceil_div(rows, p.schedule.tile.rows)} * p.schedule.tile.rows;
+    clear(first_row + padded_rows(rows, p.schedule.gradient_row_multiple()), end_row);
+    first_row = end_row;
+  }
+  clear(first_row, saved_rows);
+}
+
+// Nothing of a launch that has given up a wait is to be taken for a result.
+__device__ inline void poison_results(const LaunchParams& p) {
+#pragma unroll 1
+  for (int i = 0; i < kMaxResults; ++i) {
+    auto* target = static_cast<uint16_t*>(p.results[i].data);
+#pragma unroll 1
+    for (int64_t j = threadIdx.x; j < p.results[i].bytes / 2; j += blockDim.x) target[j] = kNanHalf;
+  }
+}
+
+// The last block to leave makes the arena ready for the next launch. Where a wait was given up it first overwrites all
+// results, alone and slowly; the fence of every block puts what it has stored before that.
 template <class Variant>
 __device__ void leave(const Cta<Variant>& cta) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
   Control* control = cta.signals.control();
-  if (atomicAdd(&control->workers_left, 1u) != gridDim.x - 1) return;
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&control->workers_left, 1u) == gridDim.x - 1;
+  }
+  if (!__syncthreads_or(is_last)) return;
+  if (cta.signals.given_up()) poison_results(cta.params);
+  if (threadIdx.x != 0) return;
   control->workers_left = 0;
+  control->workers_started = 0;
+  control->crew = 0;
+  control->tasks_ended = 0;
   control->epoch = cta.signals.epoch();
 }
 
