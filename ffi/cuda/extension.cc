@@ -1,10 +1,13 @@
 // jaxmoe._cuda: handlers for CUDA devices of compute capability 9.0.
 #include "common/extension.h"
 
+#include <pybind11/stl.h>
+
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "common/layer_call.h"
 #include "cuda/layer_handler.h"
+#include "cuda/peer_access.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
@@ -41,6 +44,10 @@ std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 
 // What Python asks about schedules and layouts is integer code that needs no GPU: _native, which is always built, has
 // it.
-void define_part(pybind11::module_&) {}
+void define_part(pybind11::module_& module) {
+  module.def("visible_gpus", &visible_gpus, "GPUs of compute capability 9.0, as the CUDA runtime numbers them.");
+  module.def("peer_access", &peer_access, pybind11::arg("gpu"), pybind11::arg("peer"),
+             "Whether one GPU can reach the memory of another one.");
+}
 
 }  // namespace jaxmoe

@@ -1,8 +1,6 @@
 """`implementation="megakernel"` on a CPU, where threads walk the task stream of the GPU kernel."""
 
-import functools
 import re
-import types
 from typing import Any
 
 import jax
@@ -15,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import call as calls
-from jaxmoe import limits, native
+from jaxmoe import limits, native, reach
 from jaxmoe.activation import ACTIVATIONS
 from jaxmoe.kernel_plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.nnx import MoE
 from jaxmoe.plan import Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 
@@ -298,24 +297,24 @@ def test_on_a_cpu_the_default_is_another_implementation_and_explain_says_so():
     assert "'xla' on cpu; 'megakernel' is chosen on GPUs that can run it" in str(told)
 
 
+def choose(group: ExpertGroup) -> tuple[str, str]:
+    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=group.size)
+    return calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"], group, None)
+
+
 def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkeypatch):
     """What can run is asked of limits.py, which finds no GPU here and is told so."""
-    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2)
-    choose = functools.partial(calls._choose, None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
-    chosen, reason = choose()
+    chosen, reason = choose(ExpertGroup())
     assert (chosen, "'megakernel' cannot run this call (moe_layer: " in reason) == ("xla", True)
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
-    assert choose() == ("megakernel", "implementation=None: 'megakernel', which can run this call")
+    assert choose(ExpertGroup()) == ("megakernel", "implementation=None: 'megakernel', which can run this call")
 
 
-def test_on_gpus_of_several_hosts_the_default_is_the_implementation_that_spans_them(monkeypatch):
-    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=4)
+def test_on_gpus_that_do_not_reach_each_other_the_default_is_the_implementation_that_needs_no_reach(monkeypatch):
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
-    for hosts, expected in (((0, 0), "megakernel"), ((0, 1), "xla")):
-        devices = [types.SimpleNamespace(slice_index=host) for host in hosts]
-        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        chosen, reason = calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
-        assert (chosen, "2 hosts" in reason) == (expected, expected == "xla")
+    monkeypatch.setattr(reach, "obstacle", lambda group, mesh: "there is a sea between them" if group.size > 1 else "")
+    assert choose(ExpertGroup())[0] == "megakernel"
+    assert choose(ExpertGroup(("expert",), 4)) == ("xla", "implementation=None: 'xla'; there is a sea between them")
 
 
 def test_the_compiled_code_has_the_limits_that_python_checks():
