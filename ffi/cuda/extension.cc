@@ -1,11 +1,14 @@
 // jaxmoe._cuda: handlers for CUDA devices of compute capability 9.0.
 #include "common/extension.h"
 
+#include <pybind11/stl.h>
+
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "common/layer_call.h"
 #include "cuda/layer_handler.h"
 #include "cuda/occupant.h"
+#include "cuda/peer_access.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
@@ -50,6 +53,9 @@ void define_part(pybind11::module_& module) {
       .def(py::init<int, int, double>(), py::arg("device"), py::arg("blocks"), py::arg("most_seconds"), unlocked)
       .def("release", &Occupant::release)
       .def("held_to_the_end", &Occupant::held_to_the_end, unlocked);
+  module.def("visible_gpus", &visible_gpus, "GPUs of compute capability 9.0, as the CUDA runtime numbers them.");
+  module.def("peer_access", &peer_access, pybind11::arg("gpu"), pybind11::arg("peer"),
+             "Whether one GPU can reach the memory of another one.");
 }
 
 }  // namespace jaxmoe

@@ -176,7 +176,7 @@ class Rank {
     int32_t* own = histograms + int64_t{planner} * shape_.num_experts;
     std::fill(own, own + shape_.num_experts, 0);
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
-      if (arrays_.topk_ids[slot] >= 0) ++own[arrays_.topk_ids[slot]];
+      if (shape_.has_expert(arrays_.topk_ids[slot])) ++own[arrays_.topk_ids[slot]];
     }
     signals_.release({Signal::kHistogramsWritten, 0, 1});
     // Pairs with the release that every planner has just done.
@@ -201,7 +201,7 @@ class Rank {
     }
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
       const int32_t expert = arrays_.topk_ids[slot];
-      if (expert < 0) continue;
+      if (!shape_.has_expert(expert)) continue;
       at<int32_t>(launch_, expert / local, slots_from_source(layout_, launch_.head, rank_))[next[expert]++] =
           static_cast<int32_t>(slot);
     }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -14,7 +15,7 @@ from jaxmoe import native
 from jaxmoe.api import Arguments
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_suite import layer, mesh_of, widened
+from tests.layer_suite import gradients_of, layer, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +97,28 @@ def test_shapes_may_change_from_call_to_call():
         if tokens == 64:
             first = y if first is None else first
             np.testing.assert_array_equal(y, first)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device has no order")
+@pytest.mark.parametrize("axes", [("expert",), ("expert", "data"), ("data", "expert")], ids=" x ".join)
+def test_the_order_of_devices_in_the_mesh_does_not_matter(axes):
+    """The kernel asks XLA's communicator for its rank; which experts it is given follows from the mesh."""
+    devices = np.array(jax.devices())[::-1]
+    if len(axes) == 2 and len(devices) < 4:
+        pytest.skip("two groups of two ranks need four GPUs")
+    shape = {"expert": 2, "data": len(devices) // 2} if len(axes) == 2 else {"expert": len(devices)}
+    mesh = Mesh(devices.reshape([shape[axis] for axis in axes]), axes)
+    arguments = make_inputs(10, **SIZES["many experts"], routing="zipf", biases=True, dtype=jnp.bfloat16)
+
+    def run(arguments: Arguments) -> jax.Array:
+        data_axes = tuple(set(axes) - {"expert"})
+        return jaxmoe.moe_layer(*arguments[:4], implementation="megakernel", mesh=mesh, data_axes=data_axes)
+
+    for compiled in (jax.jit, gradients_of):
+        found, truth = compiled(run)(arguments), compiled(dense)(widened(arguments))
+        rough = compiled(functools.partial(dense, compute_dtype=jnp.bfloat16))(arguments)
+        for got, want, low in zip(*map(jax.tree.leaves, (found, truth, rough)), strict=True):
+            assert relative_error(got, want) <= tolerance(low, want, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

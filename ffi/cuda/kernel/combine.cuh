@@ -117,7 +117,7 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
     const int32_t part = item % parts;
     const bool has_slot = lane < top_k;
     const int64_t slot = int64_t{token} * top_k + lane;
-    const bool is_used = has_slot && p.topk_ids[slot] >= 0;
+    const bool is_used = has_slot && p.shape.has_expert(p.topk_ids[slot]);
     const uint32_t used = __ballot_sync(0xffffffff, is_used);
     float weight = 1.0f;  // in a backward pass the answers have their weight in them
     if constexpr (Cta<Variant>::kBackward) {

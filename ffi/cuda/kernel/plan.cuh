@@ -32,7 +32,7 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
   __syncthreads();
   for (int64_t slot = slots.begin + threadIdx.x; slot < slots.end; slot += blockDim.x) {
     const int32_t expert = cta.params.topk_ids[slot];
-    if (expert >= 0) atomicAdd(&scratch.next[expert], 1);
+    if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
   int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{planner} * shape.num_experts;
@@ -90,10 +90,11 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
     // Slots of one expert keep their order: by warp, then by lane.
     const uint32_t same = __match_any_sync(0xffffffff, expert);
     const int32_t in_warp = __popc(same & lanes_before);
-    const bool first_of_expert = expert >= 0 && in_warp == 0;
+    const bool is_used = p.shape.has_expert(expert);
+    const bool first_of_expert = is_used && in_warp == 0;
     if (first_of_expert) scratch.slots_of_warp[warp][expert] = static_cast<uint16_t>(__popc(same));
     __syncthreads();
-    if (expert >= 0) {
+    if (is_used) {
       int32_t position = scratch.next[expert] + in_warp;
       for (int earlier = 0; earlier < warp; ++earlier) position += scratch.slots_of_warp[earlier][expert];
       const int32_t owner = expert / local;
