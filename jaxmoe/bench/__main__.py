@@ -1,5 +1,6 @@
 """`python -m jaxmoe.bench layer [flags]`, `python -m jaxmoe.bench beside [flags]`, `python -m jaxmoe.bench peaks`."""
 
+import os
 import sys
 
 from absl import app, flags
@@ -21,6 +22,7 @@ _PROCESS = flags.DEFINE_integer(
 
 def _run(argv: list[str]) -> None:
     from jaxmoe.bench import beside, layer, options, peaks
+    from jaxmoe.megakernel import TIMEOUT_VARIABLE
 
     if argv[1:] not in (["layer"], ["beside"], ["peaks"]):
         given = " ".join(argv[1:]) or "nothing"
@@ -31,6 +33,7 @@ def _run(argv: list[str]) -> None:
         sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
     try:
         if argv[1] == "beside":
+            os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))
             chosen = options.beside_from_flags()
             _join(chosen.ranks)
             status = beside.run(chosen)

@@ -6,8 +6,8 @@ with the reference before, and the program with the layer's answers given, its o
 program is. What the layer returns has to be the same bit for bit (of `"megakernel"`), also in the last call that was
 timed. Without that no time is printed.
 
-A program that hangs ends through the layer's own limit, `JAXMOE_TIMEOUT_SECONDS`, here 10 s where it is not set. No
-layer of that group can run after it, so the programs that come next are told as not run.
+A program that hangs ends through the layer's own limit, `JAXMOE_TIMEOUT_SECONDS`, which the command sets to 10 s where
+the user has not. No layer of that group can run after it, so the programs that come next are told as not run.
 """
 
 import concurrent.futures
@@ -17,7 +17,6 @@ import functools
 import gc
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,11 +37,10 @@ from jaxmoe.bench.options import DTYPES, BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.timing import WARM_UP_CALLS, over_processes
-from jaxmoe.megakernel import TIMEOUT_VARIABLE
 
 WIDTHS = "qwen3-30b-a3b"
 EXPERTS_PER_RANK = 32
-# Long enough for the host to compile one program less than another; short enough that a test ends.
+# Of `JAXMOE_TIMEOUT_SECONDS` where the user has not set it: far above any call, and a hang is told soon.
 TIMEOUT_SECONDS = 10
 # The clock of the host is read once in so much time, so that a late wake-up of its thread (some 50 us, now and then a
 # few hundred) is no slow call. A call that stands still for longer than this shows whole.
@@ -50,6 +48,7 @@ WINDOW_SECONDS, MOST_WINDOW_CALLS = 2e-3, 10
 # Programs are compiled so many at once. With several processes one after the other: XLA lets processes share the tuning
 # of one program, and they should come to it in one order.
 COMPILED_AT_ONCE = 8
+PROGRESS_SECONDS = 10
 
 # Relative errors between a program and its parts. The same maths is compiled twice and added up in two orders; what is
 # in float32 may come from products of 16-bit rows.
@@ -131,10 +130,10 @@ def line(result: Result) -> str:
     r = result
     if r.failure is not None:
         return f"{_row([r.program, str(r.tokens)])} {r.failure}"
-    figures = (r.error, r.microseconds, r.slowest, r.layer, r.work, r.ratio)
-    forms = (".0e", ".1f", ".1f", ".1f", ".1f", ".3f")
-    cells = ["-" if value is None else format(value, form) for value, form in zip(figures, forms, strict=True)]
-    return _row([r.program, str(r.tokens), *cells, PROGRAMS[r.program].stands_for])
+    assert r.error is not None
+    checked = "equal" if r.error == 0 else f"{r.error:.0e}"
+    figures = [f"{time:.1f}" for time in (r.microseconds, r.slowest, r.layer, r.work)]
+    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", PROGRAMS[r.program].stands_for])
 
 
 def _row(cells: list[str]) -> str:
@@ -156,9 +155,9 @@ def run(options: BesideOptions) -> int:
         f"{shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per call over {options.seconds:g} s."
     )
     _print(
-        "Checked: what the layer returns is what it returns alone (megakernel: bit for bit); the number is the relative "
-        "error of the rest. Layer alone: with the routing given. Work alone: with what the layer returns given, the "
-        "router included."
+        "Checked: the layer returns what it returns alone (megakernel: bit for bit); the rest is equal to that of the "
+        "work alone, or as near as this. Layer alone: routing given. Work alone: the layer's results given, its router "
+        "included."
     )
     _print(header())
     failed = False
@@ -183,7 +182,6 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
     Raises:
       ValueError: sizes or numbers of ranks that cannot be.
     """
-    os.environ.setdefault(TIMEOUT_VARIABLE, str(TIMEOUT_SECONDS))
     meshes = _make_meshes(options)
     mesh, dtype = meshes[False], DTYPES[options.dtype]
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
@@ -259,7 +257,7 @@ class _Bench:
 
     def compile(self, progress: Callable[[str], None]) -> None:
         """Compiles the programs, their other work, and the layer alone."""
-        started = time.perf_counter()
+        started = told = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if jax.process_count() == 1 else 1) as pool:
             futures: dict[tuple[str, str], concurrent.futures.Future[Any]] = {}
             for name in self.names:
@@ -272,10 +270,12 @@ class _Bench:
                     if key not in futures:
                         options = {} if key[0] == "layer" else dict(PROGRAMS[name].compiler_options)
                         futures[key] = pool.submit(each.compile, compiler_options=options)
-            for key, future in futures.items():
+            for number, (key, future) in enumerate(futures.items(), 1):
                 self.compiled[key] = future.exception() or future.result()
-        seconds = time.perf_counter() - started
-        progress(f"    {len(self.compiled)} functions compiled for a mesh of {dict(self.mesh.shape)}: {seconds:.1f} s")
+                now = time.perf_counter()
+                if number == len(futures) or now - told > PROGRESS_SECONDS:
+                    told = now
+                    progress(f"    {number} of {len(futures)} functions compiled after {now - started:.0f} s")
 
     def _lower(self, name: str) -> dict[tuple[str, str], Any]:
         program = PROGRAMS[name]
@@ -284,7 +284,7 @@ class _Bench:
         shardings: Any = Outcome(self.split, of_results)  # pyright: ignore[reportArgumentType]
         jitted = jax.jit(program.on(self.mesh, self.config, self.implementation), out_shardings=shardings)
         traced = jitted.trace(self.inputs, None)
-        first: Call = traced.out_info.calls[0]  # pyright: ignore[reportAttributeAccessIssue]
+        first: Call = traced.out_info.calls[0]
         arguments = first.arguments(self.inputs, 0)
         arguments = self._as_split(arguments._replace(experts=None))._replace(experts=arguments.experts)
 
@@ -294,7 +294,7 @@ class _Bench:
 
         alone = jax.jit(function_of(first.pass_name, layer), out_shardings=self.split)
         traced_alone = alone.trace(arguments, self._as_split(first.dy))
-        answers = (self._as_split(traced_alone.out_info),) * len(traced.out_info.calls)  # pyright: ignore[reportAttributeAccessIssue]
+        answers = (self._as_split(traced_alone.out_info),) * len(traced.out_info.calls)
         return {
             ("program", name): traced.lower(),
             ("work", name): jitted.trace(self.inputs, answers).lower(),
