@@ -473,7 +473,8 @@ def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
     try:
         while not times or elapsed < seconds:
             ends, before = [], None
-            for _ in range(windows + 1):  # the first one begins with nothing enqueued before it and is not counted
+            # The first window begins, and the last one ends, with nothing else enqueued: neither is counted.
+            for _ in range(windows + 2):
                 for _ in range(calls):
                     last = call(number)
                     number += 1
@@ -482,7 +483,6 @@ def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
                     ends.append(time.perf_counter())
                 before = last
             jax.block_until_ready(last)
-            ends.append(time.perf_counter())
             times.append(over_processes(np.diff(ends)))
             of_windows = times[-1].max(0)
             elapsed += float(of_windows.sum())
@@ -537,13 +537,13 @@ def _make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., In
     """Returns a function from tokens to inputs.
 
     Raises:
-      ValueError: they cannot be split over the ranks.
+      ValueError: the dense layers cannot be split over the ranks.
     """
     ranks = mesh.shape[AXIS]
-    if shape.num_experts % ranks or shape.hidden % ranks:
+    if shape.hidden % ranks:
         raise ValueError(
-            f"{shape.num_experts} experts and hidden={shape.hidden}, by which weights of dense layers and exchanged "
-            f"activations are split, cannot be spread over {ranks} ranks. Choose multiples of {ranks}."
+            f"hidden={shape.hidden}, by which weights of dense layers are split and activations exchanged, cannot be "
+            f"spread over {ranks} ranks. Choose a multiple of {ranks}."
         )
     split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
     width = DENSE_WIDENING * shape.hidden

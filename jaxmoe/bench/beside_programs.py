@@ -292,7 +292,7 @@ def _groups(layer: Layer, inputs: Inputs) -> Outcome:
 
 def _callback(layer: Layer, inputs: Inputs) -> Outcome:
     def on_host(value: Any) -> np.ndarray:
-        return np.sqrt(np.asarray(value, np.float32))
+        return np.asarray(np.sqrt(np.asarray(value)))
 
     def ask(value: jax.Array) -> jax.Array:
         return io_callback(on_host, jax.ShapeDtypeStruct((), jnp.float32), value)

@@ -27,10 +27,18 @@ from jaxmoe.testing import relative_error
 SHAPE = LayerShape(hidden=32, intermediate=48, num_experts=8, top_k=2)
 ROOT = Path(__file__).parents[2]
 CONFIG = jaxmoe.RouterConfig(top_k=SHAPE.top_k)
+# Where it makes no difference: it compiles soonest.
+IMPLEMENTATION = "reference"
 
 
 def options(*programs: str, **changes: Any) -> BesideOptions:
-    quick: dict[str, Any] = {"tokens": (16,), "ranks": 2, "shape": SHAPE, "seconds": 0.0, "implementation": "xla"}
+    quick: dict[str, Any] = {
+        "tokens": (16,),
+        "ranks": 2,
+        "shape": SHAPE,
+        "seconds": 0.0,
+        "implementation": IMPLEMENTATION,
+    }
     return BesideOptions(**quick | ({"programs": programs} if programs else {}) | changes)
 
 
@@ -73,7 +81,7 @@ def test_with_the_megakernel_every_program_returns_what_layer_and_other_work_ret
 
 
 def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
-    assert_equal_to_their_parts(measured("both", "train_norm", "gathers", "groups", "prefetch"))
+    assert_equal_to_their_parts(measured("both", "train_norm", "gathers", "groups", "prefetch", implementation="xla"))
 
 
 def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
@@ -85,7 +93,7 @@ def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
 def outcome_of(name: str, ranks: int = 2) -> tuple[Inputs, Outcome]:
     mesh = beside.make_mesh(ranks)
     inputs = inputs_on(mesh)
-    return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, "xla"))(inputs, None)
+    return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, IMPLEMENTATION))(inputs, None)
 
 
 def test_sums_and_losses_are_those_of_all_tokens():
@@ -117,7 +125,7 @@ def test_gradients_are_those_of_the_same_program_on_one_device():
     inputs, outcome = outcome_of("scatters")
     on_one = Inputs(*jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, tuple(inputs))))
     mesh = beside.make_mesh(1)
-    alone = jax.jit(PROGRAMS["scatters"].on(mesh, CONFIG, "reference"))(on_one, None)
+    alone = jax.jit(PROGRAMS["scatters"].on(mesh, CONFIG, IMPLEMENTATION))(on_one, None)
     # The mean over all tokens is the mean of the ranks' means; each rank differentiates its own.
     assert float(outcome.results["loss"].mean()) == pytest.approx(float(alone.results["loss"][0]), rel=1e-4)
     for got, want in zip(
@@ -172,7 +180,7 @@ def test_no_time_is_printed_where_the_layer_returns_something_else_than_alone(ad
 def test_no_time_is_printed_where_the_other_work_returns_something_else_than_alone(add):
     def function(layer: Layer, inputs: Inputs) -> Outcome:
         call, y, *_ = layer(inputs)
-        return Outcome((call,), {"sum": jnp.sum(y**2) * (1.01 if layer.answers is None else 1.0)})
+        return Outcome((call,), {"sum": jnp.sum(y.astype(jnp.float32) ** 2) * (1.01 if layer.answers is None else 1.0)})
 
     [wrong] = measured(add("a hundredth", function))
     assert wrong.failure is not None
@@ -214,23 +222,13 @@ def test_a_program_that_fails_does_not_stop_the_others(add):
 
 
 def test_nothing_runs_after_the_layer_has_given_up(add):
-    def give_up(_: Any) -> np.ndarray:
-        raise RuntimeError("jaxmoe: rank 0 sm 3 producer waited 10 s for rows_arrived[7]: seen 1 of 2")
-
     def function(layer: Layer, inputs: Inputs) -> Outcome:
-        call, y, *_ = layer(inputs)
-        return Outcome((call,), {"none": io_callback(give_up, jax.ShapeDtypeStruct((), jnp.float32), jnp.sum(y))})
+        raise jax.errors.JaxRuntimeError("jaxmoe: rank 0 sm 3 producer waited 10 s for rows_arrived[7]: seen 1 of 2")
 
-    first, hung, *rest = measured("plain", add("hangs", function), "loss", tokens=(16, 8))
-    assert first.failure is None
+    hung, *rest = measured(add("hangs", function), "plain", tokens=(16, 8))
     assert hung.failure is not None
-    assert hung.failure.startswith("failed: ")
-    assert [(result.program, result.tokens) for result in rest] == [
-        ("loss", 16),
-        ("plain", 8),
-        ("hangs", 8),
-        ("loss", 8),
-    ]
+    assert hung.failure.startswith("failed: jaxmoe: rank 0 sm 3 producer waited 10 s")
+    assert [(result.program, result.tokens) for result in rest] == [("plain", 16), ("hangs", 8), ("plain", 8)]
     assert {result.failure for result in rest} == {"not run: the layer gave up in hangs with 16 tokens"}
 
 
@@ -262,7 +260,7 @@ def test_the_slowest_window_shows_a_call_that_stands_still(monkeypatch):
     assert times.median == pytest.approx(3_000)
     assert times.slowest == pytest.approx(100_000)
     assert clock.numbers == list(range(len(clock.numbers)))
-    assert 0.5 <= clock.now <= 0.7
+    assert 0.5 <= clock.now <= 0.8
 
 
 def test_a_window_of_short_calls_shows_one_that_takes_as_long_as_many(monkeypatch):
@@ -276,7 +274,7 @@ def test_calls_that_have_become_slow_end_in_time(monkeypatch):
     clock = Clock(lambda number: 0.0001 if number < 3 else 0.3, monkeypatch)
     times, _ = beside.time_calls(clock.call, seconds=1.0)
     assert times.median == pytest.approx(300_000)
-    assert len(clock.numbers) == 3 + 2 * beside.MOST_WINDOW_CALLS
+    assert len(clock.numbers) == 3 + 3 * beside.MOST_WINDOW_CALLS
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -322,8 +320,10 @@ def test_options_say_what_is_wrong_with_them():
     ):
         with pytest.raises(ValueError, match=message):
             options(**changes)
-    with pytest.raises(ValueError, match=r"9 experts and hidden=32, by which .* cannot be spread over 2 ranks"):
+    with pytest.raises(ValueError, match=r"num_experts=9 cannot be spread over the 2 ranks"):
         measured("plain", shape=dataclasses.replace(SHAPE, num_experts=9))
+    with pytest.raises(ValueError, match=r"hidden=33, by which .*, cannot be spread over 2 ranks"):
+        measured("plain", shape=dataclasses.replace(SHAPE, hidden=33))
 
 
 def test_without_a_shape_it_has_the_widths_of_qwen3_and_32_experts_for_each_rank():
