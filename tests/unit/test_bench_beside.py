@@ -32,14 +32,8 @@ IMPLEMENTATION = "reference"
 
 
 def options(*programs: str, **changes: Any) -> BesideOptions:
-    quick: dict[str, Any] = {
-        "tokens": (16,),
-        "ranks": 2,
-        "shape": SHAPE,
-        "seconds": 0.0,
-        "implementation": IMPLEMENTATION,
-    }
-    return BesideOptions(**quick | ({"programs": programs} if programs else {}) | changes)
+    quick: dict[str, Any] = {"tokens": (16,), "ranks": 2, "shape": SHAPE, "seconds": 0.0}
+    return BesideOptions(programs, **quick | {"implementation": IMPLEMENTATION} | changes)
 
 
 def measured(*programs: str, **changes: Any) -> list[beside.Result]:
@@ -81,7 +75,7 @@ def test_with_the_megakernel_every_program_returns_what_layer_and_other_work_ret
 
 
 def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
-    assert_equal_to_their_parts(measured("both", "train_norm", "gathers", "groups", "prefetch", implementation="xla"))
+    assert_equal_to_their_parts(measured("both", "train_norm", "gathers", implementation="xla"))
 
 
 def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
@@ -111,7 +105,7 @@ def test_what_travels_arrives_where_it_should():
     _, outcome = outcome_of("permute")
     first, second = outcome.calls
     np.testing.assert_array_equal(outcome.results["passed on"], np.roll(np.asarray(first.y), 16, axis=0))
-    assert relative_error(first.y, second.y) > 0.1
+    assert (np.asarray(first.y) != np.asarray(second.y)).mean() > 0.9
     inputs, outcome = outcome_of("all_to_all")
     x = np.asarray(inputs.x)
     halves = np.concatenate([x[:, : SHAPE.hidden // 2], x[:, SHAPE.hidden // 2 :]])
@@ -199,7 +193,7 @@ def test_no_time_is_printed_where_a_later_call_returns_something_else(add):
 
     def count(_: Any) -> np.ndarray:
         calls.append(None)
-        return np.float32(len(calls) > 4)
+        return np.array(len(calls) > 4, np.float32)
 
     def function(layer: Layer, inputs: Inputs) -> Outcome:
         call, y, *_ = layer(inputs)
@@ -316,10 +310,11 @@ def test_options_say_what_is_wrong_with_them():
         ({"tokens": (8, 0)}, r"--tokens=8,0: a rank needs at least one token"),
         ({"ranks": -1}, r"--ep=-1: a number of ranks is at least 1"),
         ({"implementation": "fast"}, r"--implementation=fast is not one of megakernel"),
-        ({"programs": ()}, r"--programs= is not one of plain"),
     ):
         with pytest.raises(ValueError, match=message):
-            options(**changes)
+            options("plain", **changes)
+    with pytest.raises(ValueError, match=r"--programs= is not one of plain"):
+        options()
     with pytest.raises(ValueError, match=r"num_experts=9 cannot be spread over the 2 ranks"):
         measured("plain", shape=dataclasses.replace(SHAPE, num_experts=9))
     with pytest.raises(ValueError, match=r"hidden=33, by which .*, cannot be spread over 2 ranks"):
