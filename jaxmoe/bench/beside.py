@@ -45,6 +45,7 @@ TIMEOUT_SECONDS = 10
 # The clock of the host is read once in so much time, so that a late wake-up of its thread (some 50 us, now and then a
 # few hundred) is no slow call. A call that stands still for longer than this shows whole.
 WINDOW_SECONDS, MOST_WINDOW_CALLS = 2e-3, 10
+NEARLY = 0.9  # of the time asked for is enough: the last rounds of windows are short
 # Programs are compiled so many at once. With several processes one after the other: XLA lets processes share the tuning
 # of one program, and they should come to it in one order.
 COMPILED_AT_ONCE = 8
@@ -471,7 +472,7 @@ def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
     gc.collect()
     gc.disable()  # a collection takes milliseconds, and no call is slow for it
     try:
-        while not times or elapsed < seconds:
+        while not times or elapsed < NEARLY * seconds:
             ends, before = [], None
             # The first window begins, and the last one ends, with nothing else enqueued: neither is counted.
             for _ in range(windows + 2):
@@ -486,8 +487,9 @@ def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
             times.append(over_processes(np.diff(ends)))
             of_windows = times[-1].max(0)
             elapsed += float(of_windows.sum())
-            left = math.ceil((seconds - elapsed) / max(float(of_windows.mean()), 1e-9))
-            windows = max(1, min(2 * windows, left))
+            left = (seconds - elapsed) / max(float(of_windows.mean()), 1e-9)
+            # Powers of two: each length is compiled once where processes tell each other their times.
+            windows = 2 ** int(math.log2(max(min(2 * windows, left), 1)))
     finally:
         gc.enable()
     of_all = np.concatenate(times, 1) / calls * 1e6

@@ -32,8 +32,9 @@ IMPLEMENTATION = "reference"
 
 
 def options(*programs: str, **changes: Any) -> BesideOptions:
-    quick: dict[str, Any] = {"tokens": (16,), "ranks": 2, "shape": SHAPE, "seconds": 0.0}
-    return BesideOptions(programs, **quick | {"implementation": IMPLEMENTATION} | changes)
+    fields: dict[str, Any] = {"tokens": (16,), "ranks": 2, "shape": SHAPE, "seconds": 0.0}
+    fields |= {"implementation": IMPLEMENTATION}
+    return BesideOptions(programs, **fields | changes)
 
 
 def measured(*programs: str, **changes: Any) -> list[beside.Result]:
