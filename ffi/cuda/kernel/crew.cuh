@@ -38,15 +38,28 @@ inline constexpr uint64_t kMusterNs = 20'000;
 // Added to Control::workers_started once the crew is complete; the bits below count workers.
 inline constexpr uint32_t kComplete = 1u << 16;
 
-// By one thread of the first block of a worker.
-__device__ inline Crew enlist(Control* control, uint32_t launched) {
-  const uint64_t begin = ptx::nanoseconds();
+// What the first thread of a worker keeps between enlist() and muster().
+struct Enlisted {
+  uint64_t begin_ns;
+  uint32_t started;  // workers before this one, and kComplete
+};
+
+// By one thread of the first block of a worker, as early as can be: what it does until muster() passes the time in
+// which the others start.
+__device__ inline Enlisted enlist(Control* control, uint32_t launched) {
+  const uint64_t begin_ns = ptx::nanoseconds();
   const uint32_t started = atomicAdd(&control->workers_started, 1u);
   if (started == launched - 1) ptx::store_release_gpu(&control->crew, launched);
+  return {begin_ns, started};
+}
+
+// By the same thread: waits until the crew is known.
+__device__ inline Crew await_crew(Control* control, const Enlisted& self) {
+  const uint32_t started = self.started;
   uint32_t size = 0;
-  // Pairs with the store above and the one below. It ends, since the first worker has a multiprocessor.
+  // Pairs with the store in enlist() and the one below. It ends, since the first worker has a multiprocessor.
   while ((size = ptx::load_acquire_gpu(&control->crew)) == 0) {
-    if (started != 0 || ptx::nanoseconds() - begin < kMusterNs) continue;
+    if (started != 0 || ptx::nanoseconds() - self.begin_ns < kMusterNs) continue;
     size = atomicAdd(&control->workers_started, kComplete) % kComplete;
     ptx::store_release_gpu(&control->crew, size);
     break;
@@ -61,13 +74,10 @@ __device__ inline Crew enlist(Control* control, uint32_t launched) {
   return {static_cast<int32_t>(size), worker, tasks_left, 0};
 }
 
-// All threads of all blocks of a worker, before anything else: behind it every block knows the crew and `epoch`.
+// All threads of all blocks of a worker: behind it every block knows the crew. `self` is that of the first thread.
 template <uint32_t kClusterSize>
-__device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank) {
-  if (threadIdx.x == 0) {
-    signals.read_epoch();
-    if (cta_rank == 0) shared = enlist(signals.control(), gridDim.x / kClusterSize);
-  }
+__device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank, const Enlisted& self) {
+  if (threadIdx.x == 0 && cta_rank == 0) shared = await_crew(signals.control(), self);
   if constexpr (kClusterSize > 1) {
     ptx::cluster_sync();
     if (cta_rank != 0 && threadIdx.x == 0) {

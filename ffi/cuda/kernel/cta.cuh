@@ -47,14 +47,12 @@ struct Cta {
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
-  // By all threads of the block.
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
       : params(params), shared(shared), signals(params, shared.epoch), timeline(shared.timeline, params),
-        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {
-    crew::muster<config.cluster_size>(shared.crew, signals, cta_rank);
-  }
+        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
 
-  // Blocks of the crew, and this block's number among them. What is dealt in advance is dealt by these.
+  // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known behind
+  // crew::muster().
   __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * config.cluster_size; }
   __device__ __forceinline__ int32_t block() const {
     return shared.crew.worker * config.cluster_size + static_cast<int32_t>(cta_rank);

@@ -41,11 +41,16 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
 }
 
-// Copies `vectors` from one array to another, all blocks together.
-template <class Variant>
-__device__ void copy(const Cta<Variant>& cta, uint4* target, const uint4* source, int64_t vectors) {
-  const int64_t stride = threads_of(cta);
-  int64_t i = thread_of(cta);
+// Threads that share a piece of work, and this one's number.
+struct Team {
+  int64_t threads;
+  int64_t thread;
+};
+
+// Copies `vectors` from one array to another, all of the team together.
+__device__ inline void copy(Team team, uint4* target, const uint4* source, int64_t vectors) {
+  const int64_t stride = team.threads;
+  int64_t i = team.thread;
   for (; i + 3 * stride < vectors; i += 4 * stride) {
     const uint4 a = source[i], b = source[i + stride], c = source[i + 2 * stride], d = source[i + 3 * stride];
     target[i] = a;
@@ -59,26 +64,26 @@ __device__ void copy(const Cta<Variant>& cta, uint4* target, const uint4* source
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
 // it, and the routing weights. One rank alone reads the tokens of a forward pass where they are.
 template <class Variant>
-__device__ void copy_inputs(const Cta<Variant>& cta) {
+__device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
   const auto& p = cta.params;
   if (!stages_tokens(p.shape, p.schedule)) return;
   uint4* tokens = cta.template at<uint4>(p.layout.tokens);
   if constexpr (Cta<Variant>::kBackward) {
     using Element = typename Cta<Variant>::Element;
     const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
-    const int64_t warps = threads_of(cta) / 32;
+    const int64_t warps = team.threads / 32;
     const int lane = threadIdx.x % 32;
-    for (int64_t token = thread_of(cta) / 32; token < p.shape.tokens; token += warps) {
+    for (int64_t token = team.thread / 32; token < p.shape.tokens; token += warps) {
       uint4* row = tokens + token * 2 * vectors;
       dispatch::copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
       dispatch::copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
     }
     float* weights = cta.template at<float>(p.layout.weights);
-    for (int64_t i = thread_of(cta); i < p.shape.slots(); i += threads_of(cta)) {
+    for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) {
       weights[i] = p.topk_weights[i];
     }
   } else {
-    copy(cta, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
+    copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
   }
 }
 
@@ -175,10 +180,24 @@ __device__ void prepare(const Cta<Variant>& cta) {
   const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
   cta.timeline.begin();
   lane.start();
+  crew::Enlisted self{};
+  if (threadIdx.x == 0) {
+    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Variant::config.cluster_size);
+    cta.signals.read_epoch();
+  }
+  // Dealt to all blocks of the launch, which nearly always are the crew, while they start. A crew that is not complete
+  // copies everything once more; what others copy as well is the same. Not in backward passes: a second copy of the code
+  // makes registers spill there.
+  constexpr bool kCopiesEarly = !Cta<Variant>::kBackward;
+  if constexpr (kCopiesEarly) {
+    copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
+  }
+  crew::muster<Variant::config.cluster_size>(cta.shared.crew, cta.signals, cta.cta_rank, self);
   if (!cta.is_latecomer()) {
+    const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
+    if (!is_copied) copy_inputs(cta, {threads_of(cta), thread_of(cta)});
     clear_other_bank(cta);
     forget_kept_tokens(cta);
-    copy_inputs(cta);
     lane.mark(EventKind::kStage);
     plan::run(cta);
     lane.mark(EventKind::kPlan);
