@@ -18,6 +18,7 @@ from jaxmoe import call as calls
 from jaxmoe import limits, native
 from jaxmoe.activation import ACTIVATIONS
 from jaxmoe.kernel_plan_defaults import SEGMENT_TILES_ON_CPU
+from jaxmoe.megakernel import timeout_seconds
 from jaxmoe.nnx import MoE
 from jaxmoe.plan import Shape, granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.testing import dense, make_inputs, relative_error
@@ -157,6 +158,19 @@ def test_the_call_carries_the_plan_the_pieces_and_the_activation():
         integers = of_both | dict(zip(choices, values, strict=True))
         assert {name: int(attributes[name]) for name in integers} == integers
         assert {name: float(attributes[name]) for name in floats} == floats
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("1e9", 1e8), ("1e300", 1e8)])
+def test_waits_last_as_long_as_asked_for_up_to_three_years(monkeypatch, text, seconds):
+    monkeypatch.setenv("JAXMOE_TIMEOUT_SECONDS", text)
+    assert timeout_seconds("cpu") == timeout_seconds("gpu") == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
+    monkeypatch.setenv("JAXMOE_TIMEOUT_SECONDS", text)
+    with pytest.raises(ValueError, match="must be a positive number of seconds, such as 600"):
+        timeout_seconds("gpu")
 
 
 def test_without_a_plan_for_it_the_backward_pass_has_the_default_one():
