@@ -1,9 +1,12 @@
 // jaxmoe._cuda: handlers for CUDA devices of compute capability 9.0.
 #include "common/extension.h"
 
+#include <pybind11/stl.h>
+
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "common/layer_call.h"
+#include "cuda/failures.h"
 #include "cuda/layer_handler.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
@@ -41,6 +44,11 @@ std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 
 // What Python asks about schedules and layouts is integer code that needs no GPU: _native, which is always built, has
 // it.
-void define_part(pybind11::module_&) {}
+void define_part(pybind11::module_& module) {
+  module.def("know_devices", &know_devices, pybind11::arg("local"), pybind11::arg("several_processes"),
+             "Ids of the devices of this process, and whether there are other processes.");
+  module.def("failures", &failures, "What keeps the layers of this process from running again.");
+  module.def("untold_failures", &untold_failures, "Of those, what no call has returned and nobody has asked for.");
+}
 
 }  // namespace jaxmoe
