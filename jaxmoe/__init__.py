@@ -11,6 +11,7 @@ from jaxmoe.api import moe_layer
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
+from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.plan import KernelPlan, Plan
 from jaxmoe.plan_defaults import default_plan
 from jaxmoe.routing import RouterConfig, Routing, route
@@ -27,6 +28,7 @@ __all__ = [
     "Experts",
     "Explanation",
     "KernelPlan",
+    "LayerFailedError",
     "MoEStats",
     "Plan",
     "RouterConfig",
@@ -34,9 +36,11 @@ __all__ = [
     "SwiGLU",
     "default_plan",
     "explain",
+    "failures",
     "load_balancing_loss",
     "load_stats",
     "moe_layer",
+    "raise_if_failed",
     "route",
     "router_z_loss",
     "update_selection_bias",

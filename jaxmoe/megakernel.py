@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int, Int32
 
+from jaxmoe import lowering
 from jaxmoe.activation import Activation, compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
@@ -172,12 +173,24 @@ def _launch(
     target: str, static: Static, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[Any, ...]
 ) -> tuple[jax.Array, ...]:
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
-    call = functools.partial(jax.ffi.ffi_call(target, results), **_attributes(static, plan))
+    attributes = _attributes(static, plan)
+    if static.group.size > 1 and _several_processes() and lowering.can_name_devices():
+        call = functools.partial(lowering.call, target, results, **attributes)
+    else:
+        call = functools.partial(jax.ffi.ffi_call(target, results), **attributes, devices=lowering.NOT_KNOWN)
     if static.platform == "gpu" and static.group.size > 1:
         call = _on_collective_stream(call)
     # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
     # that number, so they vary as the inputs do.
     return tuple(call(*vary_alike(operands)))
+
+
+def _several_processes() -> bool:
+    """Whether ranks may be in other processes: only then do devices need names that all of them know.
+
+    Programs whose calls name devices have to use one mesh, which JAX checks, and cannot be lowered without devices.
+    """
+    return jax.process_count() > 1
 
 
 def _on_collective_stream(call: Callable[..., Any]) -> Callable[..., Any]:

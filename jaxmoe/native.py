@@ -5,8 +5,10 @@ a CUDA compiler was found). They are loaded when something here is first called,
 without them.
 """
 
+import atexit
 import functools
 import importlib
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -22,6 +24,7 @@ __all__ = [
     "cuda_status",
     "device_info",
     "extension",
+    "failures",
     "peer_access",
     "report",
     "schedule",
@@ -115,6 +118,9 @@ def _load(name: str) -> ModuleType:
             jax.ffi.register_ffi_type(type_name, registration, platform=_PLATFORMS[name])
     for target, stages in module.registrations().items():
         jax.ffi.register_ffi_target(target, stages, platform=_PLATFORMS[name], api_version=1)
+    if name == "_cuda":
+        module.know_devices([device.id for device in _cuda_devices(of_all_processes=False)], jax.process_count() > 1)
+        atexit.register(_report_untold_failures)
     return module
 
 
@@ -212,9 +218,9 @@ def build_info() -> BuildInfo:
 
 
 # jax.Device is an assignment in JAX's sources, which pyright does not take for a type.
-def _cuda_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+def _cuda_devices(of_all_processes: bool = True) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     try:
-        return jax.devices("cuda")
+        return jax.devices("cuda") if of_all_processes else jax.local_devices(backend="cuda")
     except RuntimeError:  # JAX's way of saying that it has no such backend
         return []
 
@@ -370,6 +376,30 @@ def schedule() -> ModuleType:
     [('gate_up', 0, 4), ('gate_up', 1, 1), ('gate_up', 2, 3), ('down', 0, 4), ('down', 1, 1), ('down', 2, 3)]
     """
     return _load_native().schedule
+
+
+def failures() -> tuple[str, ...]:
+    """Says what keeps the layers of this process from running again: waits that took too long, ranks that did not come.
+
+    On GPUs alone; on a CPU the call that fails says so itself. Waits for nothing.
+
+    Returns:
+        One text for each failure.
+
+    >>> failures()
+    ()
+    """
+    module = sys.modules.get("jaxmoe._cuda")  # what was never loaded has not failed
+    return () if module is None else tuple(module.failures())
+
+
+def _report_untold_failures() -> None:
+    for text in sys.modules["jaxmoe._cuda"].untold_failures():
+        print(
+            f"{text} That was the last that a layer of this process did: what came after it is not valid "
+            "(jaxmoe.raise_if_failed says so before a checkpoint is written).",
+            file=sys.stderr,
+        )
 
 
 def report() -> str:

@@ -100,6 +100,8 @@ struct LayerAttributes {
   int32_t saved_tiles;
   float timeout_seconds;  // at most kLongestTimeoutSeconds
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
+  // The same devices as all processes know them (jaxmoe/lowering.py); -1 alone where Python could not tell.
+  xla::ffi::Span<const int64_t> devices;
 };
 
 inline Shape shape_of(const LayerBuffers& b, const LayerAttributes& a) {
@@ -140,6 +142,10 @@ inline std::string attributes_error(const LayerAttributes& a) {
   if (a.groups.size() == 0 || a.groups.size() % a.ranks != 0) {
     return "jaxmoe: groups names " + std::to_string(a.groups.size()) + " devices, ranks is " +
            std::to_string(a.ranks) + ". It has to name all devices of the mesh, group by group.";
+  }
+  if (a.devices.size() != a.groups.size() && a.devices.size() != 1) {
+    return "jaxmoe: devices names " + std::to_string(a.devices.size()) + " devices, groups " +
+           std::to_string(a.groups.size()) + ". It has to name the same ones, or be -1 alone.";
   }
   return "";
 }
@@ -225,4 +231,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<int32_t>("keep_tokens"),
     xla::ffi::StructMember<int32_t>("segment_tiles"), xla::ffi::StructMember<int32_t>("saved_tiles"),
     xla::ffi::StructMember<float>("timeout_seconds"),
-    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"));

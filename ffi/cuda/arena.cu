@@ -9,11 +9,13 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "cuda/errors.h"
+#include "cuda/failures.h"
 #include "cuda/launch.h"
 #include "cuda/timelines.h"
 
@@ -53,11 +55,23 @@ std::string no_memory_text(int32_t rank, int64_t bytes, const Schedule& schedule
          "plan's ring_tiles: " + std::to_string(schedule.ring_tiles) + " of them take " + bytes_text(ring_bytes) + ".";
 }
 
+// What a failed layer leaves behind, and what to do.
+constexpr char kRestart[] =
+    " The results of that call are not valid, and no layer of this process runs again. Restart all processes of the "
+    "group. A rank that did not run the same program as the others, or that stopped, is the usual reason.";
+
 }  // namespace
 
-bool Arena::holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) const {
-  return memory_.own != nullptr && head_.holds(needed_head(shape, schedule)) &&
-         layout_of(shape, schedule, head_, itemsize).bytes <= memory_.bytes;
+bool Arena::holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+  const std::lock_guard lock(state_mutex_);
+  return bytes_ > 0 && head_.holds(needed_head(shape, schedule)) &&
+         layout_of(shape, schedule, head_, itemsize).bytes <= bytes_;
+}
+
+void Arena::offer(const HeadCapacity& head, int64_t bytes) {
+  const std::lock_guard lock(state_mutex_);
+  head_ = head;
+  bytes_ = bytes;
 }
 
 ffi::Error Arena::claim(std::unique_lock<std::mutex>* lock) {
@@ -74,32 +88,34 @@ ffi::Error Arena::claim(std::unique_lock<std::mutex>* lock) {
                         "them from one thread.");
 }
 
-ffi::Error Arena::failure() {
-  const bool seen_before = !failure_text_.empty();
-  if (!seen_before && failure_record_ != nullptr &&
-      std::atomic_ref(failure_record_->complete).load(std::memory_order_acquire) != 0) {
-    failure_text_ = describe(failure_record_->failure, timeout_seconds_, "sm");
+std::string Arena::failure() {
+  const std::lock_guard lock(state_mutex_);
+  if (!failure_.empty() || report_ == nullptr) return failure_;
+  const int32_t place = std::atomic_ref(report_->place).load(std::memory_order_acquire);
+  if (std::atomic_ref(report_->failure.complete).load(std::memory_order_acquire) != 0) {
+    failure_ = describe(report_->failure.failure, timeout_seconds_, "sm");
+  } else if (place != kNoPlace && place != rank_) {
+    failure_ = "jaxmoe: rank " + std::to_string(rank_) + " of XLA's communicator is number " + std::to_string(place) +
+               " of its group in the mesh, so ranks have taken each other's experts for their own.";
   }
-  if (failure_text_.empty()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
-                    failure_text_ +
-                        (seen_before ? " That was an earlier call; the memory of its group cannot be used again."
-                                     : " The output of that call is not valid.") +
-                        " Restart all processes of the group. A rank that did not run the same program as the others, "
-                        "or that stopped, is the usual reason.");
+  return failure_;
+}
+
+// Before anything is enqueued, waited for or freed.
+ffi::Error Arena::usable() {
+  const std::string text = gpu_.failure();
+  return text.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kFailedPrecondition, text + kRestart);
 }
 
 ffi::Error Arena::prepare_launches() {
-  if (last_launch_ == nullptr) {
-    const cudaError_t status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
-    if (status != cudaSuccess) return cuda_error("cudaEventCreate", status);
-  }
-  if (failure_record_ == nullptr) {
-    void* record = nullptr;
+  if (const std::string error = gpu_.prepare(); !error.empty()) return ffi::Error::Internal("jaxmoe: " + error);
+  const std::lock_guard lock(state_mutex_);
+  if (report_ == nullptr) {
+    void* report = nullptr;
     constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
-    const cudaError_t status = cudaHostAlloc(&record, sizeof(FailureRecord), kFlags);
+    const cudaError_t status = cudaHostAlloc(&report, sizeof(Report), kFlags);
     if (status != cudaSuccess) return cuda_error("host memory that the GPU can write", status);
-    failure_record_ = new (record) FailureRecord{};
+    report_ = new (report) Report{};
   }
   return ffi::Error::Success();
 }
@@ -107,7 +123,7 @@ ffi::Error Arena::prepare_launches() {
 ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
-  if (ffi::Error error = failure(); error.failure()) return error;
+  if (ffi::Error error = usable(); error.failure()) return error;
   program_stream_ = link.stream;
   if (holds(shape, schedule, itemsize)) return reserve_timeline(schedule);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
@@ -119,15 +135,18 @@ ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& 
 
   // All ranks have enqueued the same launches before they come here, so those in flight end. After them this device
   // does not touch the arenas of its peers.
-  if (const cudaError_t status = cudaDeviceSynchronize(); status != cudaSuccess) {
-    return cuda_error("earlier work of this device failed", status);
+  if (const std::string error = gpu_.await_earlier_work(link); !error.empty()) {
+    return ffi::Error::Internal("jaxmoe: " + error);
   }
-  if (ffi::Error error = failure(); error.failure()) return error;
-  head_ = {};
+  if (const std::string text = failure(); !text.empty()) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text + kRestart);
+  }
+  offer({}, 0);
   body_bytes_ = 0;
   const int64_t ring_bytes = layout.rows.bytes + layout.hidden.bytes;
-  if (ffi::Error error = replace_memory(link, bytes, schedule, ring_bytes); error.failure()) return error;
-  head_ = head;
+  const uint64_t agreement = agreement_of(shape, schedule, head, itemsize);
+  if (ffi::Error error = replace_memory(link, bytes, agreement, schedule, ring_bytes); error.failure()) return error;
+  offer(head, memory_.bytes);
   body_bytes_ = body_bytes;
   return reserve_timeline(schedule);
 }
@@ -148,21 +167,28 @@ ffi::Error Arena::reserve_timeline(const Schedule& schedule) {
 }
 
 // One step of replace_memory(): this rank says whether it has succeeded, and hears whether all others have.
-ffi::Error Arena::meet(const Link& link, const char* step, int64_t bytes, bool succeeded, std::vector<Note>* notes) {
+ffi::Error Arena::meet(const Link& link, const char* step, int64_t bytes, uint64_t agreement, bool succeeded,
+                       std::vector<Note>* notes) {
   Note own{};
+  own.agreement = agreement;
   own.bytes = bytes;
   own.succeeded = succeeded;
   std::string error = name_block(memory_, &own.block);
-  if (error.empty()) error = exchange(link, own, notes);
-  if (!error.empty()) return ffi::Error::Internal("jaxmoe: the ranks could not share their memory. " + error);
+  if (error.empty()) error = gpu_.exchange(link, own, notes);
+  if (!error.empty()) {
+    return ffi::Error::Internal("jaxmoe: the ranks could not share their memory. " + error + kRestart);
+  }
   for (int32_t rank = 0; rank < ranks_; ++rank) {
-    if ((*notes)[rank].bytes != bytes) {
-      return ffi::Error::Internal("jaxmoe: rank " + std::to_string(rank_) + " wants an arena of " +
-                                  std::to_string(bytes) + " bytes, rank " + std::to_string(rank) + " one of " +
-                                  std::to_string((*notes)[rank].bytes) +
-                                  ". All ranks have to run the same programs in the same order.");
+    const Note& note = (*notes)[rank];
+    if (note.bytes != bytes || note.agreement != agreement) {
+      return ffi::Error::Internal(
+          "jaxmoe: rank " + std::to_string(rank_) + " wants an arena of " + std::to_string(bytes) + " bytes, rank " +
+          std::to_string(rank) + " one of " + std::to_string(note.bytes) +
+          (note.agreement == agreement ? "" : ", for other sizes of the layer or in another order of the work") +
+          ". All ranks have to run the same programs in the same order, with the same plan and the same build of "
+          "jaxmoe.");
     }
-    if (!(*notes)[rank].succeeded && succeeded) {
+    if (!note.succeeded && succeeded) {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                         "jaxmoe: rank " + std::to_string(rank) + " could not " + step +
                             " its arena of " + bytes_text(bytes) + "; its own error says more.");
@@ -171,21 +197,23 @@ ffi::Error Arena::meet(const Link& link, const char* step, int64_t bytes, bool s
   return ffi::Error::Success();
 }
 
-ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, const Schedule& schedule, int64_t ring_bytes) {
+// Returns early only where the GPU is not to be touched again, or where all ranks do.
+ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, uint64_t agreement, const Schedule& schedule,
+                                 int64_t ring_bytes) {
   const bool alone = ranks_ == 1;
   std::vector<Note> notes;
   // The old arena can go before the new one comes, once no peer reaches it any longer.
   release_peers(&memory_);
   if (!alone) {
-    if (ffi::Error error = meet(link, "leave", bytes, true, &notes); error.failure()) return error;
+    if (ffi::Error error = meet(link, "leave", bytes, agreement, true, &notes); error.failure()) return error;
   }
   release(&memory_);
   // Zeros before any peer can reach it: epochs and counters start from there.
-  const std::string shortage = allocate(bytes, &memory_);
+  const std::string shortage = allocate(bytes, link.stream, &memory_);
   ffi::Error others = ffi::Error::Success();
-  if (!alone) others = meet(link, "allocate", bytes, shortage.empty(), &notes);
+  if (!alone) others = meet(link, "allocate", bytes, agreement, shortage.empty(), &notes);
   if (!shortage.empty()) {
-    release(&memory_);
+    if (gpu_.failure().empty()) release(&memory_);
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       no_memory_text(rank_, bytes, schedule, ring_bytes, shortage));
   }
@@ -198,66 +226,67 @@ ffi::Error Arena::replace_memory(const Link& link, int64_t bytes, const Schedule
       out_of_reach = reach_peer(rank, notes[rank].block, &memory_);
     }
   }
-  if (!alone) others = meet(link, "share", bytes, out_of_reach.empty(), &notes);
+  if (!alone) others = meet(link, "share", bytes, agreement, out_of_reach.empty(), &notes);
   if (!out_of_reach.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe: " + out_of_reach);
   return others;
 }
 
 template <class Params>
 ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
-                         cudaStream_t stream) {
-  std::unique_lock<std::mutex> lock;
-  if (ffi::Error error = claim(&lock); error.failure()) return error;
-  if (ffi::Error error = failure(); error.failure()) return error;
+                         cudaStream_t stream, const int32_t* place) {
+  // Another thread has it while it launches, or until its ranks have met.
+  const std::lock_guard lock(claimed_);
+  if (ffi::Error error = usable(); error.failure()) return error;
   if (!holds(params->shape, params->schedule, itemsize)) {
     return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
   }
   params->head = head_;
   params->layout = layout_of(params->shape, params->schedule, head_, itemsize);
   params->rank = rank_;
-  params->failure = failure_record_;
+  params->failure = &report_->failure;
   params->timeline = timeline_;
   std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
   if (const std::string error = complete_params(params, type, weights); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
   }
-  timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
-
-  // The launches of an arena have an order of their own: XLA may put two calls on two streams.
-  cudaError_t status = cudaSuccess;
-  if (last_stream_ != nullptr && last_stream_ != stream) status = cudaStreamWaitEvent(stream, last_launch_);
-  if (status == cudaSuccess) status = launch_kernel(*params, type, stream);
-  if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
-  // The kernel takes all multiprocessors and waits for its peers. On the stream of the collectives it is in line with
-  // those; but one that XLA has made synchronous runs on the program's stream. If that came up beside the kernel, it
-  // could hold multiprocessors of one GPU while the kernel holds those of another, each waiting for its peer for ever.
-  if (status == cudaSuccess && program_stream_ != nullptr && program_stream_ != stream) {
-    status = cudaStreamWaitEvent(program_stream_, last_launch_);
+  {
+    const std::lock_guard state(state_mutex_);
+    timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
   }
-  last_stream_ = stream;
+  // The program's own kernels come behind this one: on the stream of the collectives it is in line with those, but one
+  // that XLA has made synchronous runs on the program's stream. Beside the kernel it could hold multiprocessors of one
+  // GPU while the kernel holds those of another, each waiting for its peer for ever.
+  cudaError_t status = gpu_.launch(stream, program_stream_, [&] {
+    const cudaError_t launched = launch_kernel(*params, type, stream);
+    if (launched != cudaSuccess || place == nullptr) return launched;
+    return cudaMemcpyAsync(&report_->place, place, sizeof(*place), cudaMemcpyDeviceToHost, stream);
+  });
   launch_blocks_ = timeline_blocks(params->schedule);
   launch_backward_ = params->schedule.backward();
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
 }
 
-template ffi::Error Arena::launch(ForwardParams*, ElementType, const Weights&, int32_t, cudaStream_t);
-template ffi::Error Arena::launch(BackwardParams*, ElementType, const Weights&, int32_t, cudaStream_t);
+template ffi::Error Arena::launch(ForwardParams*, ElementType, const Weights&, int32_t, cudaStream_t, const int32_t*);
+template ffi::Error Arena::launch(BackwardParams*, ElementType, const Weights&, int32_t, cudaStream_t, const int32_t*);
 
 ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return ffi::Unexpected(error);
+  if (ffi::Error error = usable(); error.failure()) return ffi::Unexpected(error);
   if (launch_blocks_ == 0) return std::optional<LaunchTimeline>();
   const int32_t blocks = launch_blocks_;
   std::vector<std::byte> bytes(timeline_bytes(blocks));
   int previous = 0;
   cudaGetDevice(&previous);
   cudaError_t status = cudaSetDevice(device_);
-  if (status == cudaSuccess) status = cudaEventSynchronize(last_launch_);
+  if (status == cudaSuccess) status = gpu_.await_last_launch();
   if (status == cudaSuccess) status = cudaMemcpy(bytes.data(), timeline_, bytes.size(), cudaMemcpyDeviceToHost);
   cudaSetDevice(previous);
   if (status != cudaSuccess) return ffi::Unexpected(cuda_error("the timeline could not be read", status));
-  if (ffi::Error error = failure(); error.failure()) return ffi::Unexpected(error);
+  if (const std::string text = failure(); !text.empty()) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text + kRestart));
+  }
   LaunchTimeline result = decode_timeline(bytes.data(), blocks);
   result.device = device_;
   result.ranks = ranks_;
@@ -269,16 +298,31 @@ ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
 
 namespace {
 
-// GPUs of a group by UUID, in the order of their ranks.
-using Members = std::vector<std::vector<unsigned char>>;
+// A rank: its GPU by UUID, and its process, of which several may share a GPU.
+using Member = std::pair<std::vector<unsigned char>, uint64_t>;
+using Members = std::vector<Member>;  // of a group, in the order of ranks
 
 struct Table {
   std::mutex mutex;
   std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>> arenas;
+  // By the current device and the devices that a program named. Several names may lead to one arena.
+  std::map<std::pair<int32_t, std::vector<int64_t>>, Arena*> named;
+  std::set<std::string> told;  // failures that a call or a person has heard of
 
   static Table& get() {
     static Table* table = new Table;  // never destroyed: handlers may still run while the process ends
     return *table;
+  }
+
+  std::vector<Arena*> all() {
+    const std::lock_guard lock(mutex);
+    std::vector<Arena*> found;
+    for (const auto& [key, arena] : arenas) found.push_back(arena.get());
+    return found;
+  }
+  bool tell(const std::string& text) {  // false: it was known
+    const std::lock_guard lock(mutex);
+    return told.insert(text).second;
   }
 };
 
@@ -301,17 +345,51 @@ ffi::Error check_membership(const Membership& found, int32_t device, int32_t ran
                         std::to_string(device) + ".");
 }
 
+// The ranks tell each other who they are.
+ffi::ErrorOr<Members> meet_group(int32_t device, const Link& link, const Membership& self,
+                                 const std::vector<int64_t>& devices) {
+  Gpu& gpu = Gpu::of(device);
+  cudaDeviceProp properties{};
+  std::string error = gpu.failure();
+  if (error.empty()) error = gpu.prepare();
+  // Not beside a kernel that waits for peers: what follows allocates and may load a kernel of NCCL's.
+  if (error.empty()) error = gpu.await_earlier_work(link);
+  if (error.empty()) {
+    const cudaError_t status = cudaGetDeviceProperties(&properties, device);
+    if (status != cudaSuccess) error = cuda_text("cudaGetDeviceProperties", status);
+  }
+  Note own{};
+  if (error.empty()) error = name_block({}, &own.block);
+  static_assert(sizeof(own.gpu) == sizeof(properties.uuid));
+  std::memcpy(own.gpu, &properties.uuid, sizeof(own.gpu));
+  Agreement names;
+  for (const int64_t name : devices) names.add(name);
+  own.agreement = names.hash();
+  std::vector<Note> notes;
+  if (error.empty()) error = gpu.exchange(link, own, &notes);
+  if (!error.empty()) {
+    return ffi::Unexpected(
+        ffi::Error::Internal("jaxmoe: the ranks could not tell each other who they are. " + error + kRestart));
+  }
+  Members members;
+  for (int32_t rank = 0; rank < link.ranks; ++rank) {
+    if (notes[rank].agreement != own.agreement) {
+      return ffi::Unexpected(ffi::Error(
+          ffi::ErrorCode::kFailedPrecondition,
+          "jaxmoe: the program of rank " + std::to_string(self.rank) + " names other devices than that of rank " +
+              std::to_string(rank) + ". All processes have to run the same program on the same mesh."));
+    }
+    const Note& note = notes[rank];
+    members.emplace_back(std::vector(std::begin(note.gpu), std::end(note.gpu)), note.block.process);
+  }
+  return members;
+}
+
 }  // namespace
 
 std::vector<LaunchTimeline> arena_timelines() {
-  std::vector<Arena*> arenas;
-  {
-    Table& table = Table::get();
-    const std::lock_guard lock(table.mutex);
-    for (const auto& [key, arena] : table.arenas) arenas.push_back(arena.get());
-  }
   std::vector<LaunchTimeline> launches;
-  for (Arena* arena : arenas) {
+  for (Arena* arena : Table::get().all()) {
     ffi::ErrorOr<std::optional<LaunchTimeline>> read = arena->timeline();
     if (read.has_error()) throw std::runtime_error(read.error().message());
     if (*read) launches.push_back(std::move(**read));
@@ -319,7 +397,7 @@ std::vector<LaunchTimeline> arena_timelines() {
   return launches;
 }
 
-ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
+ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vector<int64_t>& devices) {
   if (link.ranks == 1) return arena_of(device, {}, 1, 0);
 
   Membership found{};
@@ -327,22 +405,54 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxmoe: " + error));
   }
   if (ffi::Error error = check_membership(found, device, link.ranks); error.failure()) return ffi::Unexpected(error);
-  // Not beside a kernel that waits for peers: what follows allocates and may load a kernel of NCCL's.
-  cudaDeviceProp properties{};
-  cudaError_t status = cudaDeviceSynchronize();
-  if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, device);
-  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("earlier work of this device failed", status));
-  Note own{};
-  static_assert(sizeof(own.gpu) == sizeof(properties.uuid));
-  std::memcpy(own.gpu, &properties.uuid, sizeof(own.gpu));
-  std::vector<Note> notes;
-  if (const std::string error = exchange(link, own, &notes); !error.empty()) {
-    return ffi::Unexpected(
-        ffi::Error::Internal("jaxmoe: the ranks could not tell each other who they are. " + error));
+  Table& table = Table::get();
+  if (!devices.empty()) {
+    const std::lock_guard lock(table.mutex);
+    if (const auto named = table.named.find({device, devices}); named != table.named.end()) {
+      if (named->second->rank() == found.rank) return named->second;
+      return ffi::Unexpected(ffi::Error::Internal(
+          "jaxmoe: rank " + std::to_string(found.rank) + " of XLA's communicator was rank " +
+          std::to_string(named->second->rank()) + " when a program named the same devices before."));
+    }
   }
-  Members members;
-  for (const Note& note : notes) members.emplace_back(std::begin(note.gpu), std::end(note.gpu));
-  return arena_of(device, members, link.ranks, found.rank);
+  ffi::ErrorOr<Members> members = meet_group(device, link, found, devices);
+  if (members.has_error()) return ffi::Unexpected(members.error());
+  Arena* arena = arena_of(device, *members, link.ranks, found.rank);
+  if (!devices.empty()) {
+    const std::lock_guard lock(table.mutex);
+    table.named[{device, devices}] = arena;
+  }
+  return arena;
+}
+
+std::vector<std::string> failures() {
+  std::vector<std::string> texts = Gpu::condemned();
+  for (Arena* arena : Table::get().all()) {
+    if (std::string text = arena->failure(); !text.empty()) texts.push_back(std::move(text));
+  }
+  for (const std::string& text : texts) Table::get().tell(text);
+  return texts;
+}
+
+std::vector<std::string> untold_failures() {
+  std::vector<std::string> texts;
+  for (Arena* arena : Table::get().all()) {
+    const std::string text = arena->failure();
+    if (!text.empty() && Table::get().tell(text)) texts.push_back(text);
+  }
+  return texts;  // calls return what happens to GPUs
+}
+
+ffi::Error process_failure() {
+  for (Arena* arena : Table::get().all()) {
+    const std::string text = arena->failure();
+    if (text.empty()) continue;
+    Table::get().tell(text);
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text + kRestart);
+  }
+  const std::vector<std::string> condemned = Gpu::condemned();
+  if (condemned.empty()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, condemned.front() + kRestart);
 }
 
 }  // namespace jaxmoe

@@ -2,7 +2,7 @@
 // all ranks of the group reach (common/layout.h says what lies in it). All layers and all programs of a group use the
 // same arena, one launch after the other. Caller: cuda/layer_handler.cu.
 //
-// A group is known by its GPUs in the order of their ranks. XLA may hand out several communicators for one group, one
+// A group is known by its GPUs and their processes in the order of ranks. XLA may hand out several communicators for one group, one
 // after the other, and the same numbers of devices can stand for other devices in another program, so neither names it.
 //
 // Locks: the table of arenas has a mutex that is never held while anything waits. An arena is claimed by one thread at
@@ -21,6 +21,7 @@
 #include "common/shape.h"
 #include "common/timeline.h"
 #include "cuda/exchange.h"
+#include "cuda/gpu.h"
 #include "cuda/kernel/params.cuh"
 #include "cuda/launch.h"
 #include "cuda/symmetric_memory.h"
@@ -31,56 +32,83 @@ namespace jaxmoe {
 
 class Arena {
  public:
-  Arena(int32_t device, int32_t ranks, int32_t rank) : device_(device), ranks_(ranks), rank_(rank) {}
+  Arena(int32_t device, int32_t ranks, int32_t rank)
+      : device_(device), gpu_(Gpu::of(device)), ranks_(ranks), rank_(rank) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  int32_t rank() const { return rank_; }
+
+  // Whether a launch of these sizes finds room.
+  bool holds(const Shape& shape, const Schedule& schedule, int32_t itemsize);
+
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
-  // and the same history, so all of them come here together. Waits for the work of this device then. The stream of
-  // `link` is the one on which the program's own kernels run.
+  // and the same history, so all of them come here together. Waits for the work of this device then, and for the other
+  // ranks until the deadline of `link`.
   xla::ffi::Error reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize);
 
-  // Launches the kernel of a pass after the last launch on this arena, whatever stream that was on. `params` has
+  // Launches the kernel of a pass after the last launch on this GPU, whatever stream that was on. `params` has
   // everything that does not depend on the arena. Neither allocates nor waits. What the program enqueues on its own
-  // stream afterwards comes after the kernel.
+  // stream afterwards comes after the kernel. Where `place` is not null, the rank that it holds on the GPU is compared
+  // with that of the arena when it has been read.
   template <class Params>
   xla::ffi::Error launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
-                         cudaStream_t stream);
+                         cudaStream_t stream, const int32_t* place);
+
+  // What a launch on this arena has found wrong so far; empty where none has. Does not wait.
+  std::string failure();
 
   // What the last launch recorded; nothing where there was none, or where the kernel is compiled without a timeline.
   // Waits for that launch.
   xla::ffi::ErrorOr<std::optional<LaunchTimeline>> timeline();
 
  private:
-  bool holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) const;
+  // In host memory that the GPU writes.
+  struct Report {
+    FailureRecord failure;
+    int32_t place = kNoPlace;  // of this rank in its group, as the program sees it
+  };
+  static constexpr int32_t kNoPlace = -1;
+
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
-  xla::ffi::Error failure();
+  xla::ffi::Error usable();
   xla::ffi::Error prepare_launches();
   xla::ffi::Error reserve_timeline(const Schedule& schedule);
-  xla::ffi::Error replace_memory(const Link& link, int64_t bytes, const Schedule& schedule, int64_t ring_bytes);
-  xla::ffi::Error meet(const Link& link, const char* step, int64_t bytes, bool succeeded, std::vector<Note>* notes);
+  xla::ffi::Error replace_memory(const Link& link, int64_t bytes, uint64_t agreement, const Schedule& schedule,
+                                 int64_t ring_bytes);
+  xla::ffi::Error meet(const Link& link, const char* step, int64_t bytes, uint64_t agreement, bool succeeded,
+                       std::vector<Note>* notes);
+  void offer(const HeadCapacity& head, int64_t bytes);
 
   const int32_t device_;
+  Gpu& gpu_;
   const int32_t ranks_;
   const int32_t rank_;
   std::mutex claimed_;
   SharedMemory memory_;
-  HeadCapacity head_{};
   int64_t body_bytes_ = 0;
-  cudaEvent_t last_launch_ = nullptr;
-  cudaStream_t last_stream_ = nullptr;
   cudaStream_t program_stream_ = nullptr;  // of the program that was initialized last
-  double timeout_seconds_ = 0;             // of the last launch
-  FailureRecord* failure_record_ = nullptr;  // in host memory; written by the kernel
-  std::string failure_text_;               // not empty: a launch has failed
   std::byte* timeline_ = nullptr;          // in memory of the GPU
   int32_t timeline_blocks_ = 0;            // that it has room for
   int32_t launch_blocks_ = 0;              // that the last launch had; none: 0
   bool launch_backward_ = false;           // whether it was one of a backward pass
   int64_t launches_ = 0;
+
+  std::mutex state_mutex_;  // of what follows, which other threads look at
+  HeadCapacity head_{};     // that launches can have, in so many bytes; nothing while memory is replaced
+  int64_t bytes_ = 0;
+  Report* report_ = nullptr;
+  double timeout_seconds_ = 0;  // of the last launch
+  std::string failure_;
 };
 
-// The arena of the current device `device` in the group that `link` leads to. Collective.
-xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link);
+// The arena of the current device `device` in the group that `link` leads to. `devices` names the devices of all groups
+// of the program by numbers that all processes know them by, or is empty. Where a program named the same ones before,
+// nobody is asked: who meets whom follows from what has run before, which is the same on all ranks. Else collective.
+xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vector<int64_t>& devices);
+
+// Why no layer of this process runs again, as the error of a call: what has failed on any GPU of it. Success where
+// nothing has. All of them stop at once, since programs whose results are missing on some devices alone hang.
+xla::ffi::Error process_failure();
 
 }  // namespace jaxmoe

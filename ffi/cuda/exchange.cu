@@ -1,8 +1,6 @@
 #include "cuda/exchange.h"
 
-#include <chrono>
 #include <cstdio>
-#include <thread>
 #include <type_traits>
 
 #include "cuda/errors.h"
@@ -11,48 +9,44 @@
 namespace jaxmoe {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+constexpr int32_t kMostNotes = kMaxPeers + 1;
 
-// Asks `is_pending` until it says no; false when the time is over.
-template <class IsPending>
-bool wait_until(Clock::time_point deadline, IsPending is_pending) {
-  while (is_pending()) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+std::string make(Board* board) {
+  void* memory = nullptr;
+  cudaError_t status = cudaSuccess;
+  if (board->on_gpu == nullptr) {
+    status = cudaMalloc(&memory, sizeof(Note) * kMostNotes);
+    if (status != cudaSuccess) return cuda_text("cudaMalloc of the notes that ranks exchange", status);
+    board->on_gpu = static_cast<Note*>(memory);
   }
-  return true;
+  if (board->on_host == nullptr) {
+    status = cudaHostAlloc(&memory, sizeof(Note) * kMostNotes, cudaHostAllocDefault);
+    if (status != cudaSuccess) return cuda_text("cudaHostAlloc of the notes that ranks exchange", status);
+    board->on_host = static_cast<Note*>(memory);
+  }
+  if (board->gathered == nullptr) status = cudaEventCreateWithFlags(&board->gathered, cudaEventDisableTiming);
+  return status == cudaSuccess ? "" : cuda_text("cudaEventCreate", status);
 }
 
-std::string too_late(double seconds) {
-  char text[256];
-  std::snprintf(text, sizeof(text),
-                "Not all ranks came within %g s (JAXMOE_TIMEOUT_SECONDS). All ranks have to run the same programs in "
-                "the same order; one that stopped before is the usual reason.",
-                seconds);
-  return text;
-}
-
-// All notes lie in `board` on return: the own one, then those of all ranks.
-std::string gather(const Nccl& nccl, const Link& link, std::byte* board) {
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                           std::chrono::duration<double>(link.timeout_seconds));
-  Nccl::Result result = nccl.all_gather(board, board + sizeof(Note), sizeof(Note), Nccl::kBytes, link.communicator,
+// Enqueues the collective; the communicator may be of the kind that does not block.
+std::string gather(const Nccl& nccl, const Board& board, const Link& link) {
+  Nccl::Result result = nccl.all_gather(board.on_gpu, board.on_gpu + 1, sizeof(Note), Nccl::kBytes, link.communicator,
                                         link.stream);
-  // Communicators may be of the kind that does not block.
-  const bool enqueued = wait_until(deadline, [&] {
+  const bool enqueued = wait_until(link.deadline, [&] {
     return result == Nccl::kInProgress && nccl.async_error(link.communicator, &result) == Nccl::kSuccess &&
            result == Nccl::kInProgress;
   });
-  if (enqueued && result != Nccl::kSuccess) return std::string("ncclAllGather: ") + nccl.error_text(result) + ".";
-  cudaError_t status = cudaSuccess;
-  if (!enqueued ||
-      !wait_until(deadline, [&] { return (status = cudaStreamQuery(link.stream)) == cudaErrorNotReady; })) {
-    return too_late(link.timeout_seconds);
-  }
-  return status == cudaSuccess ? "" : cuda_text("ncclAllGather", status);
+  if (!enqueued) return too_late(link);
+  return result == Nccl::kSuccess ? "" : std::string("ncclAllGather: ") + nccl.error_text(result) + ".";
 }
 
 }  // namespace
+
+std::string too_late(const Link& link) {
+  char text[128];
+  std::snprintf(text, sizeof(text), "Not all ranks came within %g s (JAXMOE_TIMEOUT_SECONDS).", link.timeout_seconds);
+  return text;
+}
 
 std::string membership(const Link& link, Membership* found) {
   const Nccl* nccl = nullptr;
@@ -64,22 +58,25 @@ std::string membership(const Link& link, Membership* found) {
   return std::string("XLA's communicator cannot be asked for its ranks: ") + nccl->error_text(result) + ".";
 }
 
-std::string exchange(const Link& link, const Note& own, std::vector<Note>* notes) {
+std::string exchange(Board* board, const Link& link, const Note& own, std::vector<Note>* notes) {
   static_assert(std::is_trivially_copyable_v<Note>);
   const Nccl* nccl = nullptr;
   if (const std::string missing = find_nccl(&nccl); !missing.empty()) return missing;
-  void* board = nullptr;
-  cudaError_t status = cudaMalloc(&board, sizeof(Note) * (link.ranks + 1));
-  if (status != cudaSuccess) return cuda_text("cudaMalloc", status);
-  status = cudaMemcpy(board, &own, sizeof(own), cudaMemcpyHostToDevice);
-  if (status != cudaSuccess) return cuda_text("cudaMemcpy", status);
-  // Where it does not end the board stays: NCCL's kernel may still write to it.
-  if (std::string error = gather(*nccl, link, static_cast<std::byte*>(board)); !error.empty()) return error;
-  notes->resize(link.ranks);
-  status = cudaMemcpy(notes->data(), static_cast<std::byte*>(board) + sizeof(Note), sizeof(Note) * link.ranks,
-                      cudaMemcpyDeviceToHost);
-  cudaFree(board);
-  return status == cudaSuccess ? "" : cuda_text("cudaMemcpy", status);
+  if (const std::string error = make(board); !error.empty()) return error;
+  board->on_host[0] = own;
+  const std::size_t bytes = sizeof(Note) * link.ranks;
+  cudaError_t status =
+      cudaMemcpyAsync(board->on_gpu, board->on_host, sizeof(own), cudaMemcpyHostToDevice, link.stream);
+  if (status != cudaSuccess) return cuda_text("cudaMemcpyAsync", status);
+  if (const std::string error = gather(*nccl, *board, link); !error.empty()) return error;
+  status = cudaMemcpyAsync(board->on_host + 1, board->on_gpu + 1, bytes, cudaMemcpyDeviceToHost, link.stream);
+  if (status == cudaSuccess) status = cudaEventRecord(board->gathered, link.stream);
+  if (status != cudaSuccess) return cuda_text("cudaMemcpyAsync", status);
+  const auto is_on_its_way = [&] { return (status = cudaEventQuery(board->gathered)) == cudaErrorNotReady; };
+  if (!wait_until(link.deadline, is_on_its_way)) return too_late(link);
+  if (status != cudaSuccess) return cuda_text("ncclAllGather", status);
+  notes->assign(board->on_host + 1, board->on_host + 1 + link.ranks);
+  return "";
 }
 
 }  // namespace jaxmoe

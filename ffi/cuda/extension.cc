@@ -6,6 +6,7 @@
 #include "common/build_config.h"
 #include "common/device_info.h"
 #include "common/layer_call.h"
+#include "cuda/failures.h"
 #include "cuda/layer_handler.h"
 #include "cuda/occupant.h"
 #include "cuda/peer_access.h"
@@ -56,6 +57,10 @@ void define_part(pybind11::module_& module) {
   module.def("visible_gpus", &visible_gpus, "GPUs of compute capability 9.0, as the CUDA runtime numbers them.");
   module.def("peer_access", &peer_access, pybind11::arg("gpu"), pybind11::arg("peer"),
              "Whether one GPU can reach the memory of another one.");
+  module.def("know_devices", &know_devices, pybind11::arg("local"), pybind11::arg("several_processes"),
+             "Ids of the devices of this process, and whether there are other processes.");
+  module.def("failures", &failures, "What keeps the layers of this process from running again.");
+  module.def("untold_failures", &untold_failures, "Of those, what no call has returned and nobody has asked for.");
 }
 
 }  // namespace jaxmoe

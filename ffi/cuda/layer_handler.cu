@@ -5,40 +5,49 @@
 //   initialize   loads the kernel, and sees to it that the group's arena is large enough (cuda/arena.h)
 //   execute      enqueues the kernel and does nothing else
 //
-// No device of this process executes before all of them have ended initialize: XLA holds them back. So nothing there
-// that allocates, maps or loads runs beside a kernel of the same run, which would wait for it for ever.
+// Where groups have several ranks no device of this process executes before all of them have ended initialize: XLA holds
+// them back. So nothing there that allocates, maps or loads runs beside a kernel of the same run, which would wait for
+// it for ever.
 //
-// A wait of the kernel that takes too long ends the kernel; the next call of that group reports it.
+// What goes wrong on one device is returned by execute on all of this process (cuda/runs.h). A wait of the kernel that
+// takes too long ends the kernel; the next run reports it.
 //
 // Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
 #include "cuda/layer_handler.h"
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "common/layer_call.h"
 #include "cuda/arena.h"
 #include "cuda/collectives.h"
 #include "cuda/errors.h"
 #include "cuda/launch.h"
+#include "cuda/runs.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxmoe {
 
 // One per instruction of an executable, the same object for all devices that run it. The group of a device is the same
-// in all its runs, so the ranks meet in the first one alone.
+// in all its runs.
 class Instruction {
  public:
   static ffi::TypeId id;
 
-  // Null where the device has not met its group yet.
+  Runs runs;
+
+  // Null where the device has not found its arena yet.
   Arena* arena_of(int device) {
     const std::lock_guard lock(mutex_);
     const auto found = arenas_.find(device);
@@ -49,15 +58,63 @@ class Instruction {
     arenas_[device] = arena;
   }
 
+  // Whether `devices` devices have arenas with room for a launch, so that none of them has to meet its group.
+  bool is_ready(int32_t devices, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+    const std::lock_guard lock(mutex_);
+    if (static_cast<int32_t>(arenas_.size()) < devices) return false;
+    return std::ranges::all_of(arenas_, [&](const auto& of_device) {
+      return of_device.second->holds(shape, schedule, itemsize);
+    });
+  }
+
+  // True once for every device.
+  bool is_first_launch(int device) {
+    const std::lock_guard lock(mutex_);
+    return launched_.insert(device).second;
+  }
+
  private:
   std::mutex mutex_;
   std::map<int, Arena*> arenas_;
+  std::set<int> launched_;
 };
 ffi::TypeId Instruction::id{};
 
 namespace {
 
 constexpr int32_t kItemsize = 2;  // of both element types
+// A device that others of its process wait for tells itself that the time is over, and they hear it.
+constexpr double kMarginSeconds = 10;
+// Clocks count nanoseconds in 64 bits; Python asks for no more either.
+constexpr double kMostSeconds = 1e8;
+
+// What Python knows of JAX's devices.
+struct Devices {
+  std::mutex mutex;
+  std::set<int64_t> local;  // of this process, by the numbers that all processes know them by
+  bool several_processes = false;
+
+  static Devices& get() {
+    static Devices* devices = new Devices;  // never destroyed: handlers may still run while the process ends
+    return *devices;
+  }
+};
+
+double timeout_seconds(const LayerAttributes& a) { return std::min<double>(a.timeout_seconds, kMostSeconds); }
+
+// The devices of the program by the numbers that all processes know them by; none where Python could not tell.
+std::vector<int64_t> devices_of(const LayerAttributes& a) {
+  if (*a.devices.begin() < 0) return {};
+  return {a.devices.begin(), a.devices.end()};
+}
+
+// How many devices of this process run the program; 0: not known.
+int32_t local_devices(const LayerAttributes& a) {
+  Devices& known = Devices::get();
+  const std::lock_guard lock(known.mutex);
+  if (!known.several_processes) return static_cast<int32_t>(a.groups.size());
+  return static_cast<int32_t>(std::ranges::count_if(devices_of(a), [&](int64_t id) { return known.local.contains(id); }));
+}
 
 ReplicaGroups groups_of(const LayerAttributes& a) {
   ReplicaGroups groups;
@@ -165,16 +222,21 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
   return device;
 }
 
-// Checks a call; `device` is current.
-ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  for (const std::string& error :
-       {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
-    if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
+// What is wrong with a call on any device.
+std::string call_error(const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  for (const std::string& error : {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
+    if (!error.empty()) return error;
   }
+  return "";
+}
+
+Pass pass_of(const LayerBuffers& buffers) { return buffers.backward() ? Pass::kBackward : Pass::kForward; }
+
+// `device` is current.
+ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
   const bool is_bf16 = buffers[LayerBuffers::kX].element_type() == ffi::BF16;
   const ElementType type = is_bf16 ? ElementType::kBf16 : ElementType::kF16;
-  const Pass pass = buffers.backward() ? Pass::kBackward : Pass::kForward;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, type);
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass_of(buffers), type);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (attributes.workers > *workers) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
@@ -197,10 +259,13 @@ ffi::Error prepare(ffi::Context context, LayerAttributes attributes) {
 }
 
 ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const LayerAttributes& attributes) {
+  const double seconds = timeout_seconds(attributes);
   Link link{.communicator = nullptr,
             .ranks = attributes.ranks,
             .stream = stream,
-            .timeout_seconds = attributes.timeout_seconds};
+            .timeout_seconds = seconds,
+            .deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(seconds))};
   if (attributes.ranks == 1) return link;
   ffi::ErrorOr<void*> communicator = get_communicator(context, groups_of(attributes));
   if (communicator.has_error()) return ffi::Unexpected(communicator.error());
@@ -208,12 +273,9 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
   return link;
 }
 
-// Buffers are there, what they hold is not.
-ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream_t stream, ffi::RemainingArgs operands,
-                      ffi::RemainingRets results, LayerAttributes attributes) {
-  std::string unknown;
-  const LayerBuffers buffers(operands, results, &unknown);
-  if (!unknown.empty()) return ffi::Error::InvalidArgument(unknown);
+// All that may fail on one device alone.
+ffi::Error make_ready(Instruction* instruction, const ffi::Context& context, cudaStream_t stream,
+                      const LayerBuffers& buffers, const LayerAttributes& attributes) {
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
@@ -223,12 +285,43 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, cudaStream
   if (link.has_error()) return link.error();
   Arena* arena = instruction->arena_of(*device);
   if (arena == nullptr) {
-    ffi::ErrorOr<Arena*> found = find_arena(*device, *link);
+    ffi::ErrorOr<Arena*> found = find_arena(*device, *link, devices_of(attributes));
     if (found.has_error()) return found.error();
     arena = *found;
     instruction->remember(*device, arena);
   }
   return arena->reserve(*link, call->shape, call->schedule, kItemsize);
+}
+
+ffi::Error with_device(const ffi::Error& error, cudaStream_t stream) {
+  ffi::ErrorOr<int> device = device_of(stream);
+  if (device.has_error()) return error;
+  return ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(*device) +
+                                       " of this process; the call fails on all of them.)");
+}
+
+// Buffers are there, what they hold is not. Returns only errors that all devices have alike: XLA leaves the others
+// waiting for a device whose initialize has failed.
+ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId run_id, cudaStream_t stream,
+                      ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
+  std::string wrong;
+  const LayerBuffers buffers(operands, results, &wrong);
+  if (wrong.empty()) wrong = call_error(buffers, attributes);
+  if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
+  const int32_t devices = local_devices(attributes);
+  const std::shared_ptr<Run> run = instruction->runs.of(run_id.run_id, [&] {
+    // No size of an arena depends on the number of workers.
+    const Schedule schedule = schedule_of(attributes, std::max(attributes.workers, 1));
+    return Run::Start{
+        .refusal = process_failure(),
+        .waits = devices > 1 && !instruction->is_ready(devices, shape_of(buffers, attributes), schedule, kItemsize)};
+  });
+  if (run->is_refused()) return ffi::Error::Success();
+  run->enter();
+  ffi::Error error = make_ready(instruction, context, stream, buffers, attributes);
+  if (error.failure() && devices != 1) error = with_device(error, stream);
+  run->leave(error, devices, timeout_seconds(attributes) + kMarginSeconds);
+  return ffi::Error::Success();
 }
 
 // What both passes are given.
@@ -237,7 +330,7 @@ void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const L
   params->shape = call.shape;
   params->schedule = call.schedule;
   params->activation = activation_of(attributes);
-  params->timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
+  params->timeout_ns = static_cast<uint64_t>(timeout_seconds(attributes) * 1e9);
   params->x = data_of(b[Buffers::kX]);
   params->topk_ids = data_of<const int32_t>(b[Buffers::kTopkIds]);
   params->topk_weights = data_of<const float>(b[Buffers::kTopkWeights]);
@@ -248,13 +341,17 @@ void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const L
   params->saved = b.saved() == nullptr ? nullptr : data_of(*b.saved());
 }
 
-// Device and rank follow from the stream and the communicator: `place`, which is on the GPU, is not read.
-ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, LayerAttributes attributes) {
+// Device and rank follow from the stream and the communicator. `place`, which is on the GPU, is compared with them once.
+ffi::Error execute(Instruction* instruction, ffi::Context, ffi::RunId run_id, cudaStream_t stream,
+                   ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
   using Buffers = LayerBuffers;
-  std::string unknown;
-  const LayerBuffers buffers(operands, results, &unknown);
-  if (!unknown.empty()) return ffi::Error::InvalidArgument(unknown);
+  std::string wrong;
+  const LayerBuffers buffers(operands, results, &wrong);
+  if (wrong.empty()) wrong = call_error(buffers, attributes);
+  if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
+  if (const std::shared_ptr<Run> run = instruction->runs.find(run_id.run_id); run != nullptr) {
+    if (ffi::Error error = run->error(); error.failure()) return error;
+  }
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
@@ -262,6 +359,8 @@ ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, 
   if (call.has_error()) return call.error();
   Arena* arena = instruction->arena_of(*device);
   if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");
+  const int32_t* place =
+      instruction->is_first_launch(*device) ? data_of<const int32_t>(buffers[Buffers::kPlace]) : nullptr;
 
   const Weights weights{data_of(buffers[Buffers::kWGate]), data_of(buffers[Buffers::kWUp]),
                         data_of(buffers[Buffers::kWDown])};
@@ -269,7 +368,7 @@ ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, 
     ForwardParams params{};
     fill(&params, *call, buffers, attributes);
     params.y = buffers.y().untyped_data();
-    return arena->launch(&params, call->type, weights, kItemsize, stream);
+    return arena->launch(&params, call->type, weights, kItemsize, stream, place);
   }
   BackwardParams params{};
   fill(&params, *call, buffers, attributes);
@@ -283,7 +382,7 @@ ffi::Error execute(Instruction* instruction, ffi::Context, cudaStream_t stream, 
   params.db_gate = data_of(buffers[Buffers::kDBGate]);
   params.db_up = data_of(buffers[Buffers::kDBUp]);
   params.db_down = data_of(buffers[Buffers::kDBDown]);
-  return arena->launch(&params, call->type, weights, kItemsize, stream);
+  return arena->launch(&params, call->type, weights, kItemsize, stream, place);
 }
 
 // Operands, results and attributes of the call, which initialize and execute both declare.
@@ -292,6 +391,7 @@ auto with_call(Binding binding) {
   return std::move(binding)
       .template Ctx<ffi::State<Instruction>>()
       .template Ctx<ffi::Context>()
+      .template Ctx<ffi::RunId>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
       .RemainingArgs()
       .RemainingRets()
@@ -299,6 +399,13 @@ auto with_call(Binding binding) {
 }
 
 }  // namespace
+
+void know_devices(const std::vector<int64_t>& local, bool several_processes) {
+  Devices& devices = Devices::get();
+  const std::lock_guard lock(devices.mutex);
+  devices.local = {local.begin(), local.end()};
+  devices.several_processes = several_processes;
+}
 
 StateType layer_instruction_type() {
   static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instruction>();

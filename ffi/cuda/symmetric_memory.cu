@@ -49,14 +49,14 @@ std::string reach_in_process(const BlockName& name) {
 
 }  // namespace
 
-std::string allocate(int64_t bytes, SharedMemory* memory) {
+std::string allocate(int64_t bytes, cudaStream_t stream, SharedMemory* memory) {
   void* block = nullptr;
   cudaError_t status = cudaMalloc(&block, bytes);
   if (status != cudaSuccess) return cuda_text("cudaMalloc", status);
   memory->own = static_cast<std::byte*>(block);
   memory->bytes = bytes;
-  status = cudaMemset(block, 0, bytes);
-  if (status == cudaSuccess) status = cudaDeviceSynchronize();  // a memset may return before it is done
+  status = cudaMemsetAsync(block, 0, bytes, stream);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
   return status == cudaSuccess ? "" : cuda_text("cudaMemset", status);
 }
 

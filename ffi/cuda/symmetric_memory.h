@@ -36,8 +36,8 @@ struct BlockName {
 
 // The functions below return what went wrong, empty where nothing did.
 
-// Allocates a block of zeros that only this device reaches yet.
-std::string allocate(int64_t bytes, SharedMemory* memory);
+// Allocates a block of zeros that only this device reaches yet. Waits for `stream`, which writes the zeros.
+std::string allocate(int64_t bytes, cudaStream_t stream, SharedMemory* memory);
 
 // Names a block for others; the name without a block says where this process runs.
 std::string name_block(const SharedMemory& memory, BlockName* name);

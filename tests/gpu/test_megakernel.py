@@ -121,6 +121,24 @@ def test_the_order_of_devices_in_the_mesh_does_not_matter(axes):
             assert relative_error(got, want) <= tolerance(low, want, jnp.bfloat16)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_ranks_keep_their_experts_wherever_the_mesh_has_their_gpus():
+    arguments = make_inputs(5, tokens=512, hidden=256, intermediate=256, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    truth = dense(widened(arguments))
+    for devices in (jax.devices(), jax.devices()[::-1], jax.devices()):
+        mesh = jax.sharding.Mesh(np.array(devices), ("expert",))
+        run = jax.jit(lambda a, mesh=mesh: jaxmoe.moe_layer(*a[:4], mesh=mesh, implementation="megakernel"))
+        assert relative_error(np.asarray(run(arguments)), truth) < 1e-2
+        jaxmoe.raise_if_failed()
+
+
+def test_what_was_compiled_may_be_forgotten():
+    arguments = make_inputs(6, tokens=512, hidden=256, intermediate=256, num_experts=8, top_k=2, dtype=jnp.bfloat16)
+    expected = np.asarray(jitted()(arguments))
+    jax.clear_caches()
+    np.testing.assert_array_equal(np.asarray(jitted()(arguments)), expected)
+
+
 @pytest.mark.parametrize(
     "size",
     [

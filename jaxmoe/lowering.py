@@ -1,0 +1,96 @@
+"""A call of compiled code that is told which devices run it.
+
+XLA gives the devices of a program numbers of its own, from 0 on, and a trace is made for any devices of a mesh of that
+shape: only when it is lowered is it known which ones they are. Processes that run a program together need them, so that
+each can look the memory of a group of GPUs up without asking the others (ffi/README.md, "Symmetric memory").
+
+`megakernel.py` calls `call`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+try:
+    # JAX keeps what it has lowered and uses it again for other devices, except for the primitives in this set. Nothing
+    # of JAX's public interface says the same.
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _lowered_for_each_devices
+except ImportError:
+    _lowered_for_each_devices = None
+
+# What calls carry that know no devices.
+NOT_KNOWN = np.array([-1])
+
+_call = Primitive("jaxmoe_call")
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *operands, results, **_: list(results))
+_call.def_impl(lambda *operands, **options: jax.jit(functools.partial(_call.bind, **options))(*operands))
+if _lowered_for_each_devices is not None:
+    _lowered_for_each_devices.add(_call)
+
+
+def can_name_devices() -> bool:
+    """Whether `call` can be used here: not on a mesh without devices, for which JAX lowers no such call.
+
+    An `AbstractMesh` that stands for devices has their kind (`abstract_device`); one that was written down has none.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return _lowered_for_each_devices is not None and getattr(mesh, "abstract_device", None) is not None
+
+
+def call(
+    target: str, results: tuple[Any, ...], *operands: jax.Array, groups: np.ndarray, **attributes: Any
+) -> list[jax.Array]:
+    """Calls an FFI target as `jax.ffi.ffi_call` does, with the ids of the devices as attribute `devices`.
+
+    Args:
+      target: name of the FFI target.
+      results: types of the results, `jax.typeof` of arrays like them.
+      operands: arrays that vary over the same mesh axes.
+      groups: devices of every group as XLA numbers those of a program, in the order of ranks.
+      attributes: further attributes of the call, numbers.
+
+    Returns:
+      The results. `devices` has the shape of `groups` and names the same devices as all processes do
+      (`jax.Device.id`); it is `NOT_KNOWN` in a program that is lowered to be stored (`jax.export`), which may be run by
+      other devices.
+    """
+    return _call.bind(
+        *operands,
+        target=target,
+        results=results,
+        groups=tuple(groups.reshape(-1).tolist()),
+        attributes=tuple(sorted(attributes.items())),
+    )
+
+
+def _lower(
+    context: mlir.LoweringRuleContext,
+    *operands: Any,
+    target: str,
+    results: tuple[Any, ...],
+    groups: tuple[int, ...],
+    attributes: tuple[tuple[str, Any], ...],
+) -> Any:
+    del results
+    devices = _devices(context.module_context)
+    ids = NOT_KNOWN if devices is None else np.array([devices[number].id for number in groups])
+    return jax.ffi.ffi_lowering(target)(context, *operands, **dict(attributes), groups=np.array(groups), devices=ids)
+
+
+def _devices(context: Any) -> list[Any] | None:
+    """The devices that a module is lowered for, in XLA's order; `None` where they are not known."""
+    axes = context.axis_context
+    if context.lowering_parameters.for_export:
+        return None
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return list(axes.mesh.devices.flat) if isinstance(axes.mesh, jax.sharding.Mesh) else None
+    assigned = getattr(axes, "device_assignment", None)
+    return None if assigned is None else list(assigned)
+
+
+mlir.register_lowering(_call, _lower)
