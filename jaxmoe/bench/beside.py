@@ -52,8 +52,9 @@ COMPILED_AT_ONCE = 8
 PROGRESS_SECONDS = 10
 
 # Relative errors between a program and its parts. The same maths is compiled twice and added up in two orders; what is
-# in float32 may come from products of 16-bit rows.
-ALLOWED_ERROR = 1e-3
+# in float32 may come from products of 16-bit rows. 16-bit results pass several roundings, each of half an eps at most:
+# gradients of dense layers differed by half an eps on four CPU devices. What is wrong differs by far more.
+ALLOWED_ERROR, ALLOWED_EPS = 1e-3, 2
 # Where an order of sums differs, a token close to a tie takes another expert. Whether the layer did right with it is
 # judged by the ids that it was given.
 ALLOWED_SHARE_OF_IDS = 0.02
@@ -402,7 +403,7 @@ class _Bench:
                 is_right = share <= ALLOWED_SHARE_OF_IDS
             else:
                 eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
-                is_right = error <= max(ALLOWED_ERROR, eps)
+                is_right = error <= max(ALLOWED_ERROR, ALLOWED_EPS * eps)
                 worst = max(worst, error)
             if not is_right:
                 return worst, (
