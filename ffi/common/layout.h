@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "common/protocol.h"
 #include "common/shape.h"
@@ -74,19 +75,24 @@ struct ArenaLayout {
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' plan -> dispatch
   int64_t head_bytes;
 
-  // Body. `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
-  Region tokens;        // [tokens, parts, hidden]                     stage -> peers' dispatch; empty where x is read
-  Region partials;      // [slots, hidden]                             peers' down, token_gradient -> combine
-  Region histograms;    // [planners, num_experts] int32               plan -> plan
+  // Body, what peers reach. The order is the guarantee that a rank finds a peer's regions where its own lie: they come
+  // first, and no length in them depends on what a rank may have for itself, such as the number of its multiprocessors.
+  // `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
+  Region tokens;          // [tokens, parts, hidden]             stage -> peers' dispatch; empty where x is read
+  Region partials;        // [slots, hidden]                     peers' down, token_gradient -> combine
+  // Of a backward pass; empty in a forward one. Numbers are as wide as sums are: float32, or float64 where tokens are.
+  Region weights;         // [slots] number: routing weights     stage -> peers' dispatch
+  Region weight_answers;  // [slots] number: their gradients     peers' token_gradient -> combine
+
+  // Body, what this rank alone reaches.
+  Region histograms;    // [most planners, num_experts] int32          plan -> plan
   Region kept_tokens;   // [ranks - 1, tokens, parts, hidden]          dispatch -> dispatch; empty unless kept
   Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      stage, dispatch -> dispatch; the same
   Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
   Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
   // Of a backward pass; empty in a forward one. There `hidden` holds h times the routing weight of its row, from
-  // hidden_gradient to down_gradient. Numbers are as wide as sums are: float32, or float64 where tokens are.
-  Region weights;         // [slots] number: routing weights           stage -> peers' dispatch
-  Region weight_answers;  // [slots] number: their gradients           peers' token_gradient -> combine
+  // hidden_gradient to down_gradient.
   Region row_weights;     // [ring_tiles, tile rows] number            dispatch -> hidden_gradient
   Region row_products;    // [ring_tiles, tile rows, gradient tiles]   hidden_gradient -> token_gradient
                           //   number: h times its gradient, summed over the columns of one task
@@ -94,15 +100,20 @@ struct ArenaLayout {
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two
-  int64_t bytes;
+  int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
 };
 
 // Planners sort about this many slots each. One planner sorts a decode batch without any wait.
 inline constexpr int32_t kSlotsPerPlanner = 1024;
+// There is room for as many planners as the slots want, up to this many, whether or not a rank has so many workers.
+inline constexpr int32_t kMostPlanners = 128;
 
-JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, int32_t workers) {
+JAXMOE_ANY constexpr int32_t most_planners(const Shape& shape) {
   const int32_t wanted = ceil_div(shape.slots(), kSlotsPerPlanner);
-  return wanted < 1 ? 1 : at_most(wanted, workers);
+  return wanted < 1 ? 1 : at_most(wanted, kMostPlanners);
+}
+JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, int32_t workers) {
+  return at_most(most_planners(shape), workers);
 }
 JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
   return num_planners(shape, schedule.workers);
@@ -127,7 +138,6 @@ JAXMOE_ANY constexpr bool experts_have_one_segment(const Shape& shape, const Sch
   return shape.max_rows() <= int64_t{schedule.segment_tiles} * schedule.tile.rows;
 }
 
-
 JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
                                            int32_t itemsize) {
   Packer pack;
@@ -142,18 +152,19 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   const int64_t ring_rows = int64_t{schedule.ring_tiles} * schedule.tile.rows;
   const int64_t token_bytes = int64_t{row_parts(schedule)} * shape.hidden * itemsize;
   const int64_t number = itemsize < 4 ? 4 : itemsize;
+  const int64_t backward = schedule.backward() ? 1 : 0;
   l.tokens = pack.take(stages_tokens(shape, schedule) ? shape.tokens * token_bytes : 0);
   l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
-  l.histograms = pack.take(int64_t{num_planners(shape, schedule)} * shape.num_experts * int64_t{sizeof(int32_t)});
+  l.weights = pack.take(backward * shape.slots() * number);
+  l.weight_answers = pack.take(backward * shape.slots() * number);
+
+  l.histograms = pack.take(int64_t{most_planners(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
   l.kept_tokens = pack.take(kept * token_bytes);
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(ring_rows * token_bytes);
   l.hidden = pack.take(ring_rows * shape.intermediate * itemsize);
-  const int64_t backward = schedule.backward() ? 1 : 0;
-  l.weights = pack.take(backward * shape.slots() * number);
-  l.weight_answers = pack.take(backward * shape.slots() * number);
   l.row_weights = pack.take(backward * ring_rows * number);
   l.row_products = pack.take(backward * ring_rows * gradient_tiles(shape, schedule.tile) * number);
   l.projections = pack.take(backward * ring_rows * shape.projections * shape.intermediate * itemsize);
@@ -161,6 +172,47 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
                             : backward * sums_of_an_expert(shape) * number);
   l.bytes = pack.bytes();
   return l;
+}
+
+// A hash (FNV-1a of 64 bits, byte by byte) of all that the ranks of a group must have the same for a launch. Each takes
+// the addresses in its peers' arenas from a layout of its own; comparing this number shows that they agree. Left out is
+// what a rank may have for itself: its workers, and the dispatchers that they come with.
+class Agreement {
+ public:
+  template <class... Integers>
+  constexpr void add(Integers... values) {
+    (add_one(static_cast<uint64_t>(values)), ...);
+  }
+  constexpr uint64_t hash() const { return hash_; }
+
+ private:
+  constexpr void add_one(uint64_t value) {
+    for (int byte = 0; byte < 8; ++byte) {
+      hash_ = (hash_ ^ (value >> 8 * byte & 0xff)) * 0x100000001b3;
+    }
+  }
+  uint64_t hash_ = 0xcbf29ce484222325;
+};
+
+constexpr uint64_t agreement_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
+                                int32_t itemsize) {
+  // A field that is new belongs below, unless ranks may differ in it.
+  static_assert(sizeof(Shape) == 7 * 4 && sizeof(Schedule) == 13 * 4 && sizeof(HeadCapacity) == 2 * 4 + 2 * 8);
+  Agreement all;
+  all.add(head.ranks, head.local_experts, head.row_tiles, head.slots, itemsize);
+  all.add(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k,
+          shape.projections);
+  all.add(schedule.tile.rows, schedule.tile.hidden_columns, schedule.tile.output_columns, schedule.unit_tiles,
+          schedule.lag_units, schedule.ring_tiles, schedule.chunk_rows, schedule.narrow_rows, schedule.keep_tokens,
+          schedule.segment_tiles, schedule.saved_tiles);
+  // These follow from the numbers above in one build of this file; ranks could run two.
+  const ArenaLayout l = layout_of(shape, schedule, head, itemsize);
+  for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.partials,
+                               l.weights, l.weight_answers}) {
+    all.add(region.offset, region.bytes);
+  }
+  all.add(l.head_bytes, l.bytes);
+  return all.hash();
 }
 
 // Byte offset of a signal's word in the arena where it is waited for. Banks of counters change with the epoch.

@@ -26,14 +26,14 @@ constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
                                         {"source_slots", &ArenaLayout::source_slots}};
 constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"partials", &ArenaLayout::partials},
+                                        {"weights", &ArenaLayout::weights},
+                                        {"weight_answers", &ArenaLayout::weight_answers},
                                         {"histograms", &ArenaLayout::histograms},
                                         {"kept_tokens", &ArenaLayout::kept_tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
                                         {"row_targets", &ArenaLayout::row_targets},
                                         {"rows", &ArenaLayout::rows},
                                         {"hidden", &ArenaLayout::hidden},
-                                        {"weights", &ArenaLayout::weights},
-                                        {"weight_answers", &ArenaLayout::weight_answers},
                                         {"row_weights", &ArenaLayout::row_weights},
                                         {"row_products", &ArenaLayout::row_products},
                                         {"projections", &ArenaLayout::projections},
@@ -49,13 +49,22 @@ py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]
   return regions;
 }
 
-ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+void check(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
   check(shape, schedule);
   check(head);
   require_at_least("itemsize", itemsize, 1);
   require(head.holds(needed_head(shape, schedule)),
           "the head is too small for the shape. It needs to hold needed_head().");
+}
+
+ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+  check(shape, schedule, head, itemsize);
   return layout_of(shape, schedule, head, itemsize);
+}
+
+uint64_t agreement_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+  check(shape, schedule, head, itemsize);
+  return agreement_of(shape, schedule, head, itemsize);
 }
 
 int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, Signal signal, int32_t index) {
@@ -100,10 +109,13 @@ void define_layout(py::module_& module) {
   counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
   counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
   counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
+  counted("most_planners", [](const Shape& shape, const Schedule&) { return most_planners(shape); });
   counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_planners(shape, schedule); });
   counted("needed_head", needed_head);
 
   module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
+  module.def("agreement_of", &agreement_for, py::arg("shape"), py::arg("schedule"), py::arg("head"),
+             py::arg("itemsize"), "A hash of all that the ranks of a group must have the same.");
   module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
   module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
              py::arg("index"), "Byte offset of a signal's word.");

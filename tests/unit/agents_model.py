@@ -12,7 +12,7 @@ The agents follow ffi/host/rank.h, forward_rank.h and backward_rank.h role by ro
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from tests.unit.schedule_model import (
     steps,
     waits_of,
     weight_tiles,
+    with_fields,
 )
 
 ITEMSIZE = 2
@@ -137,6 +138,13 @@ class Launch(NamedTuple):
     shape: Any
     schedule: Any
     experts: list[list[int]]
+    crews: Sequence[tuple[int, int]] = ()  # workers and dispatchers of each rank, where they differ
+
+    def schedule_of(self, rank: int) -> Any:
+        if not self.crews:
+            return self.schedule
+        workers, dispatchers = self.crews[rank]
+        return with_fields(self.schedule, workers=workers, dispatchers=dispatchers)
 
 
 class Faults(NamedTuple):
@@ -214,8 +222,9 @@ class RankLaunch:
     number: int
 
     def __post_init__(self):
-        self.epoch, self.shape, self.schedule, experts = self.group.launches[self.number]
-        self.experts = experts[self.rank]
+        launch = self.group.launches[self.number]
+        self.epoch, self.shape, self.schedule = launch.epoch, launch.shape, launch.schedule_of(self.rank)
+        self.experts = launch.experts[self.rank]
         self.head = self.group.head
         self.layout = steps.layout_of(self.shape, self.schedule, self.head, ITEMSIZE)
         self.regions = {name: offset for name, (offset, _) in (self.layout.head | self.layout.body).items()}
@@ -248,8 +257,8 @@ class RankLaunch:
     # A launch begins where the one before has ended on this rank, as kernels of one stream do.
 
     def begin(self) -> Agent:
-        before = self.group.launches[: self.number]
-        agents = sum(launch.schedule.workers + launch.schedule.dispatchers for launch in before)
+        before = [launch.schedule_of(self.rank) for launch in self.group.launches[: self.number]]
+        agents = sum(schedule.workers + schedule.dispatchers for schedule in before)
         yield Until(("left", self.rank), agents, self.rank, 0)
         assert min(self.group.begun) >= self.number, f"rank {self.rank} is two launches ahead of a peer"
         for word in self.bank(self.epoch):

@@ -105,7 +105,7 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
         for column in range(0, shape.hidden, tile.output_columns):
             columns = min(tile.output_columns, shape.hidden - column)
             claim("partials", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
-    for planner in range(steps.num_planners(shape, schedule)):
+    for planner in range(steps.most_planners(shape, schedule)):  # a rank with few workers has fewer
         claim("histograms", planner * shape.num_experts, shape.num_experts, 4, f"histogram of planner {planner}")
     if schedule.keep_tokens:
         for source, token in itertools.product(range(1, shape.ranks), range(shape.tokens)):
@@ -348,14 +348,14 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "source_slots": head.ranks * head.slots * 4,
         "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
         "partials": shape.slots * shape.hidden * itemsize,
-        "histograms": steps.num_planners(shape, schedule) * shape.num_experts * 4,
+        "weights": backward * shape.slots * number,
+        "weight_answers": backward * shape.slots * number,
+        "histograms": min(max(math.ceil(shape.slots / 1024), 1), 128) * shape.num_experts * 4,
         "kept_tokens": kept * token_bytes,
         "kept_states": kept * 4,
         "row_targets": ring_rows * 4,
         "rows": ring_rows * token_bytes,
         "hidden": ring_rows * shape.intermediate * itemsize,
-        "weights": backward * shape.slots * number,
-        "weight_answers": backward * shape.slots * number,
         "row_weights": backward * ring_rows * number,
         "row_products": backward * ring_rows * gradient_tiles * number,
         "projections": backward * ring_rows * projections * intermediate * itemsize,
@@ -378,6 +378,89 @@ def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, i
         assert regions_of(layout)[name] == (end, size)
         end += size + -size % ALIGNMENT
     assert layout.bytes == end
+
+
+PEERS_REACH = ["tokens", "partials", "weights", "weight_answers"]
+
+
+def crews():
+    """Workers and dispatchers: what a rank has for itself, as many as its GPU has room for."""
+    return st.tuples(st.integers(1, 400), st.integers(1, 400))
+
+
+@given(problem=problems() | large_problems(), growth=st.integers(0, 5), itemsize=itemsizes, one=crews(), other=crews())
+@settings(max_examples=200)
+def test_ranks_with_any_numbers_of_workers_have_the_same_layout_and_agree(problem, growth, itemsize, one, other):
+    shape, schedule, _ = problem
+    head = grown(steps.needed_head(shape, schedule), growth)
+    crewed = [with_fields(schedule, workers=workers, dispatchers=dispatchers) for workers, dispatchers in (one, other)]
+    layouts = [steps.layout_of(shape, each, head, itemsize) for each in crewed]
+    assert layouts[0].head == layouts[1].head
+    assert layouts[0].body == layouts[1].body
+    assert layouts[0].bytes == layouts[1].bytes  # else one rank would make its arena larger and the other would not
+    assert len({steps.agreement_of(shape, each, head, itemsize) for each in crewed}) == 1
+    assert steps.needed_head(shape, crewed[0]) == steps.needed_head(shape, crewed[1])
+
+
+@given(problem=problems() | large_problems(), itemsize=itemsizes)
+def test_what_peers_reach_lies_before_what_a_rank_has_for_itself(problem, itemsize):
+    shape, schedule, _ = problem
+    body = steps.layout_of(shape, schedule, steps.needed_head(shape, schedule), itemsize).body
+    ends = [sum(body[name]) for name in PEERS_REACH]
+    assert max(ends) <= min(offset for name, (offset, _) in body.items() if name not in PEERS_REACH)
+
+
+NUMBERS_OF_TILES = ("rows", "hidden_columns", "output_columns")
+# What ranks have to have the same: another legal value of each number, `by` larger where any number will do.
+OTHER_SHAPES = {
+    "ranks": lambda shape, by: {"ranks": 2 * shape.ranks, "num_experts": 2 * shape.num_experts},
+    "num_experts": lambda shape, by: {"num_experts": shape.num_experts + by * shape.ranks},
+    "projections": lambda shape, by: {"projections": 3 - shape.projections},
+} | {
+    name: lambda shape, by, name=name: {name: getattr(shape, name) + by}
+    for name in ("tokens", "hidden", "intermediate", "top_k")
+}
+OTHER_SCHEDULES = {
+    "narrow_rows": lambda schedule, by: {"narrow_rows": abs(schedule.narrow_rows - 1)},
+    "keep_tokens": lambda schedule, by: {"keep_tokens": 1 - schedule.keep_tokens},
+    **{
+        name: lambda schedule, by, name=name: {name: getattr(schedule, name) + by}
+        for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "segment_tiles", "saved_tiles")
+    },
+    **{
+        f"tile {name}": lambda schedule, by, name=name: {
+            "tile": steps.TileSizes(*(getattr(schedule.tile, n) + by * (n == name) for n in NUMBERS_OF_TILES))
+        }
+        for name in NUMBERS_OF_TILES
+    },
+}
+OTHER_HEADS = ("local_experts", "row_tiles", "slots")
+
+
+@pytest.mark.parametrize("changed", [*OTHER_SHAPES, *OTHER_SCHEDULES, *OTHER_HEADS, "itemsize"])
+@given(problem=problems(), by=st.integers(1, 9), itemsize=itemsizes)
+def test_ranks_that_differ_in_anything_but_their_workers_do_not_agree(changed, problem, by, itemsize):
+    shape, schedule, _ = problem
+    need = steps.needed_head(shape, schedule)
+    # Room for any of the changes, so that nothing else changes with them.
+    room = {
+        "local_experts": need.local_experts + 9,
+        "row_tiles": 99 * need.row_tiles + 999,
+        "slots": 99 * need.slots + 999,
+    }
+
+    def agreement(shape, schedule, itemsize=itemsize, **other_room: int) -> int:
+        return steps.agreement_of(shape, schedule, steps.HeadCapacity(shape.ranks, **room | other_room), itemsize)
+
+    if changed in OTHER_SHAPES:
+        other = agreement(with_fields(shape, **OTHER_SHAPES[changed](shape, by)), schedule)
+    elif changed in OTHER_SCHEDULES:
+        other = agreement(shape, with_fields(schedule, **OTHER_SCHEDULES[changed](schedule, by)))
+    elif changed == "itemsize":
+        other = agreement(shape, schedule, itemsize + by)
+    else:
+        other = agreement(shape, schedule, **{changed: room[changed] + by})
+    assert other != agreement(shape, schedule)
 
 
 @given(ranks=st.integers(2, 8), tokens=st.integers(1, 40), data=st.data())
@@ -442,11 +525,11 @@ def test_a_head_that_is_too_small_is_refused(problem, field):
 
 @given(problem=problems() | large_problems())
 @settings(max_examples=100)
-def test_planners_are_as_many_as_have_about_a_thousand_slots_each_but_at_most_one_per_worker(problem):
+def test_planners_are_as_many_as_have_about_a_thousand_slots_each_but_at_most_one_per_worker_and_128(problem):
     shape, schedule, _ = problem
     planners = steps.num_planners(shape, schedule)
-    assert 1 <= planners <= schedule.workers
-    assert planners == schedule.workers or planners * 1024 >= shape.slots
+    assert 1 <= planners <= min(schedule.workers, 128)
+    assert planners == min(schedule.workers, 128) or planners * 1024 >= shape.slots
     assert planners == 1 or (planners - 1) * 1024 < shape.slots
 
 

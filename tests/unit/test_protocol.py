@@ -188,7 +188,7 @@ def test_sums_that_the_next_expert_overwrites_before_they_are_taken_up_are_found
 @st.composite
 def several_launches(draw):
     """Two to four launches of up to four ranks, of several shapes, forward and backward passes in any order; some ranks
-    get or send no rows at all.
+    get or send no rows at all, and ranks may have different numbers of workers.
     """
     ranks = draw(st.integers(1, 4))
     local_experts = draw(st.integers(1, 3))
@@ -213,7 +213,8 @@ def several_launches(draw):
             [-1 if rank in silent or random.random() < 0.1 else random.choice(liked) for _ in range(shape.slots)]
             for rank in range(ranks)
         ]
-        launches.append(Launch((first_epoch + number) % 2**32, shape, schedule, experts))
+        crews = draw(st.just([]) | st.lists(st.tuples(few, few), min_size=ranks, max_size=ranks))
+        launches.append(Launch((first_epoch + number) % 2**32, shape, schedule, experts, crews))
     return launches
 
 
