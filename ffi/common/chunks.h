@@ -43,6 +43,7 @@ class ChunkWalk {
       first_tile_ += tiles_;
       if (++expert_ >= num_experts_) return false;
       const int32_t rows = rows_per_expert_[expert_];
+      if (rows < 0) expert_ -= rows;
       tiles_ = few_parts(rows, tile_rows_);
       const int32_t before_last = tiles_ - 1;
       chunks_ = tiles_ == 0 ? 0

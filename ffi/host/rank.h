@@ -91,7 +91,7 @@ class Rank {
 
   struct RowCounts {
     std::vector<int32_t> from_source;      // [ranks][local_experts]
-    std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros
+    std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros; marked where none
     std::vector<int32_t> segment_start;    // [ranks][local_experts] of an expert's slots in a source's list
   };
 
@@ -194,8 +194,8 @@ class Rank {
         }
         before += total;
         if (planner == 0) {
-          const int64_t counts = rows_from_source(layout_, launch_.head, epoch_, rank_);
-          at<int32_t>(launch_, owner, counts)[expert - owner * local] = total;
+          const int64_t ends = rows_from_source(layout_, launch_.head, epoch_, rank_);
+          at<int32_t>(launch_, owner, ends)[expert - owner * local] = before;
         }
       }
     }
@@ -233,17 +233,18 @@ class Rank {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kInputsReady) of the source's first worker.
       signals_.wait({Signal::kInputsReady, source, epoch_}, Site::kWalk, worker);
-      const int32_t* rows = at<int32_t>(launch_, rank_, rows_from_source(layout_, launch_.head, epoch_, source));
+      const int32_t* ends = at<int32_t>(launch_, rank_, rows_from_source(layout_, launch_.head, epoch_, source));
       int32_t start = 0;
       for (int32_t expert = 0; expert < local; ++expert) {
-        counts.from_source[source * local + expert] = rows[expert];
+        counts.from_source[source * local + expert] = ends[expert] - start;
         counts.segment_start[source * local + expert] = start;
-        counts.rows_per_expert[expert] += rows[expert];
-        start += rows[expert];
+        counts.rows_per_expert[expert] += ends[expert] - start;
+        start = ends[expert];
       }
     }
     const int32_t multiple = schedule_.row_multiple();
     for (int32_t& rows : counts.rows_per_expert) rows = padded_rows(rows, multiple);
+    mark_experts_without_rows(counts.rows_per_expert.data(), local);
     return counts;
   }
 

@@ -71,6 +71,16 @@ class TestMegakernel(LayerSuite):
         jax.tree.map(np.testing.assert_array_equal, found[:2], expected[:2])
         self.assert_near(found, expected)
 
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
+    @pytest.mark.parametrize(
+        ("placement", "num_experts"),
+        [("one rank", 512), ("data x expert, groups of two", 384), ("all devices", 4096)],
+        ids=["512 on one rank", "384 over groups of two", "4096 over eight ranks"],
+    )
+    def test_hundreds_of_experts_of_a_rank_equal_the_reference(self, placement, num_experts, routing):
+        sizes = {"tokens": 64, "hidden": 6, "intermediate": 5, "num_experts": num_experts, "top_k": 10}
+        self.check(self.inputs(43, **sizes, routing=routing, biases=True), placement, plan=None)
+
 
 def call(arguments: Any, **options: Any) -> Any:
     options = {"implementation": "megakernel", "mesh": mesh_of("expert")} | options
@@ -430,3 +440,5 @@ def test_on_gpus_that_do_not_reach_each_other_the_default_is_the_implementation_
 def test_the_compiled_code_has_the_limits_that_python_checks():
     assert native.schedule().max_slots == limits.SLOTS_END
     assert native.schedule().max_ranks == limits.MOST_RANKS["cpu"]
+    assert native.schedule().max_experts == limits.MOST_EXPERTS
+    assert native.schedule().max_local_experts == limits.MOST_LOCAL_EXPERTS

@@ -33,7 +33,7 @@ struct KernelStorage {
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
-  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
+  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
   TimelineStorage<Variant::config.timeline> timeline;
 };

@@ -16,10 +16,7 @@ namespace jaxmoe {
 
 // Most ranks of a group on one NVLink domain that this kernel is written for.
 inline constexpr int32_t kMaxPeers = 8;
-// Most experts of a rank: their row counts are kept in shared memory.
-inline constexpr int32_t kMaxLocalExperts = 128;
-// Most experts of a group: a planner counts them in shared memory.
-inline constexpr int32_t kMaxExperts = 512;
+static_assert(kMaxExperts <= kMaxPeers * kMaxLocalExperts);
 
 // In host memory that the GPU can write, one per arena; the first wait that is given up fills it.
 struct FailureRecord {

@@ -3,8 +3,9 @@
 // it, before the roles part.
 //
 //   count     each planner counts its slots by expert          -> histograms, histograms_written
-//   position  sums over planners give each its first position
-//   write     slots into the owners' lists, counts by planner 0 -> source_slots, rows_from
+//   position  sums over planners and over an owner's experts give each its first position; planner 0 tells the owner
+//                                                              -> rows_from
+//   write     slots into the owners' lists                     -> source_slots
 #pragma once
 
 #include <cuda_runtime.h>
@@ -64,15 +65,34 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
     for (int warp = 0; warp < kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
   }
   __syncthreads();
-  const int32_t local = p.shape.local_experts();
-  for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
-    const int32_t owner = e / local;
-    int32_t start = 0;
-    for (int32_t other = owner * local; other < e; ++other) start += scratch.total[other];
-    scratch.next[e] += start;
-    if (planner == 0) {
-      cta.template at<int32_t>(owner, rows_from_source(p.layout, p.head, cta.signals.epoch(), p.rank))
-          [e - owner * local] = scratch.total[e];
+  // A warp for each owner sums up its experts, a few neighbouring ones by every lane.
+  static_assert(kMaxPeers <= kWarps);
+  constexpr int32_t kExpertsOfLane = 4;
+  const int32_t owner = threadIdx.x / 32;
+  if (owner < p.shape.ranks) {
+    const int lane = threadIdx.x % 32;
+    const int32_t local = p.shape.local_experts();
+    int32_t* const ends =
+        cta.template at<int32_t>(owner, rows_from_source(p.layout, p.head, cta.signals.epoch(), p.rank));
+    int32_t passed = 0;  // slots of the experts before those of this round
+    for (int32_t first = 0; first < local; first += 32 * kExpertsOfLane) {
+      const int32_t of_lane = first + kExpertsOfLane * lane;
+      const int32_t experts = at_most(local - of_lane, kExpertsOfLane);
+      int32_t slots = 0;
+      for (int i = 0; i < experts; ++i) slots += scratch.total[owner * local + of_lane + i];
+      int32_t sum = slots;  // of this lane and those before it
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int32_t before = __shfl_up_sync(0xffffffff, sum, distance);
+        sum += lane >= distance ? before : 0;
+      }
+      int32_t end = passed + sum - slots;
+      for (int i = 0; i < experts; ++i) {
+        scratch.next[owner * local + of_lane + i] += end;
+        end += scratch.total[owner * local + of_lane + i];
+        if (planner == 0) ends[of_lane + i] = end;
+      }
+      passed += __shfl_sync(0xffffffff, sum, 31);
     }
   }
   __syncthreads();

@@ -138,14 +138,22 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   }
   // Counts of a rank that never came would be those of another launch. A latecomer without tasks walks none.
   const bool usable = cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
-  for (int32_t e = threadIdx.x; e < p.shape.local_experts(); e += blockDim.x) {
+  const int lane = threadIdx.x % 32;
+  const int32_t local = p.shape.local_experts();
+  for (int32_t first = threadIdx.x - lane; first < local; first += blockDim.x) {
+    const int32_t expert = first + lane;
     int32_t rows = 0;
-    for (int32_t source = 0; source < p.shape.ranks; ++source) {
-      const int64_t counts = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
-      rows += __ldcg(cta.template at<int32_t>(p.rank, counts) + e);
+    for (int32_t source = 0; source < p.shape.ranks && expert < local; ++source) {
+      const int64_t ends = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
+      const int32_t* end = cta.template at<int32_t>(p.rank, ends) + expert;
+      rows += __ldcg(end) - (expert > 0 ? __ldcg(end - 1) : 0);
     }
     const int32_t multiple = p.schedule.row_multiple();  // with rows of zeros behind them
-    cta.shared.rows_per_expert[e] = usable ? padded_rows(rows, multiple) : 0;
+    rows = usable ? padded_rows(rows, multiple) : 0;
+    // As mark_experts_without_rows() does, up to the last of these 32.
+    const uint32_t with_rows = __ballot_sync(0xffffffff, rows > 0) >> lane;
+    const int32_t without = with_rows != 0 ? __ffs(with_rows) - 1 : at_most(local - first, 32) - lane;
+    if (expert < local) cta.shared.rows_per_expert[expert] = rows > 0 ? rows : 1 - without;
   }
   __syncthreads();
 }
@@ -155,22 +163,27 @@ template <class Variant>
 __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
   const BackwardParams& p = cta.params;
   if (cta.is_latecomer()) return;
-  for (int32_t expert = 0; expert < p.shape.local_experts(); ++expert) {
-    if (cta.shared.rows_per_expert[expert] > 0) continue;
-    const auto clear = [&](void* gradients, int64_t elements) {
-      if (gradients == nullptr) return;
-      const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
-      const int64_t vectors = elements * size / kVectorBytes;
-      uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
-      for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
-    };
-    const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
-    clear(p.dw_gate, matrix);
-    clear(p.dw_up, matrix);
-    clear(p.dw_down, matrix);
-    clear(p.db_gate, p.shape.intermediate);
-    clear(p.db_up, p.shape.intermediate);
-    clear(p.db_down, p.shape.hidden);
+  const int lane = threadIdx.x % 32;
+  const int32_t local = p.shape.local_experts();
+  const auto clear = [&](void* gradients, int64_t elements, int32_t expert) {
+    if (gradients == nullptr) return;
+    const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
+    const int64_t vectors = elements * size / kVectorBytes;
+    uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
+    for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
+  };
+  const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
+  for (int32_t first = 0; first < local; first += 32) {
+    const bool is_unused = first + lane < local && cta.shared.rows_per_expert[first + lane] <= 0;
+    for (uint32_t unused = __ballot_sync(0xffffffff, is_unused); unused != 0; unused &= unused - 1) {
+      const int32_t expert = first + __ffs(unused) - 1;
+      clear(p.dw_gate, matrix, expert);
+      clear(p.dw_up, matrix, expert);
+      clear(p.dw_down, matrix, expert);
+      clear(p.db_gate, p.shape.intermediate, expert);
+      clear(p.db_up, p.shape.intermediate, expert);
+      clear(p.db_down, p.shape.hidden, expert);
+    }
   }
 }
 
@@ -231,7 +244,8 @@ __device__ void clear_unused_saved(const Cta<Variant>& cta) {
   };
   int64_t first_row = 0;
   for (int32_t expert = 0; expert < p.shape.local_experts() && first_row < saved_rows; ++expert) {
-    const int32_t rows = cta.shared.rows_per_expert[expert];
+    const int32_t counted = cta.shared.rows_per_expert[expert];
+    const int32_t rows = counted > 0 ? counted : 0;
     const int64_t end_row = first_row + int64_t{ceil_div(rows, p.schedule.tile.rows)} * p.schedule.tile.rows;
     clear(first_row + padded_rows(rows, p.schedule.gradient_row_multiple()), end_row);
     first_row = end_row;
