@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
-from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
+from jaxmoe.balance import MoEAux, load_balancing_loss, router_aux, router_z_loss, update_selection_bias
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
@@ -29,6 +29,7 @@ __all__ = [
     "Explanation",
     "KernelPlan",
     "LayerFailedError",
+    "MoEAux",
     "MoEStats",
     "Plan",
     "RouterConfig",
@@ -42,6 +43,7 @@ __all__ = [
     "moe_layer",
     "raise_if_failed",
     "route",
+    "router_aux",
     "router_z_loss",
     "update_selection_bias",
 ]

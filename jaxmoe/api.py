@@ -84,6 +84,7 @@ def moe_layer(
         `jaxmoe.explain` states, `"recompute"` computes them again; `None` is `"recompute"` for `"megakernel"` and
         `"save"` for `"xla"`. `"reference"` is differentiated by JAX and does not use it.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
+        With a balance loss besides, `jaxmoe.router_aux` has both in one sum over the mesh.
 
     Returns:
       `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.

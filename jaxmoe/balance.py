@@ -2,6 +2,7 @@
 
 All of it is plain JAX on what `route` returned, so that training code can weigh, replace or log it. Inside `shard_map`,
 `axis_name=` makes a loss that of the global batch; under plain `jit` arrays hold all tokens and no axis is named.
+`stats.py` says how all of it is summed at once.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,81 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.pytrees import pytree
 from jaxmoe.routing import Routing
-from jaxmoe.stats import check_token_valid, load_stats, sum_over_axis
+from jaxmoe.stats import Counters, MoEStats, any_slot, check_token_valid, manual_axes, sum_over_tokens
+
+
+@pytree
+class MoEAux:
+    """What a layer says about its routing besides its output, over the tokens of all ranks.
+
+    The Flax layers return it, and so does `router_aux`. Under `lax.scan` over layers all fields get a leading
+    dimension.
+
+    Args:
+      load_balancing_loss: `[*stack]` float32, see `jaxmoe.load_balancing_loss`; add it to the loss with a small factor.
+      router_z_loss: `[*stack]` float32, see `jaxmoe.router_z_loss`.
+      stats: rows of every expert.
+    """
+
+    load_balancing_loss: Float[Array, "*stack"]
+    router_z_loss: Float[Array, "*stack"]
+    stats: MoEStats
+
+
+def router_aux(
+    routing: Routing,
+    logits: Float[Array, "*batch experts"] | None = None,
+    *,
+    token_valid: Bool[Array, "*batch"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> MoEAux:
+    """Returns the balance loss, the z-loss and the load of a routing, with one all-reduce for the three.
+
+    The same as `load_balancing_loss`, `router_z_loss` and `load_stats`, or `moe_layer(..., return_stats=True)`, which
+    sum over the mesh one by one.
+
+    Args:
+      routing: of `route`.
+      logits: `[*batch, experts]`, what the routing was made of; without them `router_z_loss` is 0.
+      token_valid: `[*batch]` bool, as passed to `route`: other tokens count in no loss, and their slots as unused.
+      axis_name: mesh axes over which the tokens are spread, inside `shard_map`.
+
+    Raises:
+      TypeError, ValueError: the arrays do not fit each other, or `axis_name` is not a manual mesh axis here.
+
+    >>> import jax, jax.numpy as jnp, jaxmoe
+    >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)
+    >>> @jax.jit
+    ... def loss(router, x):
+    ...     logits = x @ router
+    ...     routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=1))
+    ...     y = jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None)
+    ...     aux = jaxmoe.router_aux(routing, logits)
+    ...     return jnp.mean(y**2) + 0.01 * aux.load_balancing_loss + 0.001 * aux.router_z_loss, aux.stats
+    >>> (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.eye(8, 4), jnp.eye(8)[:4])
+    >>> stats.rows_per_expert
+    Array([1, 1, 1, 1], dtype=int32)
+    """
+    check_token_valid("router_aux", token_valid, routing.scores.shape[:-1], "routing")
+    if logits is not None and logits.shape != routing.scores.shape:
+        raise ValueError(
+            f"router_aux: logits have shape {logits.shape}, and routing was made of logits of shape "
+            f"{routing.scores.shape}. Pass those, or none."
+        )
+    axes = manual_axes("router_aux", axis_name)
+    counters = Counters.of(routing.topk_ids.shape, routing.scores.shape[-1], axes)
+    columns = [counters.columns(routing.topk_ids, token_valid), *_probabilities(routing, token_valid)]
+    if logits is not None:
+        columns += _squares(logits, token_valid)
+    counted, mass, tokens, *squares = sum_over_tokens(columns, axes)
+    stats = counters.stats(counted)
+    return MoEAux(
+        load_balancing_loss=_load_balancing_loss(stats, _mean(mass, tokens)),
+        router_z_loss=_mean(*squares)[0] if squares else jnp.zeros((), mass.dtype),
+        stats=stats,
+    )
 
 
 def load_balancing_loss(
@@ -49,17 +123,12 @@ def load_balancing_loss(
     >>> round(float(loss), 3)
     1.0
     """
-    scores, topk_ids = routing.scores, routing.topk_ids
-    check_token_valid("load_balancing_loss", token_valid, scores.shape[:-1], "routing")
-    num_experts = scores.shape[-1]
-    valid = (topk_ids >= 0).any(-1)
-    if token_valid is not None:
-        valid &= token_valid
-    rows = load_stats(topk_ids, num_experts, token_valid=valid).rows_per_expert
-    mass = jnp.where(valid[..., None], scores, 0).sum(range(valid.ndim))
-    rows, tokens, mass = sum_over_axis("load_balancing_loss", (rows, valid.sum(), mass), axis_name)
-    fraction = rows / jnp.maximum(rows.sum(), 1).astype(scores.dtype)
-    return num_experts * jnp.sum(fraction * mass / jnp.maximum(tokens, 1))
+    check_token_valid("load_balancing_loss", token_valid, routing.scores.shape[:-1], "routing")
+    axes = manual_axes("load_balancing_loss", axis_name)
+    counters = Counters.of(routing.topk_ids.shape, routing.scores.shape[-1], axes)
+    columns = [counters.columns(routing.topk_ids, token_valid), *_probabilities(routing, token_valid)]
+    counted, mass, tokens = sum_over_tokens(columns, axes)
+    return _load_balancing_loss(counters.stats(counted), _mean(mass, tokens))
 
 
 def router_z_loss(
@@ -85,12 +154,8 @@ def router_z_loss(
     4.324
     """
     check_token_valid("router_z_loss", token_valid, logits.shape[:-1], "logits")
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    valid = jnp.ones(logits.shape[:-1], bool) if token_valid is None else token_valid
-    log_sum = jax.nn.logsumexp(jnp.where(valid[..., None], logits, 0), axis=-1)
-    total = jnp.sum(jnp.where(valid, log_sum**2, 0))
-    total, tokens = sum_over_axis("router_z_loss", (total, valid.sum()), axis_name)
-    return total / jnp.maximum(tokens, 1)
+    axes = manual_axes("router_z_loss", axis_name)
+    return _mean(*sum_over_tokens(_squares(logits, token_valid), axes))[0]
 
 
 def update_selection_bias(
@@ -132,3 +197,32 @@ def update_selection_bias(
     below_mean = (rows_per_expert < mean) | ((rows_per_expert == mean) & (rest > 0))
     sign = below_mean.astype(jnp.int32) - (rows_per_expert > mean)
     return selection_bias + jnp.asarray(rate, selection_bias.dtype) * sign.astype(selection_bias.dtype)
+
+
+def _load_balancing_loss(stats: MoEStats, probability: Float[Array, " experts"]) -> Float[Array, ""]:
+    rows = stats.rows_per_expert.astype(probability.dtype)
+    return rows.size * jnp.sum(rows * probability) / jnp.maximum(rows.sum(), 1)
+
+
+def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
+    """Returns each token's probabilities, and one where it has any expert: `_masked`."""
+    valid = any_slot(routing.topk_ids >= 0)
+    return _masked(routing.scores, valid if token_valid is None else valid & token_valid)
+
+
+def _squares(logits: jax.Array, token_valid: jax.Array | None) -> list[jax.Array]:
+    """Returns each token's square of the z-loss, and one where it is valid: `_masked`."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    valid = jnp.ones_like(logits[..., 0], bool) if token_valid is None else token_valid
+    log_sum = jax.nn.logsumexp(jnp.where(valid[..., None], logits, 0), axis=-1)
+    return _masked(log_sum[..., None] ** 2, valid)
+
+
+def _masked(values: Float[Array, "*batch columns"], valid: Bool[Array, "*batch"]) -> list[Float[Array, "*batch _"]]:
+    """Returns the columns of a mean over valid tokens: values that are 0 for others, and what counts tokens."""
+    return [jnp.where(valid[..., None], values, 0), valid[..., None].astype(values.dtype)]
+
+
+def _mean(sums: Float[Array, " columns"], tokens: Float[Array, "1"]) -> Float[Array, " columns"]:
+    """Returns the mean, given the sums of what `_masked` returned; 0 without a valid token."""
+    return sums / jnp.maximum(jax.lax.stop_gradient(tokens), 1)

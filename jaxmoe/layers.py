@@ -22,14 +22,13 @@ from jaxmoe import activation as activations
 from jaxmoe import call as calls
 from jaxmoe.activation import Activation
 from jaxmoe.api import moe_layer
-from jaxmoe.balance import load_balancing_loss, router_z_loss, update_selection_bias
+from jaxmoe.balance import MoEAux, router_aux, update_selection_bias
 from jaxmoe.call import Implementation, Residuals
 from jaxmoe.experts import Experts, takes_experts
 from jaxmoe.plan import AnyPlan
-from jaxmoe.pytrees import pytree
-from jaxmoe.routing import RouterConfig, Routing, route
+from jaxmoe.routing import RouterConfig, route
 from jaxmoe.sharding import axis_tuple, reshard_explicit
-from jaxmoe.stats import MoEStats, check_token_valid, sum_over_axis
+from jaxmoe.stats import MoEStats, check_token_valid
 
 EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
 Initializer = Callable[..., Any]
@@ -37,23 +36,6 @@ AxisName = str | tuple[str, ...] | None
 
 # One object, so that two layers made with the defaults compare equal.
 default_init: Initializer = jax.nn.initializers.lecun_normal()
-
-
-@pytree
-class MoEAux:
-    """What a layer says about its routing besides its output, over the tokens of all ranks.
-
-    Under `lax.scan` over layers all fields get a leading dimension.
-
-    Args:
-      load_balancing_loss: `[*stack]` float32, see `jaxmoe.load_balancing_loss`; add it to the loss with a small factor.
-      router_z_loss: `[*stack]` float32, see `jaxmoe.router_z_loss`.
-      stats: rows of every expert.
-    """
-
-    load_balancing_loss: Float[Array, "*stack"]
-    router_z_loss: Float[Array, "*stack"]
-    stats: MoEStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +227,7 @@ def forward(
     bias = None if selection_bias is None else jax.lax.stop_gradient(selection_bias)
     routing = route(logits, config.router, selection_bias=bias, token_valid=token_valid)
     tokens = tokens.astype(dtype)
-    y, stats = moe_layer(
+    y = moe_layer(
         tokens,
         routing.topk_ids,
         routing.topk_weights,
@@ -258,14 +240,14 @@ def forward(
         implementation=config.implementation,
         plan=config.plan,
         residuals=config.residuals,
-        return_stats=True,
     )
     if config.shared_intermediate is not None:
         shared = _shared_expert(config, arrays, tokens)
         if token_valid is not None:
             shared = jnp.where(token_valid[..., None], shared, 0)
         y = (y.astype(shared.dtype) + shared).astype(dtype)
-    return _split_as(y, _split(x), mesh), _auxiliary(config, logits, routing, stats, token_valid)
+    aux = router_aux(routing, logits, token_valid=token_valid, axis_name=_manual_token_axes(config))
+    return _split_as(y, _split(x), mesh), aux
 
 
 def _experts_for(dtype: Any, arrays: Mapping[str, Array]) -> Experts:
@@ -331,19 +313,10 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     return out
 
 
-def _auxiliary(
-    config: LayerConfig, logits: jax.Array, routing: Routing, stats: MoEStats, token_valid: jax.Array | None
-) -> MoEAux:
+def _manual_token_axes(config: LayerConfig) -> tuple[str, ...]:
+    """Returns the axes over which `MoEAux` is summed: inside `shard_map` those of the tokens, outside none."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    data_axes = tuple(name for name in config.data_axes if name in manual)
-    expert_axes = tuple(name for name in config.axis_name or () if name in manual)
-    token_axes = (*data_axes, *expert_axes)
-    return MoEAux(
-        load_balancing_loss=load_balancing_loss(routing, token_valid=token_valid, axis_name=token_axes),
-        router_z_loss=router_z_loss(logits, token_valid=token_valid, axis_name=token_axes),
-        # Inside shard_map moe_layer has summed over the ranks that share the experts, outside over all.
-        stats=sum_over_axis("MoE", stats, data_axes),
-    )
+    return tuple(name for name in (*config.data_axes, *(config.axis_name or ())) if name in manual)
 
 
 def updated_bias(

@@ -1,25 +1,33 @@
 """Expert load: how many rows every expert gets, and what became of the other slots.
 
-`moe_layer(..., return_stats=True)` returns these statistics; `balance.py` makes a loss and a bias update of the counts.
+`moe_layer(..., return_stats=True)` returns these statistics; `balance.py` makes losses and a bias update of them.
+
+Counts and losses are sums over tokens, and those that are asked for together are one sum: every token has a row of
+floats (`Counters.columns` and what `balance.py` adds), and `sum_over_tokens` adds up all rows. One reduction is one
+all-reduce, also under plain `jit`, where the compiler puts one behind every reduction over split tokens. Counts are
+floats on the way because an all-reduce has one type, and because XLA's fast kernel for small ones takes floats only.
 """
 
+import dataclasses
+import functools
+import itertools
+import math
+import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxmoe.pytrees import pytree
 
-Pytree = TypeVar("Pytree")
-
-# A GPU adds to one address one after the other, so slots are counted in this many histograms in turn. Mean time of a
-# count of 65,536 x 8 slots and 512 experts on an H100, even load / all on one expert: 64 histograms 17 / 28 us, one
-# 87 / 393 us, comparing every slot with every expert 55 / 56 us but 1 GB of memory on a CPU (jax 0.11.2, jitted loop of
-# 200, 2026-11).
-_NUM_HISTOGRAMS = 64
+# float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
+_MOST_PER_COLUMN = 2**24
+# So many slots of a token are looked at one by one, in the kernel that sums over tokens. More are a reduction of their
+# own ahead of it.
+_MOST_UNROLLED_SLOTS = 32
 
 
 @pytree
@@ -96,17 +104,117 @@ def load_stats(
     if num_experts < 1:
         raise ValueError(f"load_stats: num_experts={num_experts} must be at least 1.")
     check_token_valid("load_stats", token_valid, topk_ids.shape[:-1], "topk_ids")
-    ids = int32_ids(topk_ids)
-    valid = jnp.bool_(True) if token_valid is None else token_valid[..., None]
-    is_expert = (ids >= 0) & (ids < num_experts)
-    used = valid & is_expert
-    counts = MoEStats(
-        rows_per_expert=_histogram(ids, used, num_experts),
-        dropped_rows=jnp.zeros((), jnp.int32),
-        unused_slots=_count(~used),
-        out_of_range_ids=_count(valid & ~is_expert & (ids != -1)),
-    )
-    return sum_over_axis("load_stats", counts, axis_name)
+    axes = manual_axes("load_stats", axis_name)
+    counters = Counters.of(topk_ids.shape, num_experts, axes)
+    (sums,) = sum_over_tokens([counters.columns(topk_ids, token_valid)], axes)
+    return counters.stats(sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """How slots are counted in float32: what each token adds to which column, and what the sums mean.
+
+    A counter has `num_experts + 2` columns: the slots of every expert, those out of range, and the other unused ones.
+    Each slot is compared with each column, in the kernels that also sum over tokens. For 65,536 x 8 slots and 512
+    experts that took 55 us on an H100, which needs 5 ms or more for the GEMMs of so many slots (qwen3-30b-a3b's
+    widths). Scattering the slots into 64 histograms took 17 us, but for few tokens it is the number of kernels that
+    counts, and a compiler that splits tokens adds up all histograms over the mesh. On a CPU, where XLA fuses less, the
+    columns are written to memory: as much as the router's probabilities take.
+
+    There is one counter unless a column could exceed `_MOST_PER_COLUMN`. Then the slots of a token are spread over
+    several, and where that is not enough, tokens take turns.
+
+    Args:
+      num_experts: of the ids that are counted.
+      slots_per_counter: successive slots of a token that go to one counter.
+      token_turns: counters among which tokens take turns, by their position on this rank.
+    """
+
+    num_experts: int
+    slots_per_counter: int
+    token_turns: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], num_experts: int, axes: tuple[str, ...]) -> "Counters":
+        """Returns the fewest counters for ids `[*batch, top_k]` on every rank of the mesh axes to sum over."""
+        tokens, top_k = max(math.prod(shape[:-1]), 1), max(shape[-1], 1)
+        ranks = math.prod(jax.lax.axis_size(name) for name in axes)
+        most_per_rank = max(_MOST_PER_COLUMN // ranks, 1)
+        slots_per_counter = min(max(most_per_rank // tokens, 1), top_k)
+        return cls(num_experts, slots_per_counter, token_turns=-(-tokens // most_per_rank))
+
+    def columns(
+        self, topk_ids: Integer[Array, "*batch top_k"], token_valid: Bool[Array, "*batch"] | None
+    ) -> Float[Array, "*batch columns"]:
+        """Returns what each token adds to each column: how many of its slots belong there."""
+        ids = int32_ids(topk_ids)
+        is_expert = (ids >= 0) & (ids < self.num_experts)
+        out_of_range, unused = self.num_experts, self.num_experts + 1
+        belongs = jnp.where(is_expert, ids, jnp.where(ids == -1, unused, out_of_range))
+        if token_valid is not None:
+            belongs = jnp.where(token_valid[..., None], belongs, unused)
+        if self.token_turns > 1:
+            turn = _positions(ids.shape[:-1]) % self.token_turns
+            belongs += (self.num_experts + 2) * turn[..., None]
+        columns = jnp.arange((self.num_experts + 2) * self.token_turns)
+
+        def counter(slots: jax.Array) -> jax.Array:
+            if not _are_unrolled(slots):
+                return (slots[..., None] == columns).sum(-2, dtype=jnp.float32)
+            count = jnp.zeros((), jnp.float32)
+            for slot in _each(slots):
+                count = jnp.where(slot[..., None] == columns, count + 1, count)
+            return count
+
+        firsts = range(0, max(ids.shape[-1], 1), self.slots_per_counter)
+        return jnp.concatenate([counter(belongs[..., first : first + self.slots_per_counter]) for first in firsts], -1)
+
+    def stats(self, sums: Float[Array, " columns"]) -> MoEStats:
+        """Returns the statistics, given the sums over tokens of `columns`."""
+        counts = sums.astype(jnp.int32).reshape(-1, self.num_experts + 2).sum(0, dtype=jnp.int32)
+        return MoEStats(
+            rows_per_expert=counts[:-2],
+            dropped_rows=jnp.zeros((), jnp.int32),
+            unused_slots=counts[-2] + counts[-1],
+            out_of_range_ids=counts[-2],
+        )
+
+
+def any_slot(slots: Bool[Array, "*batch slots"]) -> Bool[Array, "*batch"]:
+    """Returns whether any slot of each token is true."""
+    return functools.reduce(operator.or_, _each(slots)) if _are_unrolled(slots) else slots.any(-1)
+
+
+def _are_unrolled(slots: jax.Array) -> bool:
+    return 1 <= slots.shape[-1] <= _MOST_UNROLLED_SLOTS and jax.typeof(slots).sharding.spec[-1] is None
+
+
+def _each(slots: jax.Array) -> list[jax.Array]:
+    return [slots[..., slot] for slot in range(slots.shape[-1])]
+
+
+def sum_over_tokens(columns: Sequence[Float[Array, "..."]], axes: tuple[str, ...]) -> list[Float[Array, "_"]]:
+    """Returns the sum of each array `[*batch, columns]` over the batch and over mesh axes, in one all-reduce.
+
+    XLA fuses what makes the arrays with the sum, or writes them as one array first, whichever it takes for faster.
+    """
+    rows = jnp.concatenate(_split_alike(columns), axis=-1)
+    sums = rows.sum(range(rows.ndim - 1))
+    if axes:
+        sums = jax.lax.psum(sums, axes)
+    return jnp.split(sums, list(itertools.accumulate(array.shape[-1] for array in columns[:-1])))
+
+
+def _split_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Splits arrays over Explicit axes, each dimension but the last as the first that is split: to be concatenated."""
+    shardings = [jax.typeof(array).sharding for array in arrays]
+    specs = [tuple(sharding.spec) for sharding in shardings]
+    wanted = (*(next(filter(None, axes), None) for axes in zip(*(spec[:-1] for spec in specs), strict=True)), None)
+    if all(spec == wanted for spec in specs):
+        return list(arrays)
+    # Where no mesh is set, arrays that are not split know none.
+    mesh = next(sharding.mesh for sharding, spec in zip(shardings, specs, strict=True) if any(spec))
+    return [jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted))) for array in arrays]
 
 
 def int32_ids(ids: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
@@ -120,15 +228,13 @@ def int32_ids(ids: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return ids.astype(jnp.int32)
 
 
-def sum_over_axis(caller: str, tree: Pytree, axis_name: str | Sequence[str] | None) -> Pytree:
-    """Returns the sum of a pytree over mesh axes, the pytree itself for none.
+def manual_axes(caller: str, axis_name: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the mesh axes to sum over as a tuple.
 
     Raises:
       ValueError: an axis is not manual where this is called.
     """
-    if not axis_name:
-        return tree
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:
         try:
             jax.lax.axis_size(name)
@@ -138,7 +244,7 @@ def sum_over_axis(caller: str, tree: Pytree, axis_name: str | Sequence[str] | No
                 "inside shard_map over that axis; outside of shard_map arrays hold all tokens already, so leave "
                 "axis_name=None."
             ) from error
-    return jax.lax.psum(tree, names)
+    return names
 
 
 def check_token_valid(caller: str, token_valid: Any, batch: tuple[int, ...], like: str) -> None:
@@ -153,19 +259,8 @@ def check_token_valid(caller: str, token_valid: Any, batch: tuple[int, ...], lik
         )
 
 
-def _histogram(
-    ids: Int32[Array, "*batch top_k"], used: Bool[Array, "..."], num_experts: int
-) -> Int32[Array, " num_experts"]:
-    position = sum(jax.lax.broadcasted_iota(jnp.int32, ids.shape, dimension) for dimension in range(ids.ndim))
-    num_bins = _NUM_HISTOGRAMS * num_experts
-    # Unused slots go to a bin that does not exist, and the scatter leaves them out.
-    bins = jnp.where(used, position % _NUM_HISTOGRAMS * num_experts + ids, num_bins)
-    # Where bins carry their sharding in their type (Explicit axes), a scatter must be told that its sum is replicated.
-    mesh = jax.typeof(bins).sharding.mesh
-    out_sharding = NamedSharding(mesh, PartitionSpec()) if AxisType.Explicit in mesh.axis_types else None
-    counts = jnp.zeros(num_bins, jnp.int32).at[bins].add(1, mode="drop", out_sharding=out_sharding)
-    return counts.reshape(_NUM_HISTOGRAMS, num_experts).sum(0, dtype=jnp.int32)
-
-
-def _count(mask: Bool[Array, "..."]) -> Int32[Array, ""]:
-    return jnp.sum(mask, dtype=jnp.int32)
+def _positions(batch: tuple[int, ...]) -> Int32[Array, "..."]:
+    """Returns the number of every token, last dimension fastest."""
+    strides = [math.prod(batch[dimension + 1 :]) for dimension in range(len(batch))]
+    iotas = (jax.lax.broadcasted_iota(jnp.int32, batch, dimension) for dimension in range(len(batch)))
+    return sum((iota * stride for iota, stride in zip(iotas, strides, strict=True)), jnp.zeros(batch, jnp.int32))

@@ -310,6 +310,7 @@ def everything(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None
         jaxmoe.load_balancing_loss(routing, axis_name=axis_name),
         jaxmoe.router_z_loss(logits, token_valid=token_valid, axis_name=axis_name),
         jaxmoe.load_stats(routing.topk_ids, 12, token_valid=token_valid, axis_name=axis_name),
+        jaxmoe.router_aux(routing, logits, token_valid=token_valid, axis_name=axis_name),
     )
     return routing, replicated
 
@@ -343,8 +344,9 @@ def test_vmap_equals_a_loop() -> None:
 
 def sum_of_losses(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], jax.Array]:
     def total(logits: jax.Array) -> jax.Array:
-        routing, (balance, z_loss, _) = function(logits)
-        return balance + z_loss + routing.topk_weights[..., 0].sum()
+        routing, (balance, z_loss, _, aux) = function(logits)
+        together = aux.load_balancing_loss + aux.router_z_loss
+        return balance + z_loss + 0.5 * together + routing.topk_weights[..., 0].sum()
 
     return total
 
