@@ -72,10 +72,12 @@ def moe_layer(
         not named here is left to the compiler, which then repeats it as well. Inside `shard_map` it is not used.
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
-      mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it is not used.
+      mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it only says which devices share experts, which
+        `implementation=None` asks where they are of several hosts.
       implementation: `"megakernel"` (one call of compiled code per rank for each of the two passes), `"xla"`
         (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose: the megakernel on GPUs that
-        can run the call, else `"xla"`; `jaxmoe.explain` says why. A named one runs or raises.
+        can run the call and, as far as JAX and the driver say, reach each other's memory where they share experts; else
+        `"xla"`. `jaxmoe.explain` says why. A named one runs or raises.
       plan: how to compute it, a `jaxmoe.Plan`, for `"megakernel"` a `jaxmoe.KernelPlan`; `None` is
         `jaxmoe.default_plan`.
       residuals: what the backward pass gets beside the inputs: `"save"` keeps the inputs of the activation, whose bytes

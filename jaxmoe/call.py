@@ -1,7 +1,8 @@
 """One call of `moe_layer` with its arguments checked: all that is known before anything runs.
 
 `api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in
-`experts.check`, in `sharding.place` or, for what one implementation cannot do, in `limits.check_megakernel`.
+`experts.check`, in `sharding.place` or, for what one implementation cannot do, in `limits.check_megakernel`. Where no
+implementation is named, `reach.obstacle` knows what only speaks against choosing the megakernel.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
-from jaxmoe import limits, sharding
+from jaxmoe import limits, reach, sharding
 from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape
 from jaxmoe.plan_defaults import default_plan
 
@@ -91,7 +92,7 @@ def check(
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
-    chosen, reason = _choose(implementation, plan, shape, platform, jnp.dtype(x.dtype), resolved)
+    chosen, reason = _choose(implementation, plan, shape, platform, jnp.dtype(x.dtype), resolved, placement.group, mesh)
     plan = _check_plan(plan, implementation, chosen) or default_plan(shape, platform, x.dtype, chosen)
     if isinstance(plan, KernelPlan):
         limits.check_megakernel(shape, platform, jnp.dtype(x.dtype), resolved, plan)
@@ -107,6 +108,8 @@ def _choose(
     platform: str,
     dtype: Any,
     activation: activations.Activation,
+    group: sharding.ExpertGroup,
+    mesh: Mesh | AbstractMesh | None,
 ) -> tuple[Implementation, str]:
     """Returns the implementation and why: where none is named the megakernel on GPUs that can run the call."""
     if implementation is not None:
@@ -122,13 +125,8 @@ def _choose(
         if plan is not None:
             raise
         return "xla", f"implementation=None: 'xla'; 'megakernel' cannot run this call ({str(error).split('. ')[0]})"
-    # JAX numbers hosts of GPUs so. Where a group lies on one of several, naming the implementation works.
-    hosts = {getattr(device, "slice_index", 0) for device in jax.devices()}
-    if shape.ranks > 1 and len(hosts) > 1:
-        return "xla", (
-            f"implementation=None: 'xla', since there are devices of {len(hosts)} hosts, and 'megakernel' takes groups "
-            "of one host"
-        )
+    if obstacle := reach.obstacle(group, mesh):
+        return "xla", f"implementation=None: 'xla'; {obstacle}"
     return "megakernel", "implementation=None: 'megakernel', which can run this call"
 
 

@@ -1,7 +1,7 @@
 """What `implementation="megakernel"` cannot do, said before anything runs. Called by `call.py`.
 
-The numbers are those of the compiled part: ffi/common/layout.h packs a rank and a slot into one word, the planners keep
-one counter per expert.
+The numbers are those of the compiled part: ffi/common/layout.h packs a rank and a slot into one word, and a GPU keeps
+counts of experts in shared memory.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jaxmoe.plan import KernelPlan, Shape, most_row_tiles
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
 MOST_RANKS = {"cpu": 256, "gpu": 8}
-MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 512, 128, 32
+MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 4096, 512, 32
 # Slots of a rank are numbered by 24 bits.
 SLOTS_END = 2**24
 # A row must be whole pieces of 16 bytes, which is what a bulk copy moves.

@@ -25,9 +25,11 @@ __all__ = [
     "device_info",
     "extension",
     "failures",
+    "peer_access",
     "report",
     "schedule",
     "targets",
+    "visible_gpus",
 ]
 
 _REBUILD = (
@@ -298,6 +300,41 @@ def device_info(device: jax.Device | None = None) -> DeviceInfo:  # pyright: ign
     call = jax.ffi.ffi_call("jaxmoe_device_info", jax.ShapeDtypeStruct((4,), jnp.int32))
     words = jax.jit(call, out_shardings=jax.sharding.SingleDeviceSharding(chosen))()
     return DeviceInfo(*(int(word) for word in np.asarray(words)))
+
+
+def visible_gpus() -> list[int]:
+    """Returns the GPUs that this process sees and that the CUDA part is compiled for, JAX's own among them.
+
+    Returns:
+        Numbers of the CUDA runtime: `local_hardware_id` of those that are devices of JAX in this process.
+
+    Raises:
+        NotImplementedError: the CUDA part was not built.
+        RuntimeError: CUDA fails.
+    """
+    return _built_cuda("visible_gpus").visible_gpus()
+
+
+@functools.cache
+def peer_access(gpu: int, peer: int) -> bool:
+    """Says whether one GPU can reach the memory of another one of this process; `cudaDeviceCanAccessPeer`, asked once.
+
+    Args:
+        gpu: a number of the CUDA runtime.
+        peer: another one.
+
+    Raises:
+        NotImplementedError: the CUDA part was not built.
+        RuntimeError: CUDA fails.
+    """
+    return _built_cuda("peer_access").peer_access(gpu, peer)
+
+
+def _built_cuda(caller: str) -> ModuleType:
+    module = _load_cuda()
+    if module is None:
+        raise NotImplementedError(f"{caller}: no GPU can be asked. {cuda_status().reason}")
+    return module
 
 
 def executor() -> ModuleType:

@@ -15,6 +15,11 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+try:  # JAX's own name of it: jax.sharding.get_mesh, which is public, has no answer inside of jit
+    from jax._src.mesh import get_concrete_mesh
+except ImportError:  # meshes are then abstract there; tests/unit/test_sharding.py notices
+    get_concrete_mesh = None
+
 Pytree = TypeVar("Pytree")
 
 
@@ -60,6 +65,31 @@ def replica_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh) -> np.ndarray:
     expert_axes = [mesh.axis_names.index(name) for name in group.axis_names]
     last = range(numbers.ndim - len(expert_axes), numbers.ndim)
     return np.moveaxis(numbers, expert_axes, list(last)).reshape(-1, group.size)
+
+
+def devices_of_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh | None) -> np.ndarray | None:
+    """Returns the devices of every group that shares experts, `[groups, ranks]`, ranks in the order of the group.
+
+    Inside of `jit` they are those of the mesh that is set while it is traced. JAX does not trace again for another mesh
+    of the same shape, so nothing but a choice between implementations may hang on them.
+
+    Args:
+      group: the ranks of the experts.
+      mesh: what the user passed, if anything.
+
+    Returns:
+      `None` where only an abstract mesh is known: inside a `shard_map` that was given its mesh while none is set.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    for known in (mesh, get_concrete_mesh() if get_concrete_mesh else None):
+        if isinstance(known, Mesh) and not known.empty and (context.empty or _same_axes(known, context)):
+            return known.devices.reshape(-1)[replica_groups(group, known)]
+    return None
+
+
+def _same_axes(mesh: Mesh, other: AbstractMesh) -> bool:
+    """Whether they agree but for the types of axes: those that are Manual inside `shard_map` are not outside."""
+    return (mesh.axis_names, mesh.axis_sizes) == (other.axis_names, other.axis_sizes)
 
 
 def vary_alike(tree: Pytree) -> Pytree:

@@ -23,11 +23,17 @@ struct Chunk {
 // The chunks of one dispatcher, in stream order: the row tiles in order, the rows of a tile in order.
 class ChunkWalk {
  public:
+  // `dispatchers` share the chunks: on a GPU those of the crew of the launch, which may be fewer than were planned. The
+  // number stays where it is, since a register for it makes others spill there.
   JAXMOE_ANY ChunkWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert,
-                       int32_t dispatcher)
+                       int32_t dispatcher, const int32_t& dispatchers)
       : rows_per_expert_(rows_per_expert), num_experts_(shape.local_experts()), tile_rows_(schedule.tile.rows),
         chunk_rows_(schedule.chunk_rows), chunks_per_tile_(ceil_div(schedule.tile.rows, schedule.chunk_rows)),
-        ring_tiles_(schedule.ring_tiles), dispatchers_(schedule.dispatchers), position_(dispatcher) {}
+        ring_tiles_(schedule.ring_tiles), dispatchers_(dispatchers), position_(dispatcher) {}
+
+  JAXMOE_ANY ChunkWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert,
+                       int32_t dispatcher)
+      : ChunkWalk(shape, schedule, rows_per_expert, dispatcher, schedule.dispatchers) {}
 
   // Chunks never straddle a tile, so every full tile has the same number of them, and the chunks of a rank can be dealt
   // to the dispatchers in turn.
@@ -37,6 +43,7 @@ class ChunkWalk {
       first_tile_ += tiles_;
       if (++expert_ >= num_experts_) return false;
       const int32_t rows = rows_per_expert_[expert_];
+      if (rows < 0) expert_ -= rows;
       tiles_ = few_parts(rows, tile_rows_);
       const int32_t before_last = tiles_ - 1;
       chunks_ = tiles_ == 0 ? 0
@@ -59,7 +66,7 @@ class ChunkWalk {
   int32_t chunk_rows_;
   int32_t chunks_per_tile_;  // of a full one
   int32_t ring_tiles_;
-  int32_t dispatchers_;
+  const int32_t& dispatchers_;
   int32_t expert_ = -1;
   int32_t first_tile_ = 0;  // of the expert
   int32_t tiles_ = 0;

@@ -22,9 +22,9 @@ inline constexpr char kBackwardTarget[] = "jaxmoe_backward";
 class LayerBuffers {
  public:
   enum Operand {
-    kPlace = 0,    // int32[2]: rank in the group, number of the group
+    kPlace = 0,    // int32[2]: rank in the group, number of the group; GPUs ask the communicator
     kX,            // [tokens, hidden]
-    kTopkIds,      // [tokens, top_k] int32 in [0, num_experts), or -1
+    kTopkIds,      // [tokens, top_k] int32 in [0, num_experts), or any other for a slot nobody uses
     kTopkWeights,  // [tokens, top_k] float32 (float64 with float64 tokens)
     kWGate,        // [local_experts, hidden, intermediate]
     kWUp,          // the same, or no elements for plain experts
@@ -76,6 +76,9 @@ T* data_of(const xla::ffi::AnyBuffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
 }
 
+// 31 years. Waits count nanoseconds in 64 bits, beside those since the machine has started.
+inline constexpr float kLongestTimeoutSeconds = 1e9f;
+
 struct LayerAttributes {
   int32_t ranks;
   int32_t num_experts;
@@ -95,7 +98,7 @@ struct LayerAttributes {
   int32_t keep_tokens;
   int32_t segment_tiles;  // 0 of jaxmoe_forward
   int32_t saved_tiles;
-  float timeout_seconds;
+  float timeout_seconds;  // at most kLongestTimeoutSeconds
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
   // The same devices as all processes know them (jaxmoe/lowering.py); -1 alone where Python could not tell.
   xla::ffi::Span<const int64_t> devices;
@@ -148,7 +151,9 @@ inline std::string attributes_error(const LayerAttributes& a) {
 }
 
 // What makes a call impossible; empty where nothing does. Python has checked the same before: this keeps a call that
-// does not come from megakernel.py from reading or writing out of bounds.
+// does not come from megakernel.py from reading or writing out of bounds. What buffers hold is not known here: ids that
+// name no expert are slots nobody uses (Shape::has_expert), and the rank in `place`, which only a CPU reads, is checked
+// in host/layer_handler.cc.
 inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) {
   using Buffers = LayerBuffers;
   const auto rank = [&](Buffers::Operand operand) { return b[operand].dimensions().size(); };
@@ -201,9 +206,9 @@ inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) 
   const Schedule schedule = schedule_of(a, a.workers);
   if (a.tile_rows < 1 || a.hidden_columns < 1 || a.output_columns < 1 || a.unit_tiles < 1 || a.lag_units < 0 ||
       a.chunk_rows < 1 || a.segment_tiles < 0 || a.saved_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 ||
-      !(a.timeout_seconds > 0)) {
+      !(a.timeout_seconds > 0 && a.timeout_seconds <= kLongestTimeoutSeconds)) {
     return "jaxmoe: tile sizes, unit_tiles, chunk_rows, dispatchers_per_worker and timeout_seconds must be "
-           "positive, lag_units and workers not negative.";
+           "positive, timeout_seconds at most 1e9, lag_units and workers not negative.";
   }
   if (a.ring_tiles < schedule.min_ring_tiles() && a.ring_tiles < max_row_tiles(shape, schedule.tile)) {
     return "jaxmoe: ring_tiles=" + std::to_string(a.ring_tiles) +

@@ -60,6 +60,10 @@ struct Control {
   uint32_t workers_left;  // thread blocks that have left the running launch; the last one sets it to zero
   uint32_t tasks_taken[2];  // number of the next task, by parity of the epoch like the banks of counters
   uint32_t given_up;      // not zero once a wait took too long: the arena is not used again
+  // Of the running launch; the last thread block to leave sets them to zero (cuda/kernel/crew.cuh).
+  uint32_t workers_started;
+  uint32_t crew;         // workers among which the work is dealt; 0: not known yet
+  uint32_t tasks_ended;  // 1: every task has been taken
 };
 
 struct ArenaLayout {
@@ -67,7 +71,8 @@ struct ArenaLayout {
   Region control;       // Control                                              this rank
   Region flags;         // [kInputsReady, kPartialsWritten][ranks] cache lines  peers -> dispatch, tasks, combine
   Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
-  Region rows_from;     // [2 banks][ranks][local_experts] int32                peers' plan -> walks of this rank
+  Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' plan -> walks of this rank,
+                        //   and with each local expert                         dispatch
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' plan -> dispatch
   int64_t head_bytes;
 
@@ -108,8 +113,11 @@ JAXMOE_ANY constexpr int32_t most_planners(const Shape& shape) {
   const int32_t wanted = ceil_div(shape.slots(), kSlotsPerPlanner);
   return wanted < 1 ? 1 : at_most(wanted, kMostPlanners);
 }
+JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, int32_t workers) {
+  return at_most(most_planners(shape), workers);
+}
 JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
-  return at_most(most_planners(shape), schedule.workers);
+  return num_planners(shape, schedule.workers);
 }
 
 JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
@@ -222,7 +230,8 @@ JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapaci
   return layout.counters.offset + ((epoch & 1) * counter_words(head) + in_bank) * int64_t{sizeof(uint32_t)};
 }
 
-// Byte offset of the row counts that `source` wrote for this rank's experts.
+// Byte offset of what `source` wrote for this rank's experts: how many of its slots name an expert up to and with each.
+// So the slots of one expert lie in the source's list from the number before it to its own.
 JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch,
                                               int32_t source) {
   return layout.rows_from.offset +
@@ -261,5 +270,10 @@ struct RowTarget {
 };
 inline constexpr int32_t kMaxSlots = 1 << RowTarget::kSlotBits;
 inline constexpr int32_t kMaxRanks = 1 << (32 - RowTarget::kSlotBits);
+
+// Most experts of a rank: a GPU keeps their row counts in shared memory, all of which is taken.
+inline constexpr int32_t kMaxLocalExperts = 512;
+// Most experts of a group: a planner counts them where the stages of the GEMMs will be, which leave room for more.
+inline constexpr int32_t kMaxExperts = 4096;
 
 }  // namespace jaxmoe

@@ -94,6 +94,18 @@ JAXMOE_ANY constexpr int32_t first_of_parts(int32_t count, int32_t parts) {
   return parts == 1 ? count : ceil_div(count, parts);
 }
 
+// Of hundreds of experts the tokens of a decode batch name few. For walks to pass the others in few steps, an expert
+// without rows may have a mark in the place of 0 rows: minus the number of experts right behind it that have none
+// either. Marks all of them.
+JAXMOE_ANY constexpr void mark_experts_without_rows(int32_t* rows_per_expert, int32_t num_experts) {
+  int32_t behind = 0;
+  for (int32_t expert = num_experts - 1; expert >= 0; --expert) {
+    int32_t& rows = rows_per_expert[expert];
+    behind = rows > 0 ? 0 : behind + 1;
+    if (rows <= 0) rows = 1 - behind;
+  }
+}
+
 // The segments of a rank, in order. The tiles of an expert are spread evenly over as few segments as hold them.
 class SegmentWalk {
  public:
@@ -105,8 +117,10 @@ class SegmentWalk {
     const bool first = tiles_left_ == 0;
     while (tiles_left_ == 0) {
       if (++expert_ >= num_experts_) return false;
-      tiles_left_ = few_parts(rows_per_expert_[expert_], schedule_.tile.rows);
+      const int32_t rows = rows_per_expert_[expert_];
+      tiles_left_ = few_parts(rows, schedule_.tile.rows);
       tile_of_expert_ = 0;
+      if (rows < 0) expert_ -= rows;
     }
     const int32_t segments = schedule_.backward() ? few_parts(tiles_left_, schedule_.segment_tiles) : 1;
     const int32_t tiles = first_of_parts(tiles_left_, segments);

@@ -38,6 +38,10 @@ struct Shape {
   int32_t projections = 2;  // of an expert's tokens: 2, gate and up, or 1, gate alone
 
   JAXMOE_ANY constexpr int32_t local_experts() const { return num_experts / ranks; }
+  // Whether an id names an expert. Any other, -1 among them, is that of a slot nobody uses. One unsigned comparison.
+  JAXMOE_ANY constexpr bool has_expert(int32_t id) const {
+    return static_cast<uint32_t>(id) < static_cast<uint32_t>(num_experts);
+  }
   // A slot is one (token, k) pair of a rank, numbered token * top_k + k; with its expert it becomes a row.
   JAXMOE_ANY constexpr int32_t slots() const { return tokens * top_k; }
   // Rows of this rank if every slot of every rank names its experts.

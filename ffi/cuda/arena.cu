@@ -246,7 +246,7 @@ ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weight
   params->failure = &report_->failure;
   params->timeline = timeline_;
   std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
-  if (const std::string error = make_tensor_maps(params, type, weights); !error.empty()) {
+  if (const std::string error = complete_params(params, type, weights); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
   }
   {

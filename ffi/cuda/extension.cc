@@ -8,6 +8,8 @@
 #include "common/layer_call.h"
 #include "cuda/failures.h"
 #include "cuda/layer_handler.h"
+#include "cuda/occupant.h"
+#include "cuda/peer_access.h"
 #include "cuda/timelines.h"
 #include "xla/ffi/api/api.h"
 
@@ -45,6 +47,16 @@ std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 // What Python asks about schedules and layouts is integer code that needs no GPU: _native, which is always built, has
 // it.
 void define_part(pybind11::module_& module) {
+  namespace py = pybind11;
+  // Without the interpreter's lock: both wait for a GPU, whose work may wait for other threads of Python.
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  py::class_<Occupant>(module, "Occupant", "Holds multiprocessors of a GPU (cuda/occupant.h).")
+      .def(py::init<int, int, double>(), py::arg("device"), py::arg("blocks"), py::arg("most_seconds"), unlocked)
+      .def("release", &Occupant::release)
+      .def("held_to_the_end", &Occupant::held_to_the_end, unlocked);
+  module.def("visible_gpus", &visible_gpus, "GPUs of compute capability 9.0, as the CUDA runtime numbers them.");
+  module.def("peer_access", &peer_access, pybind11::arg("gpu"), pybind11::arg("peer"),
+             "Whether one GPU can reach the memory of another one.");
   module.def("know_devices", &know_devices, pybind11::arg("local"), pybind11::arg("several_processes"),
              "Ids of the devices of this process, and whether there are other processes.");
   module.def("failures", &failures, "What keeps the layers of this process from running again.");

@@ -52,6 +52,27 @@ auto with_variant(Pass pass, ElementType type, Body body) {
   return pass == Pass::kBackward ? with_backward(type, body) : with_forward(type, body);
 }
 
+// How the kernel of a variant is launched with a number of workers. Not cooperatively: that would wait until all blocks
+// fit at once, and other kernels may hold multiprocessors for as long as they wait for peers that this launch holds up
+// (kernel/crew.cuh).
+template <class Variant>
+struct LaunchShape {
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config{};
+
+  explicit LaunchShape(int32_t workers) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(Variant::config.cluster_size), 1, 1};
+    config.gridDim = dim3(workers * Variant::config.cluster_size);
+    config.blockDim = dim3(Variant::config.threads());
+    config.dynamicSmemBytes = sizeof(KernelStorage<Variant>);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  LaunchShape(const LaunchShape&) = delete;
+  LaunchShape& operator=(const LaunchShape&) = delete;
+};
+
 std::string cuda_error(const char* what, cudaError_t status) {
   return status == cudaSuccess ? "" : std::string("jaxmoe: ") + what + ": " + cudaGetErrorString(status) + ".";
 }
@@ -63,22 +84,18 @@ std::string prepare_kernel(Pass pass, ElementType type, int32_t* workers) {
     using Variant = decltype(variant);
     constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
     static_assert(kSharedBytes <= kMaxSharedBytes);
-    int device = 0;
-    int processors = 0;
-    int blocks = 0;
     // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
     cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    if (status == cudaSuccess) status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (status == cudaSuccess) {
-      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Variant::config.threads(), kSharedBytes);
-    }
+    int clusters = 0;
+    const LaunchShape<Variant> one(1);
+    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
     if (status != cudaSuccess) return cuda_error("the kernel could not be loaded", status);
-    if (blocks < 1) {
-      return "jaxmoe: a block of the kernel does not fit on a multiprocessor of this device; it needs " +
+    if (clusters < 1) {
+      return "jaxmoe: " + std::to_string(Variant::config.cluster_size) +
+             " neighbouring blocks of the kernel do not fit on this device; each needs a multiprocessor with " +
              std::to_string(kSharedBytes) + " bytes of shared memory.";
     }
-    *workers = processors / Variant::config.cluster_size;
+    *workers = clusters;
     return "";
   });
 }
@@ -137,11 +154,39 @@ void make_weight_maps(MapMaker& maker, LaunchParams& p, const Weights& weights) 
   maker.make(&p.w_down, "w_down", weights.down, {hidden, intermediate, experts}, {kBox, kBox, 1});
 }
 
+// Result number `n`; those that are not there have no elements.
+void set_result(LaunchParams& p, int n, void* data, int64_t elements, int64_t itemsize) {
+  p.results[n] = {data, data == nullptr ? 0 : elements * itemsize};
+}
+
+constexpr int64_t kItemsize = sizeof(uint16_t);  // of both element types
+
+void list_results(ForwardParams& p) {
+  const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
+  set_result(p, 0, p.y, int64_t{p.shape.tokens} * p.shape.hidden, kItemsize);
+  set_result(p, 1, p.saved, saved_rows * p.shape.projections * p.shape.intermediate, kItemsize);
+}
+
+void list_results(BackwardParams& p) {
+  const int64_t gradient_itemsize = p.float_gradients ? sizeof(float) : kItemsize;
+  const int64_t experts = p.shape.local_experts();
+  const int64_t matrices = experts * p.shape.hidden * p.shape.intermediate;
+  set_result(p, 0, p.dx, int64_t{p.shape.tokens} * p.shape.hidden, kItemsize);
+  set_result(p, 1, p.dtopk_weights, p.shape.slots(), sizeof(float));
+  set_result(p, 2, p.dw_gate, matrices, gradient_itemsize);
+  set_result(p, 3, p.dw_up, matrices, gradient_itemsize);
+  set_result(p, 4, p.dw_down, matrices, gradient_itemsize);
+  set_result(p, 5, p.db_gate, experts * p.shape.intermediate, gradient_itemsize);
+  set_result(p, 6, p.db_up, experts * p.shape.intermediate, gradient_itemsize);
+  set_result(p, 7, p.db_down, experts * p.shape.hidden, gradient_itemsize);
+}
+
 }  // namespace
 
-std::string make_tensor_maps(ForwardParams* params, ElementType type, const Weights& weights) {
+std::string complete_params(ForwardParams* params, ElementType type, const Weights& weights) {
   ForwardParams& p = *params;
   if (const std::string error = schedule_error(p); !error.empty()) return error;
+  list_results(p);
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const std::byte* arena = p.arenas[p.rank];
@@ -156,9 +201,10 @@ std::string make_tensor_maps(ForwardParams* params, ElementType type, const Weig
   return maker.error();
 }
 
-std::string make_tensor_maps(BackwardParams* params, ElementType type, const Weights& weights) {
+std::string complete_params(BackwardParams* params, ElementType type, const Weights& weights) {
   BackwardParams& p = *params;
   if (const std::string error = schedule_error(p); !error.empty()) return error;
+  list_results(p);
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
   const std::byte* arena = p.arenas[p.rank];
@@ -188,19 +234,9 @@ namespace {
 
 template <class Variant, class Kernel>
 cudaError_t launch(Kernel kernel, const typename Variant::Params& params, cudaStream_t stream) {
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(Variant::config.cluster_size), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.schedule.workers * Variant::config.cluster_size);
-  config.blockDim = dim3(Variant::config.threads());
-  config.dynamicSmemBytes = sizeof(KernelStorage<Variant>);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = Variant::config.cluster_size > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  LaunchShape<Variant> shape(params.schedule.workers);
+  shape.config.stream = stream;
+  return cudaLaunchKernelEx(&shape.config, kernel, params);
 }
 
 }  // namespace

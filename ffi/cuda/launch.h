@@ -23,10 +23,10 @@ struct Weights {
   const void* down;
 };
 
-// Fills the tensor maps of `params` from its other fields and the weights. The schedule's tile sizes must be those of
+// Fills the tensor maps and the results of `params` from its other fields and the weights. The schedule's tile sizes must be those of
 // the kernels. Returns what is wrong, empty where nothing is.
-std::string make_tensor_maps(ForwardParams* params, ElementType type, const Weights& weights);
-std::string make_tensor_maps(BackwardParams* params, ElementType type, const Weights& weights);
+std::string complete_params(ForwardParams* params, ElementType type, const Weights& weights);
+std::string complete_params(BackwardParams* params, ElementType type, const Weights& weights);
 
 // Thread blocks that record a timeline, which params.timeline has to have room for; 0 where the kernels are compiled
 // without.

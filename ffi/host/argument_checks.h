@@ -61,8 +61,13 @@ inline void check(const Schedule& schedule) {
   require_at_least("saved_tiles", schedule.saved_tiles, 0);
 }
 
+// Less than zero is a mark, see mark_experts_without_rows() in common/scheduler.h.
 inline void check(const Rows& rows_per_expert) {
-  for (int32_t rows : rows_per_expert) require_at_least("rows_per_expert", rows, 0);
+  int64_t behind = 0;  // experts without rows right behind
+  for (auto rows = rows_per_expert.rbegin(); rows != rows_per_expert.rend(); ++rows) {
+    require_at_least("rows_per_expert", *rows, -behind);
+    behind = *rows > 0 ? 0 : behind + 1;
+  }
 }
 
 inline void check(const Shape& shape, const Schedule& schedule) {

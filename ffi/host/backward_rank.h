@@ -106,7 +106,7 @@ class BackwardRank final : public Rank<Format> {
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       std::fill(sums.begin(), sums.end(), Number{0});
       for (int64_t slot = token * shape_.top_k; slot < (token + 1) * shape_.top_k; ++slot) {
-        const bool used = arrays_.topk_ids[slot] >= 0;
+        const bool used = shape_.has_expert(arrays_.topk_ids[slot]);
         arrays_.dtopk_weights[slot] = used ? at<Number>(launch_, rank_, layout_.weight_answers)[slot] : Number{0};
         if (!used) continue;
         const Storage* partial = at<Storage>(launch_, rank_, layout_.partials) + slot * shape_.hidden;

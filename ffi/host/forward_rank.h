@@ -105,7 +105,7 @@ class ForwardRank final : public Rank<Format> {
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       std::fill(sums.begin(), sums.end(), Number{0});
       for (int64_t slot = token * shape_.top_k; slot < (token + 1) * shape_.top_k; ++slot) {
-        if (arrays_.topk_ids[slot] < 0) continue;
+        if (!shape_.has_expert(arrays_.topk_ids[slot])) continue;
         const Storage* partial = at<Storage>(launch_, rank_, layout_.partials) + slot * shape_.hidden;
         for (int32_t c = 0; c < shape_.hidden; ++c) {
           sums[c] += arrays_.topk_weights[slot] * Format::load(partial[c]);

@@ -68,6 +68,10 @@ ffi::Error run(const LayerBuffers& buffers, const LayerAttributes& attributes, c
   const Schedule schedule = schedule_of(attributes, attributes.workers);
   const int32_t* place = static_cast<const int32_t*>(buffers[LayerBuffers::kPlace].untyped_data());
   const int32_t rank = place[0];
+  if (rank < 0 || rank >= shape.ranks) {
+    return ffi::Error::InvalidArgument("jaxmoe: place names rank " + std::to_string(rank) + " of " +
+                                       std::to_string(shape.ranks) + " ranks; it must be from 0 on and below that.");
+  }
   const CallSite site{instruction, run_id, place[1], rank, device};
   const Attendance attendance(site, shape, schedule, sizeof(typename Format::Storage));
   Meeting& meeting = attendance.meeting();

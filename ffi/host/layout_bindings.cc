@@ -110,7 +110,7 @@ void define_layout(py::module_& module) {
   counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
   counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
   counted("most_planners", [](const Shape& shape, const Schedule&) { return most_planners(shape); });
-  counted("num_planners", num_planners);
+  counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_planners(shape, schedule); });
   counted("needed_head", needed_head);
 
   module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
@@ -120,7 +120,7 @@ void define_layout(py::module_& module) {
   module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
              py::arg("index"), "Byte offset of a signal's word.");
   module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"),
-             py::arg("source"), "Byte offset of the row counts that a source wrote.");
+             py::arg("source"), "Byte offset of the sums of rows that a source wrote.");
   module.def("slots_from_source", &slots_from_offset, py::arg("layout"), py::arg("head"), py::arg("source"),
              "Byte offset of the slot list that a source wrote.");
   module.def(
@@ -153,6 +153,8 @@ void define_layout(py::module_& module) {
   module.attr("flag_bytes") = kFlagBytes;
   module.attr("max_slots") = kMaxSlots;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("max_local_experts") = kMaxLocalExperts;
+  module.attr("max_experts") = kMaxExperts;
 }
 
 }  // namespace jaxmoe

@@ -91,7 +91,7 @@ class Rank {
 
   struct RowCounts {
     std::vector<int32_t> from_source;      // [ranks][local_experts]
-    std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros
+    std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros; marked where none
     std::vector<int32_t> segment_start;    // [ranks][local_experts] of an expert's slots in a source's list
   };
 
@@ -176,7 +176,7 @@ class Rank {
     int32_t* own = histograms + int64_t{planner} * shape_.num_experts;
     std::fill(own, own + shape_.num_experts, 0);
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
-      if (arrays_.topk_ids[slot] >= 0) ++own[arrays_.topk_ids[slot]];
+      if (shape_.has_expert(arrays_.topk_ids[slot])) ++own[arrays_.topk_ids[slot]];
     }
     signals_.release({Signal::kHistogramsWritten, 0, 1});
     // Pairs with the release that every planner has just done.
@@ -194,14 +194,14 @@ class Rank {
         }
         before += total;
         if (planner == 0) {
-          const int64_t counts = rows_from_source(layout_, launch_.head, epoch_, rank_);
-          at<int32_t>(launch_, owner, counts)[expert - owner * local] = total;
+          const int64_t ends = rows_from_source(layout_, launch_.head, epoch_, rank_);
+          at<int32_t>(launch_, owner, ends)[expert - owner * local] = before;
         }
       }
     }
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
       const int32_t expert = arrays_.topk_ids[slot];
-      if (expert < 0) continue;
+      if (!shape_.has_expert(expert)) continue;
       at<int32_t>(launch_, expert / local, slots_from_source(layout_, launch_.head, rank_))[next[expert]++] =
           static_cast<int32_t>(slot);
     }
@@ -233,17 +233,18 @@ class Rank {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kInputsReady) of the source's first worker.
       signals_.wait({Signal::kInputsReady, source, epoch_}, Site::kWalk, worker);
-      const int32_t* rows = at<int32_t>(launch_, rank_, rows_from_source(layout_, launch_.head, epoch_, source));
+      const int32_t* ends = at<int32_t>(launch_, rank_, rows_from_source(layout_, launch_.head, epoch_, source));
       int32_t start = 0;
       for (int32_t expert = 0; expert < local; ++expert) {
-        counts.from_source[source * local + expert] = rows[expert];
+        counts.from_source[source * local + expert] = ends[expert] - start;
         counts.segment_start[source * local + expert] = start;
-        counts.rows_per_expert[expert] += rows[expert];
-        start += rows[expert];
+        counts.rows_per_expert[expert] += ends[expert] - start;
+        start = ends[expert];
       }
     }
     const int32_t multiple = schedule_.row_multiple();
     for (int32_t& rows : counts.rows_per_expert) rows = padded_rows(rows, multiple);
+    mark_experts_without_rows(counts.rows_per_expert.data(), local);
     return counts;
   }
 

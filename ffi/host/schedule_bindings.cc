@@ -134,7 +134,7 @@ std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Ro
 
 // None where the expert has no such row.
 std::optional<RowSource> source_of_row_in(const Rows& counts, int32_t row, int32_t first_source, int32_t stride) {
-  check(counts);
+  for (int32_t count : counts) require_at_least("counts", count, 0);
   require_at_least("row", row, 0);
   require_at_least("stride", stride, 1);
   const int32_t ranks = ceil_div(static_cast<int32_t>(counts.size()), stride);
@@ -145,6 +145,14 @@ std::optional<RowSource> source_of_row_in(const Rows& counts, int32_t row, int32
 }
 
 void define_scheduler(py::module_& module) {
+  module.def(
+      "mark_experts_without_rows",
+      [](Rows rows_per_expert) {
+        check(rows_per_expert);
+        mark_experts_without_rows(rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size()));
+        return rows_per_expert;
+      },
+      py::arg("rows_per_expert"), "The same rows as walks pass them faster: what is less than zero is no rows.");
   module.def("segments", &segments, py::arg("schedule"), py::arg("rows_per_expert"), "The segments, in order.");
   module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
   module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),

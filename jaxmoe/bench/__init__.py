@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m jaxmoe.bench layer --help`, `python -m jaxmoe.bench peaks`."""
+"""Benchmarks: `python -m jaxmoe.bench layer --help`, and with the same flags `beside` and `peaks`."""

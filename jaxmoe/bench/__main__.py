@@ -1,5 +1,6 @@
-"""`python -m jaxmoe.bench layer [flags]` and `python -m jaxmoe.bench peaks`."""
+"""`python -m jaxmoe.bench layer [flags]`, `python -m jaxmoe.bench beside [flags]`, `python -m jaxmoe.bench peaks`."""
 
+import os
 import sys
 
 from absl import app, flags
@@ -20,17 +21,26 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import layer, options, peaks
+    from jaxmoe.bench import beside, layer, options, peaks
+    from jaxmoe.megakernel import TIMEOUT_VARIABLE
 
-    if argv[1:] not in (["layer"], ["peaks"]):
+    if argv[1:] not in (["layer"], ["beside"], ["peaks"]):
         given = " ".join(argv[1:]) or "nothing"
-        raise app.UsageError(f"name what to measure: python -m jaxmoe.bench layer [flags], or peaks; got {given}.")
+        raise app.UsageError(
+            f"name what to measure: python -m jaxmoe.bench layer [flags], beside [flags], or peaks; got {given}."
+        )
     if argv[1] == "peaks":
         sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
     try:
-        chosen = options.from_flags()
-        _join(max(chosen.ranks))
-        status = layer.run(chosen)
+        if argv[1] == "beside":
+            os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))
+            chosen = options.beside_from_flags()
+            _join(chosen.ranks)
+            status = beside.run(chosen)
+        else:
+            chosen = options.from_flags()
+            _join(max(chosen.ranks))
+            status = layer.run(chosen)
     except ValueError as error:
         sys.exit(f"jaxmoe bench: {error}")
     sys.exit(status)

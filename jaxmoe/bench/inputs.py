@@ -121,7 +121,7 @@ def make_inputs(
         raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
         x = random_tokens(mesh, (tokens * ranks, shape.hidden), dtype, seed)
         arguments = Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), experts)
-        samples.append(_sample(arguments, ids, mesh))
+        samples.append(sample_of(arguments, ids, mesh))
         made.append(arguments._replace(experts=None))
         routings.append(traffic.Routing.of(ids, ranks, shape.num_experts))
     # Of the rank that reads most: it is waited for.
@@ -190,7 +190,14 @@ def take(mesh: Mesh) -> Any:
     )
 
 
-def _sample(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
+def sample_of(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
+    """Returns some tokens of a call and what is right for them.
+
+    Args:
+      arguments: of the call, whose experts are split over the axis of the experts.
+      ids: its experts of all tokens, in every process.
+      mesh: of the call.
+    """
     popular = np.bincount(ids[ids >= 0]).argmax()
     last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
     spread = np.linspace(0, len(ids) - 1, SPREAD_TOKENS).astype(int)

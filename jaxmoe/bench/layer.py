@@ -295,10 +295,15 @@ def _equal_bits(results: Results, expected: Results) -> bool:
 
 def _make_meshes(options: Options) -> list[Mesh]:
     numbers = (ranks or jax.device_count() for ranks in options.ranks)
-    return [_make_mesh(ranks) for ranks in dict.fromkeys(numbers)]
+    return [make_mesh(ranks) for ranks in dict.fromkeys(numbers)]
 
 
-def _make_mesh(ranks: int) -> Mesh:
+def make_mesh(ranks: int) -> Mesh:
+    """Returns a mesh of so many ranks of one group.
+
+    Raises:
+      ValueError: more ranks than devices, or processes without a rank.
+    """
     devices, processes = jax.devices(), jax.process_count()
     if ranks > len(devices):
         raise ValueError(f"--ep={ranks}: JAX has {len(devices)} devices.")

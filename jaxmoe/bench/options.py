@@ -1,17 +1,22 @@
-"""What `python -m jaxmoe.bench layer` is asked for, and the flags of its command line."""
+"""What `python -m jaxmoe.bench layer` and `beside` are asked for, and the flags of their command line."""
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax.numpy as jnp
 from absl import flags
 
 from jaxmoe.bench import shapes
+from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.call import IMPLEMENTATIONS
 from jaxmoe.plan import KernelPlan
 from jaxmoe.testing import RoutingKind
+
+Value = TypeVar("Value")
 
 BASELINE = "baseline-drops-rows"
 MEASURED = (*IMPLEMENTATIONS, BASELINE)
@@ -148,6 +153,42 @@ class Options:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class BesideOptions:
+    """One run of `python -m jaxmoe.bench beside`.
+
+    Args:
+      programs: members of `beside_programs.PROGRAMS`.
+      tokens: per rank.
+      ranks: of the programs; 0 for all devices.
+      shape: of the layer; `None` for the widths of qwen3-30b-a3b and 32 experts per rank.
+      dtype: a key of `DTYPES`, of tokens and weights.
+      implementation: of `moe_layer`; `None` lets it choose.
+      seconds: for which a program is timed.
+      json: file to which the results are added, one JSON object a line.
+    """
+
+    programs: tuple[str, ...] = tuple(PROGRAMS)
+    tokens: tuple[int, ...] = (64, 1024, 8192)
+    ranks: int = 0
+    shape: shapes.LayerShape | None = None
+    dtype: str = "bf16"
+    implementation: str | None = None
+    seconds: float = 0.3
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.programs or ("",):
+            if name not in PROGRAMS:
+                raise ValueError(f"--programs={name} is not one of {', '.join(PROGRAMS)}.")
+        if not self.tokens or min(self.tokens) < 1:
+            raise ValueError(f"--tokens={','.join(map(str, self.tokens))}: a rank needs at least one token.")
+        if self.ranks < 0:
+            raise ValueError(f"--ep={self.ranks}: a number of ranks is at least 1, or 0 for all devices.")
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"--implementation={self.implementation} is not one of {', '.join(IMPLEMENTATIONS)}.")
+
+
 _SHAPE = flags.DEFINE_multi_string(
     "shape",
     ["mixtral-8x7b"],
@@ -201,6 +242,12 @@ REST = flags.DEFINE_float(
 )
 _TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
 _KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
+_PROGRAMS = flags.DEFINE_list(
+    "programs",
+    list(PROGRAMS),
+    "Of beside: what the layer runs beside. --tokens is then 64,1024,8192 and --shape the widths of qwen3-30b-a3b with "
+    "32 experts per rank where they are not given, --implementation what moe_layer chooses; one --ep and one shape.",
+)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
 
 
@@ -234,6 +281,33 @@ def from_flags() -> Options:
         kernels=_KERNELS.value,
         json=Path(_JSON.value) if _JSON.value else None,
     )
+
+
+def beside_from_flags() -> BesideOptions:
+    """Returns the options of `beside` on the command line; flags whose defaults are for `layer` count where given.
+
+    Raises:
+      ValueError: programs, sizes or numbers that cannot be, or several of what one is taken of.
+    """
+    default = BesideOptions()
+    return BesideOptions(
+        programs=tuple(_PROGRAMS.value),
+        tokens=_integers("tokens", _TOKENS.value) if _TOKENS.present else default.tokens,
+        ranks=_one("ep", _integers("ep", _EP.value)),
+        shape=_one("shape", [case for text in _SHAPE.value for case in shapes.parse(text)]).shape
+        if _SHAPE.present
+        else None,
+        dtype=_DTYPE.value,
+        implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
+        seconds=SECONDS.value,
+        json=Path(_JSON.value) if _JSON.value else None,
+    )
+
+
+def _one(flag: str, values: Sequence[Value]) -> Value:
+    if len(values) != 1:
+        raise ValueError(f"--{flag}: beside takes one, and {len(values)} are given.")
+    return values[0]
 
 
 def _passes(values: list[str]) -> tuple[Pass, ...]:

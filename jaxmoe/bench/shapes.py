@@ -27,6 +27,7 @@ SHAPES: dict[str, LayerShape] = {
     "mixtral-8x22b": LayerShape(6144, 16384, 8, 2),
     "qwen3-30b-a3b": LayerShape(2048, 768, 128, 8),
     "qwen3-235b-a22b": LayerShape(4096, 1536, 128, 8),
+    "qwen3-next-80b-a3b": LayerShape(2048, 512, 512, 10),
     "deepseek-v3": LayerShape(7168, 2048, 256, 8),
     "deepseek-v4-flash": LayerShape(4096, 2048, 256, 6),
     "deepseek-v4-pro": LayerShape(7168, 3072, 384, 6),

@@ -53,6 +53,16 @@ def test_gradients_of_real_sizes_cost_at_most_twice_the_error_of_the_same_maths(
     SUITE.check(SUITE.inputs(31, **SIZES[size], routing=routing, biases=True), "all devices", plan=None)
 
 
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+@pytest.mark.parametrize("tokens", [8, 2048])
+@pytest.mark.parametrize(("placement", "num_experts"), [("one rank", 512), ("data x expert, groups of two", 384)])
+def test_gradients_of_hundreds_of_experts_of_a_rank_cost_at_most_twice_the_error(
+    placement, num_experts, tokens, routing
+):
+    sizes = {"tokens": tokens, "hidden": 256, "intermediate": 136, "num_experts": num_experts, "top_k": 10}
+    SUITE.check(SUITE.inputs(36, **sizes, routing=routing, biases=True), placement, plan=None)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_experts_of_several_segments_add_up_their_weight_gradients(dtype):
     arguments = SUITE.inputs(32, **SIZES["large experts"], routing="zipf", biases=True, dtype=dtype)

@@ -1,5 +1,7 @@
 """The CUDA part on real devices: built for them, launched on XLA's stream, on the device that was asked for."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,15 @@ def test_the_cuda_part_is_available_on_hopper(hopper_devices):
         assert "collectives_api.h" in status.reason
     else:
         assert status == native.CudaStatus(available=True, reason="")
+
+
+def test_the_driver_knows_the_gpus_of_jax_by_their_numbers_and_which_reach_each_other(hopper_devices):
+    numbers = [device.local_hardware_id for device in hopper_devices]
+    assert set(numbers) <= set(native.visible_gpus())
+    for gpu, peer in itertools.combinations(numbers, 2):
+        assert native.peer_access(gpu, peer) == native.peer_access(peer, gpu)
+    with pytest.raises(RuntimeError, match=r"cudaDeviceCanAccessPeer: invalid device ordinal"):
+        native.peer_access(numbers[0], 1000)
 
 
 def test_the_call_is_ordered_with_the_work_before_and_after_it_on_one_stream(hopper_devices):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -14,7 +15,7 @@ from jaxmoe import native
 from jaxmoe.api import Arguments
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_suite import layer, mesh_of, widened
+from tests.layer_suite import gradients_of, layer, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "few rows": {"tokens": 8, "hidden": 1024, "intermediate": 520, "num_experts": 16, "top_k": 2},
     "odd numbers of columns": {"tokens": 777 * 4, "hidden": 712, "intermediate": 1160, "num_experts": 16, "top_k": 3},
 }
+# As Qwen3-Next has on one GPU, and DeepSeek-V4-Pro on two.
+MANY_EXPERTS = {"one rank": 512, "data x expert, groups of two": 384}
 PLANS = (
     None,
     jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
@@ -98,6 +101,28 @@ def test_shapes_may_change_from_call_to_call():
             np.testing.assert_array_equal(y, first)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device has no order")
+@pytest.mark.parametrize("axes", [("expert",), ("expert", "data"), ("data", "expert")], ids=" x ".join)
+def test_the_order_of_devices_in_the_mesh_does_not_matter(axes):
+    """The kernel asks XLA's communicator for its rank; which experts it is given follows from the mesh."""
+    devices = np.array(jax.devices())[::-1]
+    if len(axes) == 2 and len(devices) < 4:
+        pytest.skip("two groups of two ranks need four GPUs")
+    shape = {"expert": 2, "data": len(devices) // 2} if len(axes) == 2 else {"expert": len(devices)}
+    mesh = Mesh(devices.reshape([shape[axis] for axis in axes]), axes)
+    arguments = make_inputs(10, **SIZES["many experts"], routing="zipf", biases=True, dtype=jnp.bfloat16)
+
+    def run(arguments: Arguments) -> jax.Array:
+        data_axes = tuple(set(axes) - {"expert"})
+        return jaxmoe.moe_layer(*arguments[:4], implementation="megakernel", mesh=mesh, data_axes=data_axes)
+
+    for compiled in (jax.jit, gradients_of):
+        found, truth = compiled(run)(arguments), compiled(dense)(widened(arguments))
+        rough = compiled(functools.partial(dense, compute_dtype=jnp.bfloat16))(arguments)
+        for got, want, low in zip(*map(jax.tree.leaves, (found, truth, rough)), strict=True):
+            assert relative_error(got, want) <= tolerance(low, want, jnp.bfloat16)
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
 def test_ranks_keep_their_experts_wherever_the_mesh_has_their_gpus():
     arguments = make_inputs(5, tokens=512, hidden=256, intermediate=256, num_experts=8, top_k=2, dtype=jnp.bfloat16)
@@ -124,16 +149,27 @@ def test_what_was_compiled_may_be_forgotten():
             "tokens": 512,
             "hidden": 256,
             "intermediate": 128,
-            "num_experts": min(128 * jax.device_count(), 512),
+            "num_experts": 512 * jax.device_count(),
             "top_k": 32,
         },
     ],
-    ids=["65,536 tokens of each rank", "128 experts of each rank, 32 slots of each token"],
+    ids=["65,536 tokens of each rank", "512 experts of each rank, 32 slots of each token"],
 )
 def test_sizes_go_up_to_the_limits(size):
     arguments = make_inputs(7, **size, dtype=jnp.bfloat16)
     truth, rough = dense(widened(arguments)), dense(arguments, compute_dtype=jnp.bfloat16)
     assert relative_error(jitted()(arguments), truth) <= tolerance(rough, truth, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot", "unused-slots"])
+@pytest.mark.parametrize("tokens", [8, 2048])
+@pytest.mark.parametrize("placement", MANY_EXPERTS)
+def test_hundreds_of_experts_of_a_rank_cost_at_most_twice_the_error_of_the_same_maths(placement, tokens, routing):
+    sizes = {"tokens": tokens, "hidden": 256, "intermediate": 136, "num_experts": MANY_EXPERTS[placement], "top_k": 10}
+    arguments = make_inputs(10, **sizes, routing=routing, biases=True, dtype=jnp.bfloat16)
+    truth, rough = dense(widened(arguments)), dense(arguments, compute_dtype=jnp.bfloat16)
+    y = jax.jit(layer(placement, implementation="megakernel"))(arguments)
+    assert relative_error(y, truth) <= tolerance(rough, truth, jnp.bfloat16)
 
 
 def test_too_little_memory_is_an_error_that_says_what_to_change_and_the_next_call_runs():

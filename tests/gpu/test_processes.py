@@ -9,6 +9,7 @@ import pytest
 from jaxmoe import native
 from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import LaunchError, launch
+from tests.multiprocess.test_hosts import assert_all_are_told
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,9 @@ SHARED_RANKS = 8
 SHARED: dict[str, Any] = {"processes": SHARED_RANKS, "devices_per_process": 1, "shared_gpus": min(GPUS, SHARED_RANKS)}
 
 
-def start(worker: str, *arguments: str, waits_s: int = 60, **ranks: Any) -> tuple[str, ...]:
+def start(
+    worker: str, *arguments: str, waits_s: int = 60, ranks_of_host: int | None = None, **ranks: Any
+) -> tuple[str, ...]:
     """Runs a worker as all ranks, one for each GPU where `ranks` does not say otherwise; returns what they printed."""
     # Beside the tests' own JAX on the same GPUs.
     environment = {"JAXMOE_TIMEOUT_SECONDS": str(waits_s), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -33,7 +36,10 @@ def start(worker: str, *arguments: str, waits_s: int = 60, **ranks: Any) -> tupl
         platform="gpu",
         timeout_s=TIMEOUT_S,
         silence_s=SILENCE_S,
-        environment=lambda rank: environment,
+        # JAX takes the ranks of one index for those of a host.
+        environment=lambda rank: (
+            environment | ({"JAX_PARTITION_INDEX": str(rank // ranks_of_host)} if ranks_of_host else {})
+        ),
     )
 
 
@@ -160,6 +166,13 @@ def test_too_little_memory_on_one_gpu_is_an_error_of_the_call_on_all_of_them():
 def test_memory_of_a_group_outlives_the_communicators_that_xla_destroys(devices_per_process):
     for output in start("megakernel", "programs", **in_processes_of(devices_per_process)):
         assert "right: beside a larger group again" in output
+
+
+def test_of_two_hosts_groups_that_lie_on_one_each_get_the_megakernel_and_run():
+    shared = GPUS if GPUS < 4 else None
+    for output in start("hosts", ranks_of_host=2, processes=4, devices_per_process=1, shared_gpus=shared):
+        assert_all_are_told(output)
+        assert "\nran\n" in output
 
 
 @several_gpus

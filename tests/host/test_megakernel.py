@@ -1,8 +1,6 @@
 """`implementation="megakernel"` on a CPU, where threads walk the task stream of the GPU kernel."""
 
-import functools
 import re
-import types
 from typing import Any
 
 import jax
@@ -10,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import call as calls
-from jaxmoe import limits, native
+from jaxmoe import limits, megakernel, native, reach
 from jaxmoe.activation import ACTIVATIONS
 from jaxmoe.kernel_plan_defaults import SEGMENT_TILES_ON_CPU
-from jaxmoe.megakernel import timeout_seconds
+from jaxmoe.megakernel import TIMEOUT_VARIABLE, timeout_seconds
 from jaxmoe.nnx import MoE
 from jaxmoe.plan import Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 
@@ -71,6 +70,16 @@ class TestMegakernel(LayerSuite):
         found = self.gradients(arguments, plan=KernelPlan(2, 1, 4, backward=backward))
         jax.tree.map(np.testing.assert_array_equal, found[:2], expected[:2])
         self.assert_near(found, expected)
+
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
+    @pytest.mark.parametrize(
+        ("placement", "num_experts"),
+        [("one rank", 512), ("data x expert, groups of two", 384), ("all devices", 4096)],
+        ids=["512 on one rank", "384 over groups of two", "4096 over eight ranks"],
+    )
+    def test_hundreds_of_experts_of_a_rank_equal_the_reference(self, placement, num_experts, routing):
+        sizes = {"tokens": 64, "hidden": 6, "intermediate": 5, "num_experts": num_experts, "top_k": 10}
+        self.check(self.inputs(43, **sizes, routing=routing, biases=True), placement, plan=None)
 
 
 def call(arguments: Any, **options: Any) -> Any:
@@ -158,6 +167,102 @@ def test_the_call_carries_the_plan_the_pieces_and_the_activation():
         integers = of_both | dict(zip(choices, values, strict=True))
         assert {name: int(attributes[name]) for name in integers} == integers
         assert {name: float(attributes[name]) for name in floats} == floats
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0.5", 0.5), ("1e9", 1e9), ("1e10", 1e9), ("1e300", 1e9), (" 600 ", 600.0)]
+)
+def test_the_timeout_is_what_the_variable_says_and_at_most_31_years(monkeypatch, text, seconds):
+    monkeypatch.setenv(TIMEOUT_VARIABLE, text)
+    assert [timeout_seconds(platform) for platform in ("cpu", "gpu")] == [seconds, seconds]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "-inf", "1e400", "a minute"])
+def test_a_timeout_that_is_no_positive_number_is_refused(monkeypatch, text):
+    monkeypatch.setenv(TIMEOUT_VARIABLE, text)
+    with pytest.raises(ValueError, match=rf"^{TIMEOUT_VARIABLE}='{text}' must be a positive number of seconds, such"):
+        timeout_seconds("cpu")
+
+
+def inputs_of(tokens: int) -> Any:
+    """Of a size that no other test has: what was traced for one is kept."""
+    return make_inputs(11, **{**SIZES, "tokens": tokens})
+
+
+def test_ranks_wait_for_each_other_with_the_longest_timeout_as_well(monkeypatch):
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "1e30")
+    arguments = inputs_of(tokens=56)
+    run = layer("all devices", implementation="megakernel")
+    assert attributes_of(jax.jit(run).lower(arguments).as_text(), "jaxmoe_forward")["timeout_seconds"] == "1.000000e+09"
+    assert relative_error(jax.jit(run)(arguments), dense(arguments)) < 2e-6
+
+
+def test_compiled_code_refuses_a_timeout_whose_nanoseconds_it_cannot_count(monkeypatch):
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "1e10")
+    monkeypatch.setattr(megakernel, "LONGEST_TIMEOUT_SECONDS", 1e30)
+    arguments = inputs_of(tokens=72)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="timeout_seconds at most 1e9"):
+        jax.block_until_ready(jax.jit(layer("one rank", implementation="megakernel"))(arguments))
+
+
+def test_compiled_code_takes_any_id_that_names_no_expert_for_a_slot_nobody_uses():
+    """`moe_layer` makes them -1 before; this is what keeps other callers within the arrays."""
+    arguments = make_inputs(12, **SIZES, routing="unused-slots")
+    checked = jaxmoe.explain(*arguments[:4], axis_name=None, implementation="megakernel").call
+
+    def outputs_and_gradients(ids: jax.Array) -> Any:
+        def output(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts) -> jax.Array:
+            return megakernel.megakernel(
+                x,
+                ids,
+                weights,
+                experts,
+                activation=checked.activation,
+                group=ExpertGroup(),
+                plan=checked.plan,  # pyright: ignore[reportArgumentType]
+                shape=checked.shape,
+                platform="cpu",
+            )
+
+        y, pull = jax.vjp(output, arguments.x, arguments.topk_weights, arguments.experts)
+        return y, pull(cotangent(y))
+
+    ids = np.asarray(arguments.topk_ids)
+    outside = np.resize(np.array([SIZES["num_experts"], 2**31 - 1, -(2**31), -7], np.int32), ids.shape)
+    assert (ids < 0).sum() > 4
+    found = outputs_and_gradients(jnp.asarray(np.where(ids < 0, outside, ids)))
+    jax.tree.map(np.testing.assert_array_equal, found, outputs_and_gradients(arguments.topk_ids))
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_compiled_code_refuses_the_place_of_a_rank_that_does_not_exist(monkeypatch, rank):
+    monkeypatch.setattr(megakernel, "_place", lambda group: jnp.array([rank, 0], jnp.int32))
+    arguments = inputs_of(tokens=80 + rank)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"place names rank {rank} of 1 ranks"):
+        jax.block_until_ready(jax.jit(layer("one rank", implementation="megakernel"))(arguments))
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [((7, 6, 5, 4, 3, 2, 1, 0), {"expert": 4, "data": 2}), ((3, 6, 0, 5, 7, 1, 4, 2), {"data": 2, "expert": 4})],
+    ids=["reversed, expert x data", "mixed, data x expert"],
+)
+def test_the_order_of_devices_in_the_mesh_does_not_matter(order, sizes):
+    mesh = Mesh(np.array(jax.devices())[np.array(order)].reshape(tuple(sizes.values())), tuple(sizes))
+    arguments = make_inputs(13, **SIZES, biases=True, routing="zipf")
+
+    def outputs_and_gradients(run: Any) -> Any:
+        loss = lambda x, weights, experts: jnp.sum(  # noqa: E731
+            run(arguments._replace(x=x, topk_weights=weights, experts=experts)) * cotangent(x)
+        )
+        gradients = jax.grad(loss, argnums=(0, 1, 2))
+        return jax.jit(lambda *of: (run(arguments), gradients(*of)))(
+            arguments.x, arguments.topk_weights, arguments.experts
+        )
+
+    found = outputs_and_gradients(lambda arguments: call(arguments, mesh=mesh, data_axes="data"))
+    for got, want in zip(*map(jax.tree.leaves, (found, outputs_and_gradients(dense))), strict=True):
+        assert relative_error(got, want) < 5e-6
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("1e9", 1e8), ("1e300", 1e8)])
@@ -312,26 +417,28 @@ def test_on_a_cpu_the_default_is_another_implementation_and_explain_says_so():
     assert "'xla' on cpu; 'megakernel' is chosen on GPUs that can run it" in str(told)
 
 
+def choose(group: ExpertGroup) -> tuple[str, str]:
+    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=group.size)
+    return calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"], group, None)
+
+
 def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkeypatch):
     """What can run is asked of limits.py, which finds no GPU here and is told so."""
-    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2)
-    choose = functools.partial(calls._choose, None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
-    chosen, reason = choose()
+    chosen, reason = choose(ExpertGroup())
     assert (chosen, "'megakernel' cannot run this call (moe_layer: " in reason) == ("xla", True)
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
-    assert choose() == ("megakernel", "implementation=None: 'megakernel', which can run this call")
+    assert choose(ExpertGroup()) == ("megakernel", "implementation=None: 'megakernel', which can run this call")
 
 
-def test_on_gpus_of_several_hosts_the_default_is_the_implementation_that_spans_them(monkeypatch):
-    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=4)
+def test_on_gpus_that_do_not_reach_each_other_the_default_is_the_implementation_that_needs_no_reach(monkeypatch):
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
-    for hosts, expected in (((0, 0), "megakernel"), ((0, 1), "xla")):
-        devices = [types.SimpleNamespace(slice_index=host) for host in hosts]
-        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        chosen, reason = calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"])
-        assert (chosen, "2 hosts" in reason) == (expected, expected == "xla")
+    monkeypatch.setattr(reach, "obstacle", lambda group, mesh: "there is a sea between them" if group.size > 1 else "")
+    assert choose(ExpertGroup())[0] == "megakernel"
+    assert choose(ExpertGroup(("expert",), 4)) == ("xla", "implementation=None: 'xla'; there is a sea between them")
 
 
 def test_the_compiled_code_has_the_limits_that_python_checks():
     assert native.schedule().max_slots == limits.SLOTS_END
     assert native.schedule().max_ranks == limits.MOST_RANKS["cpu"]
+    assert native.schedule().max_experts == limits.MOST_EXPERTS
+    assert native.schedule().max_local_experts == limits.MOST_LOCAL_EXPERTS

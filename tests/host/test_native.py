@@ -129,6 +129,15 @@ def test_cuda_status_says_what_is_missing_on_a_machine_without_a_gpu():
         assert "jaxmoe[cuda13]" in output[1]
 
 
+def test_without_the_cuda_part_no_gpu_can_be_asked_and_the_error_says_why(monkeypatch):
+    monkeypatch.setattr(native, "_load_cuda", lambda: None)
+    reason = native.CudaStatus(available=False, reason="The CUDA part was not built: it was switched off.")
+    monkeypatch.setattr(native, "cuda_status", lambda: reason)
+    for name, arguments in (("visible_gpus", ()), ("peer_access", (0, 1))):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: no GPU can be asked\. The CUDA part was not built"):
+            getattr(native, name)(*arguments)
+
+
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
 def test_cuda_status_names_a_gpu_that_is_not_hopper(monkeypatch, capability):
     class OtherGpu:

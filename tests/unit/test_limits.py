@@ -21,7 +21,7 @@ X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=1
 PLAN = KernelPlan(1, 1, 2)
 BACKWARD_PLAN = KernelPlan(1, 1, 4, segment_tiles=2)
 # The largest that is allowed on both platforms.
-LARGEST = Shape(tokens=2**24 // 32 - 1, hidden=64, intermediate=128, num_experts=512, top_k=32, ranks=8)
+LARGEST = Shape(tokens=2**24 // 32 - 1, hidden=64, intermediate=128, num_experts=4096, top_k=32, ranks=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def test_the_largest_sizes_are_taken_on_both_platforms_with_every_activation_of_
 
 @pytest.mark.usefixtures("both_platforms")
 def test_a_cpu_takes_sizes_and_dtypes_that_a_gpu_does_not():
-    check("cpu", jnp.float32, hidden=7, intermediate=5, ranks=256, num_experts=512)
+    check("cpu", jnp.float32, hidden=7, intermediate=5, ranks=256, num_experts=4096)
 
 
 # What is wrong -> (arguments of check, type, parts of the message: what was given, what is needed, what to do).
@@ -94,11 +94,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["over 16 ranks", "at most 8", "data_axes"],
     ),
     "ranks on a CPU": ({"ranks": 512}, ValueError, ["over 512 ranks", "at most 256"]),
-    "experts": ({"num_experts": 1024, "ranks": 16}, ValueError, ["num_experts=1024", "at most 512"]),
+    "experts": ({"num_experts": 8192, "ranks": 16}, ValueError, ["num_experts=8192", "at most 4096"]),
     "experts of a rank": (
-        {"num_experts": 512, "ranks": 2},
+        {"num_experts": 2048, "ranks": 2},
         ValueError,
-        ["num_experts=512 over 2 ranks, 256 per rank", "128 per rank", "over more ranks"],
+        ["num_experts=2048 over 2 ranks, 1024 per rank", "512 per rank", "over more ranks"],
     ),
     "slots of a token": ({"top_k": 33}, ValueError, ["top_k=33", "at most 32"]),
     "slots of a rank": (
@@ -206,7 +206,7 @@ def test_a_cpu_group_of_several_processes_is_refused_and_one_rank_of_many_proces
     with pytest.raises(NotImplementedError, match=r"2 processes and experts over 8 ranks") as raised:
         call(axis_name="expert", mesh=mesh_of("expert"))
     assert "use_virtual_devices" in str(raised.value)
-    check(ranks=1, num_experts=128)
+    check(ranks=1, num_experts=512)
 
 
 @pytest.mark.usefixtures("both_platforms")

@@ -385,6 +385,33 @@ def test_rows_are_filled_up_to_a_quarter_of_a_tile_in_backward_passes_alone(tile
     assert tile_rows % backward.row_multiple == 0, "so that no tile begins with rows of zeros"
 
 
+@given(problem=problems(), data=st.data())
+@settings(max_examples=200)
+def test_walks_pass_marked_experts_without_rows_and_nothing_else_changes(problem, data):
+    shape, schedule, rows_per_expert = problem
+    spread = data.draw(st.lists(st.integers(0, 40), min_size=len(rows_per_expert), max_size=len(rows_per_expert)))
+    rows = [number for empty, own in zip(spread, rows_per_expert, strict=True) for number in (*[0] * empty, own)]
+    shape = with_fields(shape, num_experts=shape.ranks * len(rows))
+    whole = steps.mark_experts_without_rows(rows)
+    # What a GPU marks ends with every 32nd expert.
+    parts = [rows[first : first + 32] for first in range(0, len(rows), 32)]
+    in_parts = [mark for part in parts for mark in steps.mark_experts_without_rows(part)]
+    partly = [mark if mark > 0 else data.draw(st.integers(mark, 0)) for mark in whole]
+    assert [max(mark, 0) for mark in whole] == rows
+    worker, dispatcher = schedule.workers - 1, schedule.dispatchers - 1
+    for marked in (whole, in_parts, partly):
+        assert steps.segments(schedule, marked) == steps.segments(schedule, rows)
+        assert steps.units(schedule, marked) == steps.units(schedule, rows)
+        assert steps.tasks(shape, schedule, marked, worker) == steps.tasks(shape, schedule, rows, worker)
+        assert steps.chunks(shape, schedule, marked, dispatcher) == steps.chunks(shape, schedule, rows, dispatcher)
+
+
+def test_a_mark_says_how_many_experts_behind_have_no_rows_either():
+    assert steps.mark_experts_without_rows([0, 0, 3, 0, 7, 0, 0, 0]) == [-1, 0, 3, 0, 7, -2, -1, 0]
+    assert steps.mark_experts_without_rows([1, 2]) == [1, 2]
+    assert steps.mark_experts_without_rows([]) == []
+
+
 @given(problem=problems())
 @settings(max_examples=150)
 def test_no_launch_has_more_row_tiles_than_the_shape_allows_for(problem):
@@ -455,6 +482,7 @@ SCHEDULE = steps.Schedule(
     [
         (lambda: steps.tasks(SHAPE, SCHEDULE, [1], 0), "rows_per_expert has 1 numbers. It needs one for each of the 2"),
         (lambda: steps.tasks(SHAPE, SCHEDULE, [1, -1], 0), "rows_per_expert=-1. It needs to be at least 0."),
+        (lambda: steps.tasks(SHAPE, SCHEDULE, [-1, 1], 0), "rows_per_expert=-1. It needs to be at least 0."),
         (lambda: steps.tasks(SHAPE, SCHEDULE, [1, 1], 3), "worker=3. It needs to be 0 to 2."),
         (lambda: steps.chunks(SHAPE, SCHEDULE, [1, 1], 5), "dispatcher=5. It needs to be 0 to 4."),
         (lambda: steps.units(with_fields(SCHEDULE, unit_tiles=0), [1]), "unit_tiles=0. It needs to be at least 1."),
@@ -473,7 +501,18 @@ SCHEDULE = steps.Schedule(
         (lambda: steps.needed_head(with_fields(SHAPE, tokens=2**24 + 1), SCHEDULE), "tokens * top_k=16777217."),
     ],
     ids=[
-        *("experts", "rows", "worker", "dispatcher", "unit", "below", "above", "segment", "rows of segments"),
+        *(
+            "experts",
+            "rows",
+            "rows of the next",
+            "worker",
+            "dispatcher",
+            "unit",
+            "below",
+            "above",
+            "segment",
+            "rows of segments",
+        ),
         *("projections", "ranks", "slots"),
     ],
 )

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.sharding import ExpertGroup, replica_groups
+from jaxmoe.sharding import ExpertGroup, devices_of_groups, replica_groups
 
 AXES = {"data": 2, "outer": 2, "inner": 2}
 MESH = AbstractMesh(tuple(AXES.values()), tuple(AXES))
@@ -54,3 +54,49 @@ def test_without_a_mesh_there_is_one_device():
 
 def test_numbers_are_64_bit_integers_as_the_compiled_part_expects():
     assert replica_groups(ExpertGroup(("inner",), 2), MESH).dtype == np.int64
+
+
+# --- which devices those are ------------------------------------------------------------------------------------------
+
+GROUP = ExpertGroup(("expert",), 4)
+
+
+def turned_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("expert", "data"))
+
+
+def ids(devices: np.ndarray | None) -> Any:
+    return None if devices is None else [[device.id for device in group] for group in devices]
+
+
+def test_devices_of_groups_are_those_of_the_mesh_in_the_order_of_ranks():
+    assert ids(devices_of_groups(GROUP, turned_mesh())) == [[7, 5, 3, 1], [6, 4, 2, 0]]
+    assert devices_of_groups(GROUP, MESH) is None
+
+
+def test_a_mesh_that_is_set_is_known_with_its_devices_inside_of_jit_and_of_shard_map():
+    """There only a part of JAX that is not public says so. Where it is gone, `implementation=None` knows less."""
+    seen = []
+
+    def look(x: jax.Array) -> jax.Array:
+        seen.append(ids(devices_of_groups(GROUP, None)))
+        return x
+
+    with jax.set_mesh(turned_mesh()):
+        look(jnp.zeros(8))
+        jax.jit(look).lower(jnp.zeros(8))
+        jax.jit(jax.shard_map(look, in_specs=P("expert"), out_specs=P("expert"))).lower(jnp.zeros(8))
+    assert seen == [[[7, 5, 3, 1], [6, 4, 2, 0]]] * 3
+
+
+def test_inside_a_shard_map_of_its_own_mesh_devices_are_known_where_that_mesh_is_passed_again():
+    seen = []
+
+    def look(x: jax.Array) -> jax.Array:
+        other = Mesh(np.array(jax.devices()), ("expert",))
+        seen.append([ids(devices_of_groups(GROUP, mesh)) for mesh in (None, other, turned_mesh())])
+        return x
+
+    run = jax.shard_map(look, mesh=turned_mesh(), in_specs=P("expert"), out_specs=P("expert"))
+    jax.jit(run).lower(jnp.zeros(8))
+    assert seen[0] == [None, None, [[7, 5, 3, 1], [6, 4, 2, 0]]]

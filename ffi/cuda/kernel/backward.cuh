@@ -8,7 +8,8 @@
 //   gradient_math,        the two warpgroups behind    five products, their results to rings, owners and the layer's
 //   then combine                                       results; sums of token gradients
 //
-// Launched cooperatively, one block on every multiprocessor: blocks wait for each other.
+// Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
+// crew wait for each other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
       if (ptx::elect_lane()) gradient_producer::run(cta);
     } else {
       dispatch::run(cta, warp - 1);
-      if (blockIdx.x == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
+      if (cta.block() == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
     }
   } else {
     ptx::take_registers<Variant::config.math_registers>();

@@ -15,11 +15,16 @@ namespace jaxmoe::combine {
 // One thread of the rank.
 template <class Variant>
 __device__ void announce(const Cta<Variant>& cta) {
-  const uint32_t workers = cta.params.schedule.workers;
+  const uint32_t workers = cta.shared.crew.workers;
   const auto lane = cta.timeline.template lane<32>(LaneRole::kDispatch);
   lane.start();
   // Pairs with the release of every math warp in TaskQueue::finish().
   cta.signals.wait({Signal::kTasksDone, 0, workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
+  // The same of latecomers, some of whose tasks may not be done.
+  const uint32_t all_workers = crew::workers_with_tasks(cta.signals.control());
+  if (all_workers > workers) {
+    cta.signals.wait({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
+  }
   lane.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kPartialsWritten);
 }
@@ -33,11 +38,10 @@ inline constexpr int kGroups = 4;
 inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
 
 // y[token] = sum over its slots of weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
-// `weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer. `poison` is what sums
-// start from.
+// `weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer.
 template <class Variant>
 __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
-                                       int32_t top_k, float weight, uint32_t used, float poison, int lane) {
+                                       int32_t top_k, float weight, uint32_t used, int lane) {
   using Precision = typename Variant::Precision;
   for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
@@ -45,7 +49,7 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t b
 #pragma unroll
     for (auto& group : sums) {
 #pragma unroll
-      for (float& sum : group) sum = poison;
+      for (float& sum : group) sum = 0.0f;
     }
 #pragma unroll 1
     for (int32_t slot = 0; slot < top_k; slot += kSlotsAtOnce) {
@@ -92,6 +96,7 @@ __device__ __forceinline__ void* result_of(const BackwardParams& params) { retur
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
+  if (cta.is_latecomer()) return;  // tokens are dealt in advance
   const auto& p = cta.params;
   const auto timeline = cta.timeline.template lane<128>(LaneRole::kMath, math_warp / 4);
   if (math_warp == 0 && lane < p.shape.ranks) {
@@ -100,32 +105,30 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   }
   ptx::named_barrier<1, 32 * kMathWarps>();
   timeline.mark(EventKind::kWaitAnswers);
-  const float poison = cta.signals.given_up() ? __uint_as_float(0x7fffffffu) : 0.0f;  // NaN: what follows is rubbish
   const uint4* partials = cta.template at<uint4>(p.layout.partials);
   const int32_t vectors = p.shape.hidden / 8;
   const int32_t top_k = p.shape.top_k;
   // Where there are more warps than tokens, several share a token, on as many multiprocessors as there are.
-  const int32_t warps = gridDim.x * kMathWarps;
+  const int32_t warps = cta.blocks() * kMathWarps;
   const int32_t sharing = p.shape.tokens > 0 && p.shape.tokens < warps ? warps / p.shape.tokens : 1;
   const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce), sharing);
-  for (int32_t item = math_warp * gridDim.x + blockIdx.x; item < p.shape.tokens * parts; item += warps) {
+  for (int32_t item = math_warp * cta.blocks() + cta.block(); item < p.shape.tokens * parts; item += warps) {
     const int32_t token = item / parts;
     const int32_t part = item % parts;
     const bool has_slot = lane < top_k;
     const int64_t slot = int64_t{token} * top_k + lane;
-    const bool is_used = has_slot && p.topk_ids[slot] >= 0;
+    const bool is_used = has_slot && p.shape.has_expert(p.topk_ids[slot]);
     const uint32_t used = __ballot_sync(0xffffffff, is_used);
     float weight = 1.0f;  // in a backward pass the answers have their weight in them
     if constexpr (Cta<Variant>::kBackward) {
       const float* answers = cta.template at<float>(p.layout.weight_answers);
-      if (has_slot && part == 0) p.dtopk_weights[slot] = poison + (is_used ? __ldcg(answers + slot) : 0.0f);
+      if (has_slot && part == 0) p.dtopk_weights[slot] = is_used ? __ldcg(answers + slot) : 0.0f;
     } else {
       weight = has_slot ? p.topk_weights[slot] : 0.0f;
     }
     const uint4* answers = partials + int64_t{token} * top_k * vectors;
     uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
-    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, weight, used, poison,
-                    lane);
+    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, weight, used, lane);
   }
   timeline.mark(EventKind::kCombine);
 }

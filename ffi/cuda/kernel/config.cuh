@@ -65,21 +65,25 @@ struct GemmShape {
 
   using Ring = Pipeline<Stage, config.stages, kMathWarps, kClusterSize>;
 
-  // Where one math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. Lines are
-  // 16 bytes longer than they need be: the 8 rows that a store touches at once then lie in 8 different groups of
-  // banks.
+  // Where each math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. The first
+  // lines of all warps come first, then their second ones: so 16 bytes behind every eighth line suffice for the 8 lines
+  // that a store touches at once to lie in 8 different groups of banks.
   struct Staging {
-    static constexpr int kLines = 8;
-    static constexpr int kLineBytes = kTileColumns * sizeof(Element) + 16;
-    alignas(16) std::byte bytes[kLines * kLineBytes - 16];
+    static constexpr int kLines = 8;  // of a warp
+    static constexpr int kLineBytes = kTileColumns * sizeof(Element);
+    static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
+    alignas(16) std::byte bytes[kLines * kLineStride - 16];
+
+    // The first line.
+    __device__ __forceinline__ std::byte* of_warp(int warp) { return bytes + warp * kLineBytes; }
   };
 
   // At the start of dynamic shared memory, which has to be aligned to 1024 bytes.
   struct Storage {
     typename Ring::Storage ring;
-    Staging staging[kMathWarps];
+    Staging staging;
   };
-  static_assert(sizeof(Storage) + 2048 <= kMaxSharedBytes, "2 KiB are left for the other roles");
+  static_assert(sizeof(Storage) + 2816 <= kMaxSharedBytes, "2.75 KiB are left for the other roles");
 };
 
 }  // namespace jaxmoe

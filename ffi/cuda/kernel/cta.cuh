@@ -11,12 +11,10 @@
 #include "cuda/device/signals.cuh"
 #include "cuda/device/timeline.cuh"
 #include "cuda/kernel/config.cuh"
+#include "cuda/kernel/crew.cuh"
 #include "cuda/kernel/params.cuh"
 
 namespace jaxmoe {
-
-// Warpgroup 0: one producer warp, the others dispatch. The math warpgroups follow.
-inline constexpr int kDispatchWarps = 3;
 
 // Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
 // task is written before the commit of its first stage and read behind the wait for that stage; the producer is never
@@ -32,9 +30,10 @@ struct KernelStorage {
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
   uint32_t epoch;                                           // of this launch
+  Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
-  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources
+  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
   int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
   TimelineStorage<Variant::config.timeline> timeline;
 };
@@ -48,13 +47,17 @@ struct Cta {
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
-  // By all threads of the block.
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
       : params(params), shared(shared), signals(params, shared.epoch), timeline(shared.timeline, params),
-        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {
-    if (threadIdx.x == 0) signals.read_epoch();
-    __syncthreads();
+        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
+
+  // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known behind
+  // crew::muster().
+  __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * config.cluster_size; }
+  __device__ __forceinline__ int32_t block() const {
+    return shared.crew.worker * config.cluster_size + static_cast<int32_t>(cta_rank);
   }
+  __device__ __forceinline__ bool is_latecomer() const { return shared.crew.worker >= shared.crew.workers; }
 
   template <class T>
   __device__ __forceinline__ T* at(int32_t rank, int64_t offset) const {

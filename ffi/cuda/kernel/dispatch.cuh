@@ -48,37 +48,21 @@ __device__ __forceinline__ void copy_row(uint4* target, uint4* kept, const uint4
   }
 }
 
-// How the slots of each source lie in its list: lane s keeps it for source s. Experts come in order.
-class Segments {
- public:
-  // All sources at once, each by every eighth lane: one source after the other would be a way to L2 for each, in every
-  // chunk.
-  template <class Variant>
-  __device__ void move_to(const Cta<Variant>& cta, int32_t expert, int lane) {
-    static_assert(32 % kMaxPeers == 0);
-    const auto& p = cta.params;
-    const int32_t source = lane % kMaxPeers;
-    int32_t passed = 0;
-    if (source < p.shape.ranks) {
-      const int32_t* counts =
-          cta.template at<int32_t>(p.rank, rows_from_source(p.layout, p.head, cta.signals.epoch(), source));
-      count_ = __ldcg(counts + expert);
-      for (int32_t e = expert_ + lane / kMaxPeers; e < expert; e += 32 / kMaxPeers) passed += __ldcg(counts + e);
-    }
-#pragma unroll
-    for (int other = kMaxPeers; other < 32; other *= 2) passed += __shfl_xor_sync(0xffffffff, passed, other);
-    start_ += passed;
-    expert_ = expert;
-  }
-
-  __device__ int32_t start() const { return start_; }
-  __device__ int32_t count() const { return count_; }
-
- private:
-  int32_t expert_ = 0;
-  int32_t start_ = 0;
-  int32_t count_ = 0;
+// Where the slots that name an expert lie in the list of a source.
+struct SlotsOfExpert {
+  int32_t start, count;
 };
+
+// Of the source that the lane has the number of.
+template <class Variant>
+__device__ __forceinline__ SlotsOfExpert slots_of_expert(const Cta<Variant>& cta, int32_t expert, int lane) {
+  const auto& p = cta.params;
+  if (lane >= p.shape.ranks) return {0, 0};
+  const int32_t* end =
+      cta.template at<int32_t>(p.rank, rows_from_source(p.layout, p.head, cta.signals.epoch(), lane)) + expert;
+  const int32_t start = expert > 0 ? __ldcg(end - 1) : 0;
+  return {start, __ldcg(end) - start};
+}
 
 // In a backward pass a ring slot is also held by the weight gradients of the segment that its tile belongs to. A
 // dispatcher asks for tiles in order. A forward pass has none of this.
@@ -116,20 +100,21 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   int32_t* counts = cta.shared.source_counts[dispatch_warp];
   uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
   uint4* ring = cta.template at<uint4>(p.layout.rows);
-  Segments segments;
   const auto timeline = cta.timeline.template lane<32>(LaneRole::kDispatch, dispatch_warp);
   timeline.start();
 
-  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, blockIdx.x * kDispatchWarps + dispatch_warp);
+  if (cta.is_latecomer()) return;  // chunks are dealt in advance
+  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * kDispatchWarps + dispatch_warp,
+                 cta.shared.crew.dispatchers);
   PassedSegments passed(cta);
   for (Chunk chunk; walk.next(chunk);) {
-    segments.move_to(cta, chunk.expert, lane);
+    const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
-    if (lane < p.shape.ranks) counts[lane] = segments.count();
+    if (lane < p.shape.ranks) counts[lane] = named.count;
     __syncwarp();
     RowSource from{-1, 0};
     if (lane < chunk.rows) from = source_of_row(counts, 1, p.shape.ranks, p.rank, chunk.first_row + lane);
-    const int32_t start = __shfl_sync(0xffffffff, segments.start(), from.source < 0 ? 0 : from.source);
+    const int32_t start = __shfl_sync(0xffffffff, named.start, from.source < 0 ? 0 : from.source);
     int32_t slot = -1;
     if (from.source >= 0) {
       slot = __ldcg(cta.template at<int32_t>(p.rank, slots_from_source(p.layout, p.head, from.source)) + start +

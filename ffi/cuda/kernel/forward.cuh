@@ -5,7 +5,8 @@
 //   dispatch           warps 1 to 3                 rows from their owners into the ring
 //   math, then combine the two warpgroups behind    both GEMMs, answers to their owners; sums of answers
 //
-// Launched cooperatively, one block on every multiprocessor: blocks wait for each other.
+// Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
+// crew wait for each other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
   stage::prepare(cta);
+  stage::clear_unused_saved(cta);
 
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
       if (ptx::elect_lane()) producer::run(cta);
     } else {
       dispatch::run(cta, warp - 1);
-      if (blockIdx.x == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
+      if (cta.block() == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
     }
   } else {
     ptx::take_registers<Variant::config.math_registers>();

@@ -145,13 +145,12 @@ __device__ __forceinline__ void acquire_staging() {
 // Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp, or, with two rows to a
 // line, row l in its first half and row l + 8 in its second. `row` is that of tile_row() of each lane.
 template <class Variant, int kRowsPerLine>
-__device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging& staging, int lane,
-                                            TileColumns columns, typename GemmShape<Variant>::Element* row,
-                                            int first_row) {
+__device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileColumns columns,
+                                            typename GemmShape<Variant>::Element* row, int first_row) {
   using Shape = GemmShape<Variant>;
   using Element = typename Shape::Element;
   constexpr int kLines = Shape::Staging::kLines;
-  constexpr int kLineBytes = Shape::Staging::kLineBytes;
+  constexpr int kLineStride = Shape::Staging::kLineStride;
   constexpr int kColumns = Shape::kTileColumns / kRowsPerLine;
   constexpr int kStores = kLines * kRowsPerLine;
   ptx::fence_proxy_async_shared();
@@ -159,7 +158,7 @@ __device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging
   auto* target = reinterpret_cast<Element*>(
       __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), first_row + lane % kStores));
   if (lane < kStores && target != nullptr) {
-    const std::byte* source = staging.bytes + lane % kLines * kLineBytes + lane / kLines * kColumns * sizeof(Element);
+    const std::byte* source = staging + lane % kLines * kLineStride + lane / kLines * kColumns * sizeof(Element);
     ptx::store_bytes(target + columns.first, source,
                      at_most(columns.count - columns.first, kColumns) * sizeof(Element));
   }
@@ -168,12 +167,12 @@ __device__ __forceinline__ void store_lines(typename GemmShape<Variant>::Staging
 
 // 256 columns of transform(sum, half), 8 rows of the warp at a time: the half is which.
 template <class Variant, class Transform>
-__device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread,
-                                           typename GemmShape<Variant>::Staging& staging, TileColumns columns,
-                                           typename GemmShape<Variant>::Element* row, const Transform& transform) {
+__device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
+                                           TileColumns columns, typename GemmShape<Variant>::Element* row,
+                                           const Transform& transform) {
   using Shape = GemmShape<Variant>;
   using Precision = typename Variant::Precision;
-  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     acquire_staging();
@@ -201,14 +200,14 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 // warp are staged at once, row r and row r + 8 in the two halves of line r.
 template <class Variant>
 __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, const MathThread& thread,
-                                                 typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                 std::byte* staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Element* row,
                                                  const Activation& activation) {
   using Shape = GemmShape<Variant>;
   using Precision = typename Variant::Precision;
   constexpr int kColumns = Shape::kTileColumns / 2;
   constexpr int kHalfLine = kColumns * sizeof(typename Shape::Element);
-  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
   std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
   epilogue::acquire_staging();
   with_activation_kind(activation.kind, [&](auto kind) {
@@ -233,14 +232,14 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
 // `rows` on are stored as zeros.
 template <class Variant>
 __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums, const MathThread& thread,
-                                                  typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                  std::byte* staging, TileColumns columns,
                                                   typename GemmShape<Variant>::Element* row, int32_t rows) {
   using Shape = GemmShape<Variant>;
   using Element = typename Shape::Element;
   using Precision = typename Variant::Precision;
   constexpr int kColumns = Shape::kTileColumns / 2;
   constexpr int kLines = Shape::Staging::kLines;
-  std::byte* line = staging.bytes + thread.lane % 8 * Shape::Staging::kLineBytes;
+  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool is_row = 16 * thread.warp + 8 * half + thread.lane / 4 < rows;
@@ -262,8 +261,7 @@ __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums,
     if (thread.lane < 2 * kLines && target != nullptr) {
       const int part = thread.lane / kLines;
       ptx::store_bytes(target + part * columns.count + columns.first,
-                       staging.bytes + thread.lane % kLines * Shape::Staging::kLineBytes +
-                           part * kColumns * sizeof(Element),
+                       staging + thread.lane % kLines * Shape::Staging::kLineStride + part * kColumns * sizeof(Element),
                        at_most(columns.count - columns.first, kColumns) * sizeof(Element));
     }
     ptx::commit_stores();
@@ -272,9 +270,9 @@ __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums,
 
 // The same of experts without an up projection, 256 columns.
 template <class Variant>
-__device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread,
-                                           typename GemmShape<Variant>::Staging& staging, TileColumns columns,
-                                           typename GemmShape<Variant>::Element* row, int32_t rows) {
+__device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
+                                           TileColumns columns, typename GemmShape<Variant>::Element* row,
+                                           int32_t rows) {
   const bool is_row[2] = {16 * thread.warp + thread.lane / 4 < rows, 16 * thread.warp + 8 + thread.lane / 4 < rows};
   const auto masked = [&](float sum, int half) { return is_row[half] ? sum : 0.0f; };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, masked);
@@ -283,8 +281,7 @@ __device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const 
 // h = activation(gate) of experts without an up projection: 256 columns.
 template <class Variant>
 __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& sums, const MathThread& thread,
-                                                     typename GemmShape<Variant>::Staging& staging,
-                                                     TileColumns columns,
+                                                     std::byte* staging, TileColumns columns,
                                                      typename GemmShape<Variant>::Element* row,
                                                      const Activation& activation) {
   with_activation_kind(activation.kind, [&](auto kind) {
@@ -296,7 +293,7 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
 // The down GEMM: 256 columns as they are.
 template <class Variant>
 __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, const MathThread& thread,
-                                                 typename GemmShape<Variant>::Staging& staging, TileColumns columns,
+                                                 std::byte* staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Element* row) {
   const auto unchanged = [](float sum, int) { return sum; };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);

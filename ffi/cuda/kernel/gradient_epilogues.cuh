@@ -260,7 +260,7 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
   Element* target = row >= matrix.rows ? nullptr
                                        : static_cast<Element*>(matrix.gradient) +
                                              (int64_t{task.expert} * matrix.rows + row) * matrix.columns;
-  store_plain_tile<Variant>(sums, thread, cta.shared.gemm.staging[thread.warp], columns, target);
+  store_plain_tile<Variant>(sums, thread, cta.shared.gemm.staging.of_warp(thread.warp), columns, target);
 }
 
 // Of the tile's columns, by the tasks of the first row of tiles: sums over the rows of the segment of what the weights'

@@ -63,7 +63,7 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
                                             RowTarget target, ptx::Accumulators& sums) {
   using Element = typename Cta<Variant>::Element;
   const BackwardParams& p = cta.params;
-  auto& staging = cta.shared.gemm.staging[thread.warp];
+  std::byte* staging = cta.shared.gemm.staging.of_warp(thread.warp);
   if (task.gemm == Gemm::kTokenGradient) {
     const TileColumns columns{task.column_tile * p.schedule.tile.output_columns, p.shape.hidden};
     store_plain_tile<Variant>(sums, thread, staging, columns, answer_of(cta, target));

@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
                                             RowTarget target, ptx::Accumulators& sums) {
   using Element = typename Cta<Variant>::Element;
   const auto& p = cta.params;
-  auto& staging = cta.shared.gemm.staging[thread.warp];
+  std::byte* staging = cta.shared.gemm.staging.of_warp(thread.warp);
   Element* row = row_of(cta, task, thread.tile_row(), target);
   const auto bias_of = [&](const void* bias, int32_t width) {
     return static_cast<const Element*>(bias) + int64_t{task.expert} * width;

@@ -16,16 +16,20 @@ namespace jaxmoe {
 
 // Most ranks of a group on one NVLink domain that this kernel is written for.
 inline constexpr int32_t kMaxPeers = 8;
-// Most experts of a rank: their row counts are kept in shared memory.
-inline constexpr int32_t kMaxLocalExperts = 128;
-// Most experts of a group: a planner counts them in shared memory.
-inline constexpr int32_t kMaxExperts = 512;
+static_assert(kMaxExperts <= kMaxPeers * kMaxLocalExperts);
 
 // In host memory that the GPU can write, one per arena; the first wait that is given up fills it.
 struct FailureRecord {
   uint32_t complete;  // 1: `failure` is all there; 0: nothing has failed
   WaitFailure failure;
 };
+
+// An array that a launch writes.
+struct Result {
+  void* data;
+  int64_t bytes;
+};
+inline constexpr int kMaxResults = 8;
 
 // Both passes. Pointers are to 16-bit elements of the variant's type; null where there is no such array.
 struct LaunchParams {
@@ -53,6 +57,8 @@ struct LaunchParams {
   CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
   CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
+
+  Result results[kMaxResults];  // all that the launch writes for its caller; those that are not there have no bytes
 
   std::byte* timeline;      // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
 };

@@ -3,8 +3,9 @@
 // it, before the roles part.
 //
 //   count     each planner counts its slots by expert          -> histograms, histograms_written
-//   position  sums over planners give each its first position
-//   write     slots into the owners' lists, counts by planner 0 -> source_slots, rows_from
+//   position  sums over planners and over an owner's experts give each its first position; planner 0 tells the owner
+//                                                              -> rows_from
+//   write     slots into the owners' lists                     -> source_slots
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +33,7 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
   __syncthreads();
   for (int64_t slot = slots.begin + threadIdx.x; slot < slots.end; slot += blockDim.x) {
     const int32_t expert = cta.params.topk_ids[slot];
-    if (expert >= 0) atomicAdd(&scratch.next[expert], 1);
+    if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
   int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{planner} * shape.num_experts;
@@ -64,15 +65,34 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
     for (int warp = 0; warp < kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
   }
   __syncthreads();
-  const int32_t local = p.shape.local_experts();
-  for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
-    const int32_t owner = e / local;
-    int32_t start = 0;
-    for (int32_t other = owner * local; other < e; ++other) start += scratch.total[other];
-    scratch.next[e] += start;
-    if (planner == 0) {
-      cta.template at<int32_t>(owner, rows_from_source(p.layout, p.head, cta.signals.epoch(), p.rank))
-          [e - owner * local] = scratch.total[e];
+  // A warp for each owner sums up its experts, a few neighbouring ones by every lane.
+  static_assert(kMaxPeers <= kWarps);
+  constexpr int32_t kExpertsOfLane = 4;
+  const int32_t owner = threadIdx.x / 32;
+  if (owner < p.shape.ranks) {
+    const int lane = threadIdx.x % 32;
+    const int32_t local = p.shape.local_experts();
+    int32_t* const ends =
+        cta.template at<int32_t>(owner, rows_from_source(p.layout, p.head, cta.signals.epoch(), p.rank));
+    int32_t passed = 0;  // slots of the experts before those of this round
+    for (int32_t first = 0; first < local; first += 32 * kExpertsOfLane) {
+      const int32_t of_lane = first + kExpertsOfLane * lane;
+      const int32_t experts = at_most(local - of_lane, kExpertsOfLane);
+      int32_t slots = 0;
+      for (int i = 0; i < experts; ++i) slots += scratch.total[owner * local + of_lane + i];
+      int32_t sum = slots;  // of this lane and those before it
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int32_t before = __shfl_up_sync(0xffffffff, sum, distance);
+        sum += lane >= distance ? before : 0;
+      }
+      int32_t end = passed + sum - slots;
+      for (int i = 0; i < experts; ++i) {
+        scratch.next[owner * local + of_lane + i] += end;
+        end += scratch.total[owner * local + of_lane + i];
+        if (planner == 0) ends[of_lane + i] = end;
+      }
+      passed += __shfl_sync(0xffffffff, sum, 31);
     }
   }
   __syncthreads();
@@ -90,10 +110,11 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
     // Slots of one expert keep their order: by warp, then by lane.
     const uint32_t same = __match_any_sync(0xffffffff, expert);
     const int32_t in_warp = __popc(same & lanes_before);
-    const bool first_of_expert = expert >= 0 && in_warp == 0;
+    const bool is_used = p.shape.has_expert(expert);
+    const bool first_of_expert = is_used && in_warp == 0;
     if (first_of_expert) scratch.slots_of_warp[warp][expert] = static_cast<uint16_t>(__popc(same));
     __syncthreads();
-    if (expert >= 0) {
+    if (is_used) {
       int32_t position = scratch.next[expert] + in_warp;
       for (int earlier = 0; earlier < warp; ++earlier) position += scratch.slots_of_warp[earlier][expert];
       const int32_t owner = expert / local;
@@ -111,8 +132,8 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
 
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
-  const int32_t planner = blockIdx.x;
-  const int32_t planners = num_planners(cta.params.shape, cta.params.schedule);
+  const int32_t planner = cta.block();
+  const int32_t planners = num_planners(cta.params.shape, cta.shared.crew.workers);
   if (planner >= planners) return;
   Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
   static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));

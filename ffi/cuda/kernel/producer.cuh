@@ -44,6 +44,12 @@ __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth,
 template <class Variant>
 __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position position, int queued) {
+  if (cta.cta_rank == 0) {
+    // Behind the draw of a number that no task has. With the fence of a latecomer between its count and its first draw:
+    // who has seen the end of all tasks has seen every worker that took one.
+    __threadfence();
+    *const_cast<volatile uint32_t*>(&cta.signals.control()->tasks_ended) = 1;
+  }
   ring.acquire(position);
   cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
   ring.commit(position, 0);

@@ -51,8 +51,24 @@ __device__ __forceinline__ int32_t load_cluster(const int32_t* word) {
   return value;
 }
 
-// Every thread of every block of the cluster; release before, acquire behind. All lanes of a warp together.
+// The word at the same place in the shared memory of block `cta_rank` of the cluster, behind a barrier that orders its
+// write before.
+__device__ __forceinline__ int32_t load_cluster(const int32_t* word, uint32_t cta_rank) {
+  int32_t value;
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.relaxed.cluster.shared::cluster.s32 %0, [remote];\n}"
+      : "=r"(value)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))), "r"(cta_rank)
+      : "memory");
+  return value;
+}
+
+// Every thread of every block of the cluster; release before, acquire behind. The instruction wants the lanes of a warp
+// to come together, which a branch on the lane before it does not promise.
 __device__ __forceinline__ void cluster_sync() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

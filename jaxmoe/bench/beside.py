@@ -1,0 +1,615 @@
+"""`python -m jaxmoe.bench beside`: the layer in programs that do other work too, and what that costs.
+
+One line for each number of tokens and each of the programs in `beside_programs.py`. Before a program is timed, what it
+returns is compared with what its two parts return when each runs for itself: the layer alone, whose output was compared
+with the reference before, and the program with the layer's answers given, its other work alone. Both are timed as the
+program is. What the layer returns has to be the same bit for bit (of `"megakernel"`), also in the last call that was
+timed. Without that no time is printed.
+
+A program that hangs ends through the layer's own limit, `JAXMOE_TIMEOUT_SECONDS`, which the command sets to 10 s where
+the user has not. No layer of that group can run after it, so the programs that come next are told as not run.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.api import Arguments
+from jaxmoe.bench.beside_programs import DATA_AXIS, DENSE_LAYERS, DENSE_WIDENING, PROGRAMS, Call, Inputs, Outcome, where
+from jaxmoe.bench.inputs import AXIS, error_of, sample_of
+from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.options import DTYPES, BesideOptions
+from jaxmoe.bench.passes import Pass, Results, function_of
+from jaxmoe.bench.shapes import SHAPES, LayerShape
+from jaxmoe.bench.timing import WARM_UP_CALLS, over_processes
+
+WIDTHS = "qwen3-30b-a3b"
+EXPERTS_PER_RANK = 32
+# Of `JAXMOE_TIMEOUT_SECONDS` where the user has not set it: far above any call, and a hang is told soon.
+TIMEOUT_SECONDS = 10
+# The clock of the host is read once in so much time, so that a late wake-up of its thread (some 50 us, now and then a
+# few hundred) is no slow call. A call that stands still for longer than this shows whole.
+WINDOW_SECONDS, MOST_WINDOW_CALLS = 2e-3, 10
+NEARLY = 0.9  # of the time asked for is enough: the last rounds of windows are short
+# Programs are compiled so many at once. With several processes one after the other: XLA lets processes share the tuning
+# of one program, and they should come to it in one order.
+COMPILED_AT_ONCE = 8
+PROGRESS_SECONDS = 10
+
+# Relative errors between a program and its parts. The same maths is compiled twice and added up in two orders; what is
+# in float32 may come from products of 16-bit rows. 16-bit results pass several roundings, each of half an eps at most:
+# gradients of dense layers differed by half an eps on four CPU devices. What is wrong differs by far more.
+ALLOWED_ERROR, ALLOWED_EPS = 1e-3, 2
+# Where an order of sums differs, a token close to a tie takes another expert. Whether the layer did right with it is
+# judged by the ids that it was given.
+ALLOWED_SHARE_OF_IDS = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line.
+
+    Args:
+      program: its name.
+      tokens: per rank.
+      ranks: of the program.
+      processes: of the run.
+      implementation: of the layer.
+      device: its kind.
+      jax: its version.
+      failure: why there are no figures, `None` where there are.
+      error: relative error of the other work's results against those of that work alone, the worst of them.
+      microseconds: per call, median over windows, see `time_calls`.
+      slowest: per call of the slowest window, microseconds.
+      layer: time of all its calls of the layer alone, with the routing given, microseconds.
+      work: time of the other work alone, the router's among it, microseconds.
+      work_slowest: per call of the slowest window of that, microseconds.
+    """
+
+    program: str
+    tokens: int
+    ranks: int
+    processes: int
+    implementation: str
+    device: str
+    jax: str
+    failure: str | None = None
+    error: float | None = None
+    microseconds: float | None = None
+    slowest: float | None = None
+    layer: float | None = None
+    work: float | None = None
+    work_slowest: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Time over that of layer and work one after the other; `None` where there are no figures."""
+        if self.microseconds is None or self.layer is None or self.work is None:
+            return None
+        return self.microseconds / (self.layer + self.work)
+
+    def to_json(self) -> str:
+        """Returns the result as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self) | {"ratio": self.ratio}, allow_nan=False)
+
+
+# Name, width and whether the column is flush left.
+_COLUMNS = (
+    ("program", 19, True),
+    ("tokens", 6, False),
+    ("checked", 7, False),
+    ("median us", 9, False),
+    ("slowest us", 10, False),
+    ("layer alone", 11, False),
+    ("work alone", 10, False),
+    ("median / (layer + work)", 23, False),
+    ("what the program stands for", 0, True),
+)
+
+
+def header() -> str:
+    """Returns the names of the columns."""
+    return _row([name for name, _, _ in _COLUMNS])
+
+
+def line(result: Result) -> str:
+    """Returns a result as a line of the table."""
+    r = result
+    if r.failure is not None:
+        return f"{_row([r.program, str(r.tokens)])} {r.failure}"
+    assert r.error is not None
+    checked = "equal" if r.error == 0 else f"{r.error:.0e}"
+    figures = [f"{time:.1f}" for time in (r.microseconds, r.slowest, r.layer, r.work)]
+    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", PROGRAMS[r.program].stands_for])
+
+
+def _row(cells: list[str]) -> str:
+    columns = zip(cells, _COLUMNS, strict=False)
+    return " ".join(f"{cell:<{width}}" if left else f"{cell:>{width}}" for cell, (_, width, left) in columns).rstrip()
+
+
+def run(options: BesideOptions) -> int:
+    """Prints the table; returns the exit status, which is 1 where a line has no figures.
+
+    Raises:
+      ValueError: sizes or numbers of ranks that cannot be.
+    """
+    mesh = _make_meshes(options)[False]
+    shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
+    _print(
+        f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
+        f"{options.dtype}, {implementation}, hidden {shape.hidden}, intermediate {shape.intermediate}, "
+        f"{shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per call over {options.seconds:g} s."
+    )
+    _print(
+        "Checked: the layer returns what it returns alone (megakernel: bit for bit); the rest is equal to that of the "
+        "work alone, or as near as this. Layer alone: routing given. Work alone: the layer's results given, its router "
+        "included."
+    )
+    _print(header())
+    failed = False
+    for result in measure(options, progress=_print):
+        _print(line(result))
+        failed |= result.failure is not None
+        if options.json and jax.process_index() == 0:
+            with options.json.open("a") as file:
+                file.write(result.to_json() + "\n")
+    return int(failed)
+
+
+def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: None) -> Iterator[Result]:
+    """Checks and times the programs of the options, for each number of tokens in turn, and yields a line for each.
+
+    With several processes all call it alike, and the failure of a program is raised: the others wait in a collective.
+
+    Args:
+      options: what to run.
+      progress: is told what happens between lines.
+
+    Raises:
+      ValueError: sizes or numbers of ranks that cannot be.
+    """
+    meshes = _make_meshes(options)
+    mesh, dtype = meshes[False], DTYPES[options.dtype]
+    shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
+    # As many experts per rank in two groups as in one.
+    of_groups = dataclasses.replace(shape, num_experts=shape.num_experts // 2)
+    weights = {groups: _make_weights(each, of_groups if groups else shape, dtype) for groups, each in meshes.items()}
+    blank = Result(
+        program="",
+        tokens=0,
+        ranks=mesh.size,
+        processes=jax.process_count(),
+        implementation=implementation,
+        device=mesh.devices.flat[0].device_kind,
+        jax=jax.__version__,
+    )
+    config = dataclasses.replace(jaxmoe.RouterConfig.qwen3_moe(), top_k=shape.top_k)
+    stopped_by = ""
+    for tokens in options.tokens:
+        benches: dict[bool, _Bench] = {}
+        for name in options.programs:
+            result = dataclasses.replace(blank, program=name, tokens=tokens)
+            groups = PROGRAMS[name].groups
+            if stopped_by:
+                yield dataclasses.replace(result, failure=f"not run: the layer gave up in {stopped_by}")
+                continue
+            if groups not in meshes:
+                text = f"cannot run: {mesh.size} ranks are not two equal groups. Take an even number, such as --ep=2."
+                yield dataclasses.replace(result, failure=text)
+                continue
+            if not benches:  # all programs at once, so that nothing is compiled between two that are timed
+                for of_groups, each in meshes.items():
+                    benches[of_groups] = _Bench(each, weights[of_groups], tokens, config, implementation, options)
+                    benches[of_groups].compile(progress)
+            try:
+                result = benches[groups].measure(result)
+            except Exception as error:  # whatever a program fails with is its line
+                if jax.process_count() > 1:
+                    raise
+                result = dataclasses.replace(result, failure=f"failed: {_first_line(error)}")
+                if _gave_up(error):
+                    stopped_by = f"{name} with {tokens} tokens"
+            yield result
+            gc.collect()  # a failure's frames hold its arrays
+
+
+class Timed(NamedTuple):
+    """Microseconds per call, see `time_calls`."""
+
+    median: float
+    slowest: float
+
+
+class _Bench:
+    """What the programs of one mesh and one number of tokens share: inputs, and the layer alone with its time."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        weights: Callable[..., Inputs],
+        tokens: int,
+        config: jaxmoe.RouterConfig,
+        implementation: str,
+        options: BesideOptions,
+    ) -> None:
+        self.mesh, self.config, self.implementation, self.options = mesh, config, implementation, options
+        self.names = [name for name in options.programs if PROGRAMS[name].groups == (DATA_AXIS in mesh.axis_names)]
+        self.split = NamedSharding(mesh, P(mesh.axis_names))
+        hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
+        self.inputs = weights(x=_tokens(self.split, (tokens * mesh.size, hidden), DTYPES[options.dtype]))
+        self.compiled: dict[tuple[str, str], Any] = {}  # or why that could not be compiled
+        self.layer_times: dict[Pass, Timed] = {}
+        self.is_right = False  # the layer alone, compared with the reference
+
+    def compile(self, progress: Callable[[str], None]) -> None:
+        """Compiles the programs, their other work, and the layer alone."""
+        started = told = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if jax.process_count() == 1 else 1) as pool:
+            futures: dict[tuple[str, str], concurrent.futures.Future[Any]] = {}
+            for name in self.names:
+                try:
+                    lowered = self._lower(name)
+                except Exception as error:
+                    self.compiled["program", name] = error
+                    continue
+                for key, each in lowered.items():
+                    if key not in futures:
+                        options = {} if key[0] == "layer" else dict(PROGRAMS[name].compiler_options)
+                        futures[key] = pool.submit(each.compile, compiler_options=options)
+            for number, (key, future) in enumerate(futures.items(), 1):
+                self.compiled[key] = future.exception() or future.result()
+                now = time.perf_counter()
+                if number == len(futures) or now - told > PROGRESS_SECONDS:
+                    told = now
+                    progress(f"    {number} of {len(futures)} functions compiled after {now - started:.0f} s")
+
+    def _lower(self, name: str) -> dict[tuple[str, str], Any]:
+        program = PROGRAMS[name]
+        # Where whole arrays are seen, results of other work are small and wanted everywhere.
+        of_results = None if program.per_rank else NamedSharding(self.mesh, P())
+        shardings: Any = Outcome(self.split, of_results)  # pyright: ignore[reportArgumentType]
+        jitted = jax.jit(program.on(self.mesh, self.config, self.implementation), out_shardings=shardings)
+        traced = jitted.trace(self.inputs, None)
+        first: Call = traced.out_info.calls[0]
+        arguments = first.arguments(self.inputs, 0)
+        arguments = self._as_split(arguments._replace(experts=None))._replace(experts=arguments.experts)
+
+        def layer(arguments: Arguments) -> jax.Array:
+            options: dict[str, Any] = {"implementation": self.implementation, **where(self.mesh)}
+            return jaxmoe.moe_layer(*arguments[:4], **options)
+
+        alone = jax.jit(function_of(first.pass_name, layer), out_shardings=self.split)
+        traced_alone = alone.trace(arguments, self._as_split(first.dy))
+        answers = (self._as_split(traced_alone.out_info),) * len(traced.out_info.calls)
+        return {
+            ("program", name): traced.lower(),
+            ("work", name): jitted.trace(self.inputs, answers).lower(),
+            ("layer", first.pass_name): traced_alone.lower(),
+        }
+
+    def _as_split(self, tree: Any) -> Any:
+        """Shapes of arrays that are split over all ranks."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.split), tree)
+
+    def measure(self, result: Result) -> Result:
+        """Checks the program of a line and times it; returns the line with figures, or why there are none.
+
+        Raises:
+          Exception: what compiling or running it has raised.
+        """
+        program, work = (self._compiled(kind, result.program) for kind in ("program", "work"))
+        self._meet()
+        outcome: Outcome = jax.block_until_ready(program(self.inputs, None))
+        pass_name = outcome.calls[0].pass_name
+        alone = self._compiled("layer", pass_name)
+        self._meet()
+        of_calls = [(call.arguments(self.inputs, number), call.dy) for number, call in enumerate(outcome.calls)]
+        answers = tuple(alone(*of_call) for of_call in of_calls)
+        error, work_wrong = self._compare_with_work(outcome, work(self.inputs, answers))
+        wrong = (
+            self._compare_with_reference(of_calls[0][0], answers[0])
+            or self._compare_with_layer(outcome, answers)
+            or work_wrong
+        )
+        if wrong:
+            jax.block_until_ready(program(self.inputs, None))  # says what the layer has to say of a call that failed
+            return dataclasses.replace(result, failure=f"not timed: {wrong}")
+
+        if pass_name not in self.layer_times:
+            self.layer_times[pass_name], _ = time_calls(lambda _: alone(*of_calls[0]), self.options.seconds)
+        with self._caller(result.program, work, answers) as call:
+            of_work, _ = time_calls(call, self.options.seconds / 2)
+        with self._caller(result.program, program, None) as call:
+            timed, last = time_calls(call, self.options.seconds)
+        if wrong := self._compare_with_layer(last, answers):
+            jax.block_until_ready(program(self.inputs, None))
+            return dataclasses.replace(result, failure=f"no figures, the last call is wrong: {wrong}")
+        return dataclasses.replace(
+            result,
+            error=error,
+            microseconds=timed.median,
+            slowest=timed.slowest,
+            layer=len(outcome.calls) * self.layer_times[pass_name].median,
+            work=of_work.median,
+            work_slowest=of_work.slowest,
+        )
+
+    def _compiled(self, kind: str, name: str) -> Any:
+        found = self.compiled[kind, name]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _meet(self) -> None:
+        """Processes come together: a rank waits for late ones in a first call, but not for ever."""
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("jaxmoe.bench beside")
+
+    @contextlib.contextmanager
+    def _caller(self, name: str, compiled: Any, answers: Any) -> Iterator[Callable[[int], Outcome]]:
+        if not PROGRAMS[name].prefetches:
+            yield lambda _: compiled(self.inputs, answers)
+            return
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            yield _Prefetching(compiled, self.inputs, answers, pool, _whole(self.inputs.x, self.mesh))
+
+    def _compare_with_reference(self, arguments: Arguments, answer: Results) -> str:
+        """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
+        if self.is_right:
+            return ""
+        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh)
+        assert answer.y is not None
+        error = error_of(answer.y, sample, self.mesh)
+        self.is_right = error <= sample.allowed
+        return "" if self.is_right else f"the layer alone has an error of {error:.1e}, above {sample.allowed:.1e}"
+
+    def _compare_with_layer(self, outcome: Outcome, answers: Sequence[Results]) -> str:
+        """Returns which result of the layer is not that of the layer alone."""
+        for number, (call, answer) in enumerate(zip(outcome.calls, answers, strict=True)):
+            got: dict[str, Any] = {"y": call.y, "gradient": call.dexperts}
+            want: dict[str, Any] = {"y": answer.y, "gradient": answer.gradients and answer.gradients.experts}
+            for name, a, b in _pairs(got, want):
+                share, error = self._difference(a, b)
+                allowed = 0.0 if self.implementation == "megakernel" else float(jnp.finfo(a.dtype).eps)
+                if not (share == 0 or error <= allowed):
+                    return (
+                        f"{name} of call {number} of the layer is not that of the layer alone: {share:.1e} of the "
+                        f"numbers differ, relative error {error:.1e}"
+                    )
+        return ""
+
+    def _compare_with_work(self, outcome: Outcome, work: Outcome) -> tuple[float, str]:
+        """Returns the worst relative error of the other work's results, and which of them is wrong."""
+        worst = 0.0
+        for name, a, b in _pairs(outcome.of_work, work):
+            share, error = self._difference(a, b)
+            if name.endswith("topk_ids"):
+                is_right = share <= ALLOWED_SHARE_OF_IDS
+            else:
+                eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
+                is_right = error <= max(ALLOWED_ERROR, ALLOWED_EPS * eps)
+                worst = max(worst, error)
+            if not is_right:
+                return worst, (
+                    f"{name} is not that of the other work alone: {share:.1e} of the numbers differ, relative error "
+                    f"{error:.1e}"
+                )
+        return worst, ""
+
+    def _difference(self, got: jax.Array, want: jax.Array) -> tuple[float, float]:
+        """Returns the share of numbers that are not equal, and the relative error; NaN equals nothing."""
+        share, difference, size = np.asarray(_differences(self.mesh)(got, want), np.float64)
+        return float(share), float(difference / size if size else difference)
+
+
+class _Prefetching:
+    """Calls whose next tokens a thread of the host copies to the devices; it reads the last loss too.
+
+    As a loop over batches does: a call takes the newest tokens that are there and waits for none.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        inputs: Inputs,
+        answers: Any,
+        pool: concurrent.futures.ThreadPoolExecutor,
+        tokens: np.ndarray,
+    ) -> None:
+        self.compiled, self.inputs, self.answers, self.pool, self.tokens = compiled, inputs, answers, pool, tokens
+        self.next: concurrent.futures.Future[jax.Array] | None = None
+
+    def __call__(self, _: int) -> Outcome:
+        if self.next is not None and self.next.done():
+            self.inputs, self.next = self.inputs._replace(x=self.next.result()), None
+        outcome = self.compiled(self.inputs, self.answers)
+        if self.next is None:
+            self.next = self.pool.submit(self._bring, outcome.results["loss"])
+        return outcome
+
+    def _bring(self, loss: jax.Array) -> jax.Array:
+        x = self.inputs.x
+        there = jax.make_array_from_callback(x.shape, x.sharding, self.tokens.__getitem__)
+        np.asarray(loss)
+        return there
+
+
+def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
+    """Returns microseconds per call, and what the last call returned.
+
+    Calls are enqueued without waiting, as a training loop does. Time is taken from the end of one window of calls to
+    the end of the next, which is enqueued before that, so that devices never wait for the host to read the clock. The
+    windows come in rounds, each at most twice as long as the one before, so that calls that have become slow do not
+    take long. The median over the windows and the slowest of them are those of the process where they are largest.
+
+    Args:
+      call: enqueues the i-th call of a function that is compiled, and returns its arrays; all processes call it alike.
+      seconds: approximate time in all.
+    """
+    start = time.perf_counter()
+    for i in range(WARM_UP_CALLS):
+        jax.block_until_ready(call(i))
+    one_call = over_processes(np.array([time.perf_counter() - start]) / WARM_UP_CALLS).max()
+    calls = int(np.clip(math.ceil(WINDOW_SECONDS / one_call), 1, MOST_WINDOW_CALLS))  # the same in all processes
+
+    times: list[np.ndarray] = []  # of each round, [processes, windows]
+    last, number, elapsed, windows = None, WARM_UP_CALLS, 0.0, 1
+    gc.collect()
+    gc.disable()  # a collection takes milliseconds, and no call is slow for it
+    try:
+        while not times or elapsed < NEARLY * seconds:
+            ends, before = [], None
+            # The first window begins, and the last one ends, with nothing else enqueued: neither is counted.
+            for _ in range(windows + 2):
+                for _ in range(calls):
+                    last = call(number)
+                    number += 1
+                if before is not None:
+                    jax.block_until_ready(before)
+                    ends.append(time.perf_counter())
+                before = last
+            jax.block_until_ready(last)
+            times.append(over_processes(np.diff(ends)))
+            of_windows = times[-1].max(0)
+            elapsed += float(of_windows.sum())
+            left = (seconds - elapsed) / max(float(of_windows.mean()), 1e-9)
+            # Powers of two: each length is compiled once where processes tell each other their times.
+            windows = 2 ** int(math.log2(max(min(2 * windows, left), 1)))
+    finally:
+        gc.enable()
+    of_all = np.concatenate(times, 1) / calls * 1e6
+    return Timed(float(np.median(of_all, axis=1).max()), float(of_all.max())), last
+
+
+def _make_meshes(options: BesideOptions) -> dict[bool, Mesh]:
+    """Returns the mesh of one group of all ranks under False and, where a program needs it, that of two under True."""
+    mesh = make_mesh(options.ranks or jax.device_count())
+    meshes = {False: mesh}
+    if mesh.size % 2 == 0 and any(PROGRAMS[name].groups for name in options.programs):
+        names, kinds = (DATA_AXIS, AXIS), (AxisType.Auto,) * 2
+        meshes[True] = jax.make_mesh((2, mesh.size // 2), names, axis_types=kinds, devices=mesh.devices.tolist())
+    return meshes
+
+
+def _shape_of(options: BesideOptions, mesh: Mesh) -> LayerShape:
+    return options.shape or dataclasses.replace(SHAPES[WIDTHS], num_experts=EXPERTS_PER_RANK * mesh.size)
+
+
+def _implementation(options: BesideOptions, mesh: Mesh) -> str:
+    """Returns the implementation that runs.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    shape, dtype, tokens = _shape_of(options, mesh), DTYPES[options.dtype], max(options.tokens) * mesh.size
+    slots = (tokens, shape.top_k)
+    try:
+        return jaxmoe.explain(
+            jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),
+            jax.ShapeDtypeStruct(slots, jnp.int32),
+            jax.ShapeDtypeStruct(slots, jnp.float32),
+            jax.eval_shape(functools.partial(_init, shape, dtype), jax.random.key(0)),
+            implementation=options.implementation,  # pyright: ignore[reportArgumentType]
+            **where(mesh),
+        ).call.implementation
+    except NotImplementedError as error:
+        raise ValueError(f"cannot run: {error}") from error
+
+
+def _init(shape: LayerShape, dtype: Any, key: Any) -> jaxmoe.Experts:
+    return jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
+
+
+def _make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., Inputs]:
+    """Returns a function from tokens to inputs.
+
+    Raises:
+      ValueError: the dense layers cannot be split over the ranks.
+    """
+    ranks = mesh.shape[AXIS]
+    if shape.hidden % ranks:
+        raise ValueError(
+            f"hidden={shape.hidden}, by which weights of dense layers are split and activations exchanged, cannot be "
+            f"spread over {ranks} ranks. Choose a multiple of {ranks}."
+        )
+    split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
+    width = DENSE_WIDENING * shape.hidden
+
+    def make(key: jax.Array) -> tuple[Any, Any, Any]:
+        def normal(number: int, *sizes: int) -> jax.Array:
+            numbers = jax.random.normal(jax.random.fold_in(key, number), sizes, jnp.float32)
+            return (numbers * sizes[0] ** -0.5).astype(dtype)
+
+        experts = tuple(_init(shape, dtype, jax.random.fold_in(key, number)) for number in range(2))
+        dense = tuple(
+            (normal(2 * layer, shape.hidden, width), normal(2 * layer + 1, width, shape.hidden))
+            for layer in range(1, 1 + DENSE_LAYERS)
+        )
+        return normal(0, shape.hidden, shape.num_experts), experts, dense
+
+    router, experts, dense = jax.jit(make, out_shardings=(everywhere, split, split))(jax.random.key(1))
+    return functools.partial(Inputs, router=router, experts=experts, dense=dense)
+
+
+def _tokens(sharding: NamedSharding, sizes: tuple[int, int], dtype: Any) -> jax.Array:
+    make = jax.jit(lambda key: jax.random.normal(key, sizes, jnp.float32).astype(dtype), out_shardings=sharding)
+    return make(jax.random.key(0))
+
+
+def _pairs(got: Any, want: Any) -> Iterator[tuple[str, jax.Array, jax.Array]]:
+    """Name and both arrays of every leaf of two trees that are alike."""
+    wanted = jax.tree.leaves(want)
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(got), wanted, strict=True):
+        yield jax.tree_util.keystr(path, simple=True, separator=" "), leaf, other
+
+
+@functools.lru_cache(maxsize=8)
+def _differences(mesh: Mesh) -> Any:
+    """A function to the share of numbers that differ, the norm of the difference, and that of the second array."""
+
+    def differences(got: jax.Array, want: jax.Array) -> jax.Array:
+        a, b = got.astype(jnp.float32), want.astype(jnp.float32)
+        return jnp.stack([jnp.mean(got != want, dtype=jnp.float32), jnp.linalg.norm(a - b), jnp.linalg.norm(b)])
+
+    return jax.jit(differences, out_shardings=NamedSharding(mesh, P()))
+
+
+@functools.lru_cache(maxsize=8)
+def _gather(mesh: Mesh) -> Any:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, P()))
+
+
+def _whole(array: jax.Array, mesh: Mesh) -> np.ndarray:
+    """The whole of an array that is split, in every process."""
+    return np.asarray(_gather(mesh)(array))
+
+
+def _gave_up(error: Exception) -> bool:
+    """Whether the layer has waited for a peer too long, which condemns the memory of the group (ffi/README.md)."""
+    return any(text in str(error) for text in (" waited ", "Restart all processes", "cannot be used again"))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:300]
+
+
+def _print(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,98 @@
+"""What the tests of the layer beside other work share: one run of all programs, and what has to hold of each."""
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import pytest
+
+from jaxmoe import native
+from jaxmoe.bench.beside import TIMEOUT_SECONDS
+from jaxmoe.bench.beside_programs import PROGRAMS
+from tests.multiprocess.launcher import LaunchError, launch
+
+TOKENS = (64, 1024, 8192)
+CASES = [(tokens, program) for tokens in TOKENS for program in PROGRAMS]
+# For which each program is timed.
+SECONDS = float(os.environ.get("JAXMOE_TEST_SECONDS", "3"))
+# A program is timed once, its other work for half as long; compiling and comparing come to about as much as this.
+CASE_S, START_S, SILENCE_S = 1.5 * SECONDS + 5, 120, 120
+GPUS = jax.device_count()
+
+# A call may take this much longer than the layer and the other work one after the other: a tenth, and what one more
+# wait between two streams costs, which shows where both are short.
+SHARE, SLACK_US = 1.10, 20
+SLOWEST = 3  # times the median
+
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+    # The first test of a file waits for the run of all.
+    pytest.mark.timeout(START_S + len(CASES) * CASE_S + 60),
+]
+
+
+class Lines:
+    """The results of one run of the programs, over all GPUs.
+
+    Args:
+      processes: of the run.
+      cases: tokens per rank and programs.
+    """
+
+    def __init__(self, processes: int, cases: Iterable[tuple[int, str]]) -> None:
+        cases = list(cases)
+        tokens = [number for number in TOKENS if number in {case[0] for case in cases}]
+        programs = [name for name in PROGRAMS if name in {case[1] for case in cases}]
+        options = {"tokens": tokens, "programs": programs, "seconds": SECONDS, "implementation": "megakernel"}
+        # Beside the tests' own JAX on the same GPUs.
+        environment = {"JAXMOE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self.ending = "the run has ended well"
+        try:
+            outputs = launch(
+                "tests.multiprocess.workers.beside",
+                processes=processes,
+                devices_per_process=GPUS // processes,
+                arguments=(json.dumps(options),),
+                platform="gpu",
+                timeout_s=START_S + len(tokens) * len(programs) * CASE_S,
+                silence_s=SILENCE_S,
+                environment=lambda rank: environment,
+            )
+        except LaunchError as error:
+            outputs, self.ending = error.outputs, str(error)
+        lines = outputs[0].splitlines()
+        print(*(line for line in lines if not line.startswith("result ")), sep="\n")
+        results = [json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result ")]
+        self.results = {(result["tokens"], result["program"]): result for result in results}
+
+    def of(self, tokens: int, program: str) -> dict[str, Any]:
+        """Returns a result with figures; fails the test with the reason where there are none."""
+        if (tokens, program) not in self.results:
+            pytest.fail(f"there is no line of {program} with {tokens} tokens. {self.ending}")
+        result = self.results[tokens, program]
+        assert result["failure"] is None
+        return result
+
+
+def selected(session: pytest.Session, module: str) -> set[tuple[int, str]]:
+    """The cases of a module that are to be tested, of those that `pytest -k` and the like have left."""
+    found = set()
+    for item in session.items:
+        if isinstance(item, pytest.Function) and item.function.__module__ == module:
+            found.add((item.callspec.params["tokens"], item.callspec.params["program"]))
+    return found
+
+
+def assert_steady(result: dict[str, Any]) -> None:
+    """No call stands still, but where the host pauses for as long without the layer."""
+    of_host = result["layer"] + 2 * result["work_slowest"]
+    assert result["slowest"] <= max(SLOWEST * result["microseconds"], of_host)
+
+
+def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
+    """The layer and the other work beside each other are hardly slower than one after the other."""
+    assert result["microseconds"] <= SHARE * (result["layer"] + result["work"]) + SLACK_US

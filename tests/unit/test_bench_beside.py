@@ -1,0 +1,327 @@
+"""Programs that run the layer beside other work: on CPUs, with small sizes, and what the table does with wrong ones."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import jaxmoe
+from jaxmoe.bench import beside
+from jaxmoe.bench.beside_programs import PROGRAMS, Inputs, Layer, Outcome, Program
+from jaxmoe.bench.options import BesideOptions
+from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.testing import relative_error
+
+SHAPE = LayerShape(hidden=32, intermediate=48, num_experts=8, top_k=2)
+ROOT = Path(__file__).parents[2]
+CONFIG = jaxmoe.RouterConfig(top_k=SHAPE.top_k)
+# Where it makes no difference: it compiles soonest.
+IMPLEMENTATION = "reference"
+
+
+def options(*programs: str, **changes: Any) -> BesideOptions:
+    fields: dict[str, Any] = {"tokens": (16,), "ranks": 2, "shape": SHAPE, "seconds": 0.0}
+    fields |= {"implementation": IMPLEMENTATION}
+    return BesideOptions(programs, **fields | changes)
+
+
+def measured(*programs: str, **changes: Any) -> list[beside.Result]:
+    return list(beside.measure(options(*programs, **changes)))
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """Adds a program that only this test knows."""
+
+    def add_program(name: str, function: Callable[[Layer, Inputs], Outcome], **fields: Any) -> str:
+        monkeypatch.setitem(PROGRAMS, name, Program("something wrong", function, **fields))
+        return name
+
+    return add_program
+
+
+# --- the programs -----------------------------------------------------------------------------------------------------
+
+
+# Those that differ from others in what they tell the compiler of GPUs are the same programs here.
+DIFFERENT = [name for name in PROGRAMS if not name.endswith("_parallel")]
+
+
+def assert_equal_to_their_parts(results: list[beside.Result]) -> None:
+    for result in results:
+        assert result.failure is None, result
+        assert result.error is not None
+        assert result.error <= beside.ALLOWED_EPS * jnp.finfo(jnp.bfloat16).eps
+        times = (result.microseconds, result.slowest, result.layer, result.work, result.work_slowest)
+        assert all(value is not None and value > 0 for value in times)
+
+
+def test_with_the_megakernel_every_program_returns_what_layer_and_other_work_return_alone():
+    """On four ranks, so that the two groups have peers."""
+    results = measured(*DIFFERENT, ranks=4, implementation="megakernel")
+    assert [result.program for result in results] == DIFFERENT
+    assert_equal_to_their_parts(results)
+
+
+def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
+    assert_equal_to_their_parts(measured("both", "train_norm", "gathers", implementation="xla"))
+
+
+def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
+    split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    weights = beside._make_weights(mesh, SHAPE, jnp.float32)
+    return weights(x=jax.device_put(jax.random.normal(jax.random.key(7), (32, SHAPE.hidden)), split))
+
+
+def outcome_of(name: str, ranks: int = 2) -> tuple[Inputs, Outcome]:
+    mesh = beside.make_mesh(ranks)
+    inputs = inputs_on(mesh)
+    return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, IMPLEMENTATION))(inputs, None)
+
+
+def test_sums_and_losses_are_those_of_all_tokens():
+    inputs, outcome = outcome_of("norm_after")
+    [call] = outcome.calls
+    assert float(outcome.results["norm"]) == pytest.approx(float((np.asarray(call.y) ** 2).sum()), rel=1e-5)
+    inputs, outcome = outcome_of("both")
+    routing = jaxmoe.route(jnp.asarray(np.asarray(inputs.x) @ np.asarray(inputs.router)), CONFIG)
+    rows = np.bincount(np.asarray(routing.topk_ids).reshape(-1), minlength=SHAPE.num_experts)
+    np.testing.assert_array_equal(outcome.results["stats"].rows_per_expert, rows)
+    assert float(outcome.results["loss"]) == pytest.approx(float(jaxmoe.load_balancing_loss(routing)), rel=1e-5)
+
+
+def test_what_travels_arrives_where_it_should():
+    _, outcome = outcome_of("permute")
+    first, second = outcome.calls
+    np.testing.assert_array_equal(outcome.results["passed on"], np.roll(np.asarray(first.y), 16, axis=0))
+    assert (np.asarray(first.y) != np.asarray(second.y)).mean() > 0.9
+    inputs, outcome = outcome_of("all_to_all")
+    x = np.asarray(inputs.x)
+    halves = np.concatenate([x[:, : SHAPE.hidden // 2], x[:, SHAPE.hidden // 2 :]])
+    np.testing.assert_array_equal(outcome.results["exchanged"], halves)
+    inputs, outcome = outcome_of("callback")
+    norms = np.linalg.norm(np.asarray(inputs.x).reshape(2, -1), axis=1)
+    np.testing.assert_allclose(outcome.results["before"], norms, rtol=1e-5)
+
+
+def test_gradients_are_those_of_the_same_program_on_one_device():
+    inputs, outcome = outcome_of("scatters")
+    on_one = Inputs(*jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, tuple(inputs))))
+    mesh = beside.make_mesh(1)
+    alone = jax.jit(PROGRAMS["scatters"].on(mesh, CONFIG, IMPLEMENTATION))(on_one, None)
+    # The mean over all tokens is the mean of the ranks' means; each rank differentiates its own.
+    assert float(outcome.results["loss"].mean()) == pytest.approx(float(alone.results["loss"][0]), rel=1e-4)
+    for got, want in zip(
+        jax.tree.leaves((outcome.results["ddense"], [call.dexperts for call in outcome.calls])),
+        jax.tree.leaves((alone.results["ddense"], [call.dexperts for call in alone.calls])),
+        strict=True,
+    ):
+        assert relative_error(got / 2, want) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives"),
+    [
+        ("gathers", {"all_gather": 6}),
+        ("scatters", {"all_gather": 4, "reduce_scatter": 4}),
+        ("permute", {"collective_permute": 1}),
+        ("all_to_all", {"all_to_all": 1}),
+    ],
+)
+def test_a_program_holds_the_collectives_that_it_is_there_for(name, collectives):
+    mesh = beside.make_mesh(2)
+    text = jax.jit(PROGRAMS[name].on(mesh, CONFIG, "megakernel")).lower(inputs_on(mesh), None).as_text()
+    kinds = re.findall(r"stablehlo\.(all_gather|reduce_scatter|collective_permute|all_to_all)\"", text)
+    assert {kind: kinds.count(kind) for kind in kinds} == collectives
+
+
+def test_xla_knows_the_options_of_every_program():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    named = [dict(program.compiler_options) for program in PROGRAMS.values() if program.compiler_options]
+    assert len(named) >= 6
+    for each in named:
+        lowered.compile(compiler_options=each)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        lowered.compile(compiler_options={"xla_gpu_no_such_option": True})
+
+
+# --- what the table does with wrong ones ------------------------------------------------------------------------------
+
+
+def test_no_time_is_printed_where_the_layer_returns_something_else_than_alone(add):
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        call, y, *_ = layer(inputs)
+        return Outcome((call._replace(y=y.at[3, 5].set(9)),), {})
+
+    wrong, right = measured(add("one number", function), "plain", implementation="megakernel")
+    assert wrong.failure is not None
+    assert re.match(r"not timed: y of call 0 of the layer is not that of the layer alone: \d", wrong.failure)
+    assert wrong.microseconds is wrong.layer is wrong.work is None
+    assert right.failure is None
+
+
+def test_no_time_is_printed_where_the_other_work_returns_something_else_than_alone(add):
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        call, y, *_ = layer(inputs)
+        return Outcome((call,), {"sum": jnp.sum(y.astype(jnp.float32) ** 2) * (1.01 if layer.answers is None else 1.0)})
+
+    [wrong] = measured(add("a hundredth", function))
+    assert wrong.failure is not None
+    assert re.match(r"not timed: .*sum is not that of the other work alone: .* relative error 1", wrong.failure)
+
+
+def test_no_time_is_printed_where_the_layer_alone_is_wrong(monkeypatch):
+    monkeypatch.setattr(beside, "error_of", lambda *_: float("nan"))
+    [wrong] = measured("plain")
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("not timed: the layer alone has an error of nan, above ")
+
+
+def test_no_time_is_printed_where_a_later_call_returns_something_else(add):
+    calls = []
+
+    def count(_: Any) -> np.ndarray:
+        calls.append(None)
+        return np.array(len(calls) > 4, np.float32)
+
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        call, y, *_ = layer(inputs)
+        late = io_callback(count, jax.ShapeDtypeStruct((), jnp.float32), jnp.sum(y, dtype=jnp.float32))
+        return Outcome((call._replace(y=jnp.where(late > 0, jnp.nan, y)),), {})
+
+    [wrong] = measured(add("later", function))
+    assert len(calls) > 4
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("no figures, the last call is wrong: y of call 0")
+
+
+def test_a_program_that_fails_does_not_stop_the_others(add):
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        raise TypeError("of this program alone\nand more")
+
+    wrong, right = measured(add("raises", function), "plain")
+    assert wrong.failure == "failed: of this program alone"
+    assert right.failure is None
+
+
+def test_nothing_runs_after_the_layer_has_given_up(add):
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        raise jax.errors.JaxRuntimeError("jaxmoe: rank 0 sm 3 producer waited 10 s for rows_arrived[7]: seen 1 of 2")
+
+    hung, *rest = measured(add("hangs", function), "plain", tokens=(16, 8))
+    assert hung.failure is not None
+    assert hung.failure.startswith("failed: jaxmoe: rank 0 sm 3 producer waited 10 s")
+    assert [(result.program, result.tokens) for result in rest] == [("plain", 16), ("hangs", 8), ("plain", 8)]
+    assert {result.failure for result in rest} == {"not run: the layer gave up in hangs with 16 tokens"}
+
+
+def test_an_odd_number_of_ranks_has_no_two_groups_and_says_so():
+    [groups] = measured("groups", ranks=1)
+    assert groups.failure is not None
+    assert groups.failure.startswith("cannot run: 1 ranks are not two equal groups")
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes in calls alone: `seconds_of(number)` in each."""
+
+    def __init__(self, seconds_of: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.numbers, self.seconds_of = 0.0, [], seconds_of
+        monkeypatch.setattr(beside, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def call(self, number: int) -> np.ndarray:
+        self.numbers.append(number)
+        self.now += self.seconds_of(number)
+        return np.zeros(())
+
+
+def test_the_slowest_window_shows_a_call_that_stands_still(monkeypatch):
+    clock = Clock(lambda number: 0.1 if number == 40 else 0.003, monkeypatch)  # longer than a window, which is one call
+    times, _ = beside.time_calls(clock.call, seconds=0.5)
+    assert times.median == pytest.approx(3_000)
+    assert times.slowest == pytest.approx(100_000)
+    assert clock.numbers == list(range(len(clock.numbers)))
+    assert 0.5 <= clock.now <= 0.8
+
+
+def test_a_window_of_short_calls_shows_one_that_takes_as_long_as_many(monkeypatch):
+    clock = Clock(lambda number: 0.02 if number == 400 else 0.0004, monkeypatch)
+    times, _ = beside.time_calls(clock.call, seconds=0.5)
+    assert times.median == pytest.approx(400)
+    assert times.slowest == pytest.approx((4 * 400 + 20_000) / 5)  # windows of 2 ms
+
+
+def test_calls_that_have_become_slow_end_in_time(monkeypatch):
+    clock = Clock(lambda number: 0.0001 if number < 3 else 0.3, monkeypatch)
+    times, _ = beside.time_calls(clock.call, seconds=1.0)
+    assert times.median == pytest.approx(300_000)
+    assert len(clock.numbers) == 3 + 3 * beside.MOST_WINDOW_CALLS
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxmoe.bench", "beside", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        timeout=240,
+    )
+
+
+def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_path):
+    path = tmp_path / "results"
+    arguments = ("--ep=2", "--shape=32,48,8,2", "--tokens=8,16", "--programs=loss,groups", "--seconds=0.01")
+    done = program(*arguments, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cpu x 2, 1 process(es), jax ")
+    lines = re.findall(r"^(loss|groups) +(8|16) +(?:equal|\de-\d\d) +\d+\.\d .* \d+\.\d{3} [a-z]", done.stdout, re.M)
+    assert lines == [("loss", "8"), ("groups", "8"), ("loss", "16"), ("groups", "16")]
+    results = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [(result["program"], str(result["tokens"])) for result in results] == lines
+    for result in results:
+        assert result["ratio"] == pytest.approx(result["microseconds"] / (result["layer"] + result["work"]))
+
+
+def test_the_command_says_what_is_wrong_with_its_flags():
+    done = program("--programs=plain,nothing")
+    assert done.returncode == 1
+    assert "jaxmoe bench: --programs=nothing is not one of plain, stats, loss" in done.stderr
+
+
+def test_options_say_what_is_wrong_with_them():
+    for changes, message in (
+        ({"tokens": (8, 0)}, r"--tokens=8,0: a rank needs at least one token"),
+        ({"ranks": -1}, r"--ep=-1: a number of ranks is at least 1"),
+        ({"implementation": "fast"}, r"--implementation=fast is not one of megakernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            options("plain", **changes)
+    with pytest.raises(ValueError, match=r"--programs= is not one of plain"):
+        options()
+    with pytest.raises(ValueError, match=r"num_experts=9 cannot be spread over the 2 ranks"):
+        measured("plain", shape=dataclasses.replace(SHAPE, num_experts=9))
+    with pytest.raises(ValueError, match=r"hidden=33, by which .*, cannot be spread over 2 ranks"):
+        measured("plain", shape=dataclasses.replace(SHAPE, hidden=33))
+
+
+def test_without_a_shape_it_has_the_widths_of_qwen3_and_32_experts_for_each_rank():
+    mesh = beside.make_mesh(4)
+    assert beside._shape_of(BesideOptions(), mesh) == LayerShape(2048, 768, 128, 8)
