@@ -273,31 +273,21 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
   return link;
 }
 
-// All that may fail on one device alone.
-ffi::Error make_ready(Instruction* instruction, const ffi::Context& context, cudaStream_t stream,
+// All that may fail on one device alone, which is current.
+ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& context, cudaStream_t stream,
                       const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  ffi::ErrorOr<int> device = device_of(stream);
-  if (device.has_error()) return device.error();
-  const CurrentDevice current(*device);
-  ffi::ErrorOr<Call> call = call_of(*device, buffers, attributes);
+  ffi::ErrorOr<Call> call = call_of(device, buffers, attributes);
   if (call.has_error()) return call.error();
   ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
   if (link.has_error()) return link.error();
-  Arena* arena = instruction->arena_of(*device);
+  Arena* arena = instruction->arena_of(device);
   if (arena == nullptr) {
-    ffi::ErrorOr<Arena*> found = find_arena(*device, *link, devices_of(attributes));
+    ffi::ErrorOr<Arena*> found = find_arena(device, *link, devices_of(attributes));
     if (found.has_error()) return found.error();
     arena = *found;
-    instruction->remember(*device, arena);
+    instruction->remember(device, arena);
   }
   return arena->reserve(*link, call->shape, call->schedule, kItemsize);
-}
-
-ffi::Error with_device(const ffi::Error& error, cudaStream_t stream) {
-  ffi::ErrorOr<int> device = device_of(stream);
-  if (device.has_error()) return error;
-  return ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(*device) +
-                                       " of this process; the call fails on all of them.)");
 }
 
 // Buffers are there, what they hold is not. Returns only errors that all devices have alike: XLA leaves the others
@@ -308,8 +298,11 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId
   const LayerBuffers buffers(operands, results, &wrong);
   if (wrong.empty()) wrong = call_error(buffers, attributes);
   if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
+  ffi::ErrorOr<int> device = device_of(stream);
+  if (device.has_error()) return device.error();
+  const CurrentDevice current(*device);
   const int32_t devices = local_devices(attributes);
-  const std::shared_ptr<Run> run = instruction->runs.of(run_id.run_id, [&] {
+  const std::shared_ptr<Run> run = instruction->runs.enter(run_id.run_id, *device, [&] {
     // No size of an arena depends on the number of workers.
     const Schedule schedule = schedule_of(attributes, std::max(attributes.workers, 1));
     return Run::Start{
@@ -317,9 +310,11 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId
         .waits = devices > 1 && !instruction->is_ready(devices, shape_of(buffers, attributes), schedule, kItemsize)};
   });
   if (run->is_refused()) return ffi::Error::Success();
-  run->enter();
-  ffi::Error error = make_ready(instruction, context, stream, buffers, attributes);
-  if (error.failure() && devices != 1) error = with_device(error, stream);
+  ffi::Error error = make_ready(instruction, *device, context, stream, buffers, attributes);
+  if (error.failure() && devices != 1) {
+    error = ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(*device) +
+                                          " of this process; the call fails on all of them.)");
+  }
   run->leave(error, devices, timeout_seconds(attributes) + kMarginSeconds);
   return ffi::Error::Success();
 }
@@ -349,12 +344,12 @@ ffi::Error execute(Instruction* instruction, ffi::Context, ffi::RunId run_id, cu
   const LayerBuffers buffers(operands, results, &wrong);
   if (wrong.empty()) wrong = call_error(buffers, attributes);
   if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
-  if (const std::shared_ptr<Run> run = instruction->runs.find(run_id.run_id); run != nullptr) {
-    if (ffi::Error error = run->error(); error.failure()) return error;
-  }
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
+  if (const std::shared_ptr<Run> run = instruction->runs.find(run_id.run_id, *device); run != nullptr) {
+    if (ffi::Error error = run->error(); error.failure()) return error;
+  }
   ffi::ErrorOr<Call> call = call_of(*device, buffers, attributes);
   if (call.has_error()) return call.error();
   Arena* arena = instruction->arena_of(*device);

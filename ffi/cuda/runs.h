@@ -16,6 +16,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -42,14 +43,20 @@ class Run {
     return is_refused() ? start_.refusal : error_;
   }
 
-  // A device begins initialize.
-  void enter() {
+  // Where a device begins initialize; false where it has done so before.
+  bool enter(int32_t device) {
     const std::lock_guard lock(mutex_);
+    if (!entered_.insert(device).second) return false;
     ++events_;
     changed_.notify_all();
+    return true;
+  }
+  bool has_entered(int32_t device) {
+    const std::lock_guard lock(mutex_);
+    return entered_.contains(device);
   }
 
-  // A device has ended it, with this error or success. Where devices wait it returns when `devices` of them have. It
+  // A device has ended initialize, with this error or success. Where devices wait it returns when `devices` of them have. It
   // waits as long as one of them comes or goes within `seconds`.
   void leave(const xla::ffi::Error& error, int32_t devices, double seconds) {
     std::unique_lock lock(mutex_);
@@ -80,40 +87,41 @@ class Run {
   std::mutex mutex_;
   std::condition_variable changed_;
   xla::ffi::Error error_ = xla::ffi::Error::Success();  // the first one
+  std::set<int32_t> entered_;
   int64_t events_ = 0;
   int32_t left_ = 0;
   bool is_given_up_ = false;
 };
 
-// The last runs of an instruction.
+// The last runs of an instruction. XLA numbers runs; where it does not, they all have one number, and a device that
+// begins another one is known by that.
 class Runs {
  public:
-  // The run with this id; `start` decides for it where this is its first device.
+  // The run that `device` begins; `start` decides for it where that is its first device.
   template <class StartOf>
-  std::shared_ptr<Run> of(int64_t id, StartOf start) {
+  std::shared_ptr<Run> enter(int64_t id, int32_t device, StartOf start) {
     const std::lock_guard lock(mutex_);
-    if (std::shared_ptr<Run> run = known(id)) return run;
+    for (const std::shared_ptr<Run>& run : runs_) {
+      if (run->id() == id && run->enter(device)) return run;
+    }
     runs_.push_back(std::make_shared<Run>(id, start()));
     if (runs_.size() > kRemembered) runs_.pop_front();
+    runs_.back()->enter(device);
     return runs_.back();
   }
 
-  // Null where it has been forgotten: a device can be that many runs behind only where groups have one rank and nothing
-  // else holds the devices together.
-  std::shared_ptr<Run> find(int64_t id) {
+  // The run with this id that `device` began last. Null where it has been forgotten: a device can be that many runs
+  // behind only where groups have one rank and nothing else holds the devices together.
+  std::shared_ptr<Run> find(int64_t id, int32_t device) {
     const std::lock_guard lock(mutex_);
-    return known(id);
+    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
+      if ((*run)->id() == id && (*run)->has_entered(device)) return *run;
+    }
+    return nullptr;
   }
 
  private:
   static constexpr std::size_t kRemembered = 32;
-
-  std::shared_ptr<Run> known(int64_t id) const {
-    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
-      if ((*run)->id() == id) return *run;
-    }
-    return nullptr;
-  }
 
   std::mutex mutex_;
   std::deque<std::shared_ptr<Run>> runs_;

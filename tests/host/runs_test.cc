@@ -39,11 +39,10 @@ auto waiting = [] { return Run::Start{Error::Success(), true}; };
 void an_error_of_one_device_is_known_to_all() {
   Runs runs;
   on_all_devices([&](int number) {
-    const std::shared_ptr<Run> run = runs.of(1, waiting);
-    run->enter();
+    const std::shared_ptr<Run> run = runs.enter(1, number, waiting);
     pause(5 * number);
     run->leave(number == 3 ? Error::Internal("no memory") : Error::Success(), kDevices, 10);
-    require(runs.find(1)->error().message() == "no memory", "the error is there when any device has left");
+    require(runs.find(1, number)->error().message() == "no memory", "the error is there when any device has left");
   });
 }
 
@@ -51,10 +50,9 @@ void no_device_leaves_before_all_have_come() {
   Runs runs;
   std::atomic<int> entered = 0;
   on_all_devices([&](int number) {
-    const std::shared_ptr<Run> run = runs.of(1, waiting);
     pause(20 * number);
     ++entered;
-    run->enter();
+    const std::shared_ptr<Run> run = runs.enter(1, number, waiting);
     run->leave(Error::Success(), kDevices, 10);
     require(entered == kDevices, "all have entered when one leaves");
     require(run->error().success(), "nothing went wrong");
@@ -63,8 +61,7 @@ void no_device_leaves_before_all_have_come() {
 
 void a_run_that_need_not_wait_does_not() {
   Runs runs;
-  const std::shared_ptr<Run> run = runs.of(1, [] { return Run::Start{Error::Success(), false}; });
-  run->enter();
+  const std::shared_ptr<Run> run = runs.enter(1, 0, [] { return Run::Start{Error::Success(), false}; });
   run->leave(Error::Success(), kDevices, 1000);
   require(run->error().success(), "nothing went wrong");
 }
@@ -72,8 +69,8 @@ void a_run_that_need_not_wait_does_not() {
 void the_first_device_decides_for_all() {
   Runs runs;
   std::atomic<int> decisions = 0;
-  on_all_devices([&](int) {
-    const std::shared_ptr<Run> run = runs.of(1, [&] {
+  on_all_devices([&](int number) {
+    const std::shared_ptr<Run> run = runs.enter(1, number, [&] {
       ++decisions;
       return Run::Start{Error::Internal("failed before"), true};
     });
@@ -86,8 +83,7 @@ void a_device_that_stays_away_is_an_error_of_the_others() {
   Runs runs;
   on_all_devices([&](int number) {
     if (number == 2) return;
-    const std::shared_ptr<Run> run = runs.of(1, waiting);
-    run->enter();
+    const std::shared_ptr<Run> run = runs.enter(1, number, waiting);
     run->leave(Error::Success(), kDevices, 0.2);
     require(run->error().message().find("3 of the 4 devices") != std::string::npos, "told who came");
   });
@@ -96,22 +92,33 @@ void a_device_that_stays_away_is_an_error_of_the_others() {
 void time_counts_from_the_last_device_that_came_or_went() {
   Runs runs;
   on_all_devices([&](int number) {
-    const std::shared_ptr<Run> run = runs.of(1, waiting);
-    pause(300 * number);  // later than the limit, but never that long behind the one before
-    run->enter();
+    pause(300 * number);  // the last one later than the limit, but none that long behind the one before
+    const std::shared_ptr<Run> run = runs.enter(1, number, waiting);
     run->leave(Error::Success(), kDevices, 0.6);
     require(run->error().success(), "nobody was too late");
   });
 }
 
+constexpr auto ready = [] { return Run::Start{Error::Success(), false}; };
+
 void runs_are_apart_and_old_ones_are_forgotten() {
   Runs runs;
-  const auto start = [] { return Run::Start{Error::Success(), false}; };
-  runs.of(1, start)->leave(Error::Internal("of the first run"), 1, 1);
-  require(runs.of(2, start)->error().success(), "another run has its own error");
-  require(runs.find(1)->error().failure(), "the first is still known");
-  for (int64_t id = 3; id < 100; ++id) runs.of(id, start);
-  require(runs.find(1) == nullptr && runs.find(99) != nullptr, "the last ones are known");
+  runs.enter(1, 0, ready)->leave(Error::Internal("of the first run"), 1, 1);
+  require(runs.enter(2, 0, ready)->error().success(), "another run has its own error");
+  require(runs.find(1, 0)->error().failure(), "the first is still known");
+  for (int64_t id = 3; id < 100; ++id) runs.enter(id, 0, ready);
+  require(runs.find(1, 0) == nullptr && runs.find(99, 0) != nullptr, "the last ones are known");
+}
+
+void runs_without_numbers_are_told_apart_by_the_devices_that_begin_them() {
+  Runs runs;
+  runs.enter(-1, 0, ready)->leave(Error::Internal("of the first run"), 2, 1);
+  runs.enter(-1, 0, ready);  // a device that is ahead
+  require(runs.find(-1, 0)->error().success(), "its second run has no error");
+  runs.enter(-1, 1, ready);
+  require(runs.find(-1, 1)->error().failure(), "that of the first device is in the first run of the second one");
+  runs.enter(-1, 1, ready);
+  require(runs.find(-1, 1) == runs.find(-1, 0), "both are in their second run");
 }
 
 }  // namespace
@@ -124,5 +131,6 @@ int main() {
   a_device_that_stays_away_is_an_error_of_the_others();
   time_counts_from_the_last_device_that_came_or_went();
   runs_are_apart_and_old_ones_are_forgotten();
+  runs_without_numbers_are_told_apart_by_the_devices_that_begin_them();
   std::puts("done");
 }
