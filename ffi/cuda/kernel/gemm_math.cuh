@@ -33,6 +33,10 @@ struct MathThread {
   // The row of the tile whose address this thread has to know in the epilogue; lanes 16 and on repeat it, unused.
   __device__ __forceinline__ int32_t tile_row() const { return 16 * warp + lane % 16; }
 
+  // The same, and the compiler does not know: nothing that follows from it is kept in a register from one task to the
+  // next.
+  __device__ __forceinline__ MathThread anew() const { return {warpgroup, warp, ptx::read_lane()}; }
+
   // For threads behind the first warpgroup of the block.
   static __device__ __forceinline__ MathThread of_this_thread() {
     const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - 4;

@@ -105,6 +105,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
   lane.start();
 
+  // Recording leaves no register for what the epilogues could keep from one task to the next.
+  const auto in_epilogue = [&] { return Variant::config.timeline ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
     const Task& task = queue.next(ring, position);
@@ -128,14 +130,14 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     lane.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     const RowTarget target = target_of(cta, task, thread.tile_row());
     if (task.gemm == Gemm::kHiddenGradient) {
-      finish_hidden_gradient(cta, ring, position, task, thread, computed, sums);
+      finish_hidden_gradient(cta, ring, position, task, in_epilogue(), computed, sums);
     } else if (computed) {
       if (task.gemm == Gemm::kTokenGradient) answers_lane(cta, thread).start();
-      finish_tile(cta, task, thread, target, sums);
+      finish_tile(cta, task, in_epilogue(), target, sums);
     }
     // What is not a tile: gradients of routing weights and biases, by the tasks of the first column or row of tiles.
-    if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) answer_weights(cta, task, thread, target);
-    if (is_weight_gradient(task.gemm)) store_bias_gradient(cta, task, thread);
+    if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) answer_weights(cta, task, in_epilogue(), target);
+    if (is_weight_gradient(task.gemm)) store_bias_gradient(cta, task, in_epilogue());
     lane.mark(EventKind::kEpilogue, task);  // also without rows: stages and biases are left
     queue.stored();
   }

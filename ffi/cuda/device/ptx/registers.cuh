@@ -49,4 +49,11 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
+// The lane in its warp, asked of the hardware each time.
+__device__ __forceinline__ int read_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 }  // namespace jaxmoe::ptx
