@@ -25,8 +25,23 @@ settings.register_profile(
 settings.load_profile("jaxmoe")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run the first of each N tests of a file, in their order"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests of GPUs where JAX has none, and says so."""
+    """Leaves tests out where `--every` asks for few; skips those of GPUs where JAX has none, and says so."""
+    if (every := int(config.getoption("--every") or 1)) > 1:
+        counts: dict[object, int] = {}
+        kept: list[pytest.Item] = []
+        for item in items:
+            number = counts[item.path] = counts.get(item.path, -1) + 1
+            if number % every == 0:
+                kept.append(item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     if any("gpu" in item.keywords for item in items):
         found = [device.device_kind for device in jax.devices()]
         if jax.default_backend() != "gpu":

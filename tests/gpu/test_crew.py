@@ -55,7 +55,9 @@ def alone(name: str) -> list[np.ndarray]:
 def occupant(blocks: int, device: int = 0) -> Any:
     """Holds multiprocessors of one GPU of the group; its peers have all of theirs."""
     ordinal = jax.local_devices()[device].local_hardware_id
-    return native.extension("gpu").Occupant(device=ordinal, blocks=blocks, most_seconds=MOST_SECONDS)
+    compiled = native.extension("gpu")
+    assert compiled is not None
+    return compiled.Occupant(device=ordinal, blocks=blocks, most_seconds=MOST_SECONDS)
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
