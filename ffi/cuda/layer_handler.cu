@@ -85,8 +85,6 @@ namespace {
 constexpr int32_t kItemsize = 2;  // of both element types
 // A device that others of its process wait for tells itself that the time is over, and they hear it.
 constexpr double kMarginSeconds = 10;
-// Clocks count nanoseconds in 64 bits; Python asks for no more either.
-constexpr double kMostSeconds = 1e8;
 
 // What Python knows of JAX's devices.
 struct Devices {
@@ -99,8 +97,6 @@ struct Devices {
     return *devices;
   }
 };
-
-double timeout_seconds(const LayerAttributes& a) { return std::min<double>(a.timeout_seconds, kMostSeconds); }
 
 // The devices of the program by the numbers that all processes know them by; none where Python could not tell.
 std::vector<int64_t> devices_of(const LayerAttributes& a) {
@@ -259,7 +255,7 @@ ffi::Error prepare(ffi::Context context, LayerAttributes attributes) {
 }
 
 ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const LayerAttributes& attributes) {
-  const double seconds = timeout_seconds(attributes);
+  const double seconds = attributes.timeout_seconds;
   Link link{.communicator = nullptr,
             .ranks = attributes.ranks,
             .stream = stream,
@@ -315,7 +311,7 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId
     error = ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(*device) +
                                           " of this process; the call fails on all of them.)");
   }
-  run->leave(error, devices, timeout_seconds(attributes) + kMarginSeconds);
+  run->leave(error, devices, attributes.timeout_seconds + kMarginSeconds);
   return ffi::Error::Success();
 }
 
@@ -325,7 +321,7 @@ void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const L
   params->shape = call.shape;
   params->schedule = call.schedule;
   params->activation = activation_of(attributes);
-  params->timeout_ns = static_cast<uint64_t>(timeout_seconds(attributes) * 1e9);
+  params->timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
   params->x = data_of(b[Buffers::kX]);
   params->topk_ids = data_of<const int32_t>(b[Buffers::kTopkIds]);
   params->topk_weights = data_of<const float>(b[Buffers::kTopkWeights]);

@@ -265,19 +265,6 @@ def test_the_order_of_devices_in_the_mesh_does_not_matter(order, sizes):
         assert relative_error(got, want) < 5e-6
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("1e9", 1e8), ("1e300", 1e8)])
-def test_waits_last_as_long_as_asked_for_up_to_three_years(monkeypatch, text, seconds):
-    monkeypatch.setenv("JAXMOE_TIMEOUT_SECONDS", text)
-    assert timeout_seconds("cpu") == timeout_seconds("gpu") == seconds
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
-def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
-    monkeypatch.setenv("JAXMOE_TIMEOUT_SECONDS", text)
-    with pytest.raises(ValueError, match="must be a positive number of seconds, such as 600"):
-        timeout_seconds("gpu")
-
-
 def test_without_a_plan_for_it_the_backward_pass_has_the_default_one():
     arguments = make_inputs(0, **SIZES)
     run = layer("all devices", implementation="megakernel", plan=KernelPlan(3, 1, 7))
