@@ -320,7 +320,7 @@ class Rank {
   // matrix.
   static void multiply_row(const Storage* row, const Storage* weights, int32_t depth, int32_t width, int32_t first,
                            int32_t columns, Number* sums) {
-    std::fill(sums, sums + columns, Number{0});
+    for (int32_t c = 0; c < columns; ++c) sums[c] = 0;  // of std::fill g++ 13 thinks that columns may be negative
     for (int32_t k = 0; k < depth; ++k) {
       const Number factor = Format::load(row[k]);
       const Storage* line = weights + int64_t{k} * width + first;
