@@ -32,8 +32,8 @@ struct Crew {
 
 namespace crew {
 
-// How long the first worker waits for the others. All blocks of a launch that has the GPU for itself start within 3 us;
-// who is later is only a latecomer.
+// How long the first worker waits for the others: short next to any launch, long next to the start of blocks. Who is
+// later is only a latecomer.
 inline constexpr uint64_t kMusterNs = 20'000;
 // Added to Control::workers_started once the crew is complete; the bits below count workers.
 inline constexpr uint32_t kComplete = 1u << 16;
