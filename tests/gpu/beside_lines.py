@@ -82,7 +82,7 @@ def selected(session: pytest.Session, module: str) -> set[tuple[int, str]]:
     """The cases of a module that are to be tested, of those that `pytest -k` and the like have left."""
     found = set()
     for item in session.items:
-        if isinstance(item, pytest.Function) and item.function.__module__ == module:
+        if isinstance(item, pytest.Function) and item.module.__name__ == module:
             found.add((item.callspec.params["tokens"], item.callspec.params["program"]))
     return found
 
@@ -96,3 +96,24 @@ def assert_steady(result: dict[str, Any]) -> None:
 def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
     """The layer and the other work beside each other are hardly slower than one after the other."""
     assert result["microseconds"] <= SHARE * (result["layer"] + result["work"]) + SLACK_US
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("tokens", TOKENS)
+class BesideSuite:
+    """What has to hold of every program, in `processes` processes. One run serves all tests of a file."""
+
+    processes: int
+
+    @pytest.fixture(scope="class")
+    def lines(self, request):
+        return Lines(self.processes, selected(request.session, request.module.__name__))
+
+    def test_it_ends_and_returns_what_layer_and_other_work_return_alone(self, lines, tokens, program):
+        lines.of(tokens, program)
+
+    def test_no_call_takes_three_times_the_median(self, lines, tokens, program):
+        assert_steady(lines.of(tokens, program))
+
+    def test_it_takes_hardly_longer_than_layer_and_other_work_one_after_the_other(self, lines, tokens, program):
+        assert_no_longer_than_its_parts(lines.of(tokens, program))

@@ -4,33 +4,10 @@
 tests; `-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
 """
 
-import pytest
+from tests.gpu.beside_lines import MARKS, BesideSuite
 
-from tests.gpu.beside_lines import (
-    MARKS,
-    PROGRAMS,
-    TOKENS,
-    Lines,
-    assert_no_longer_than_its_parts,
-    assert_steady,
-    selected,
-)
-
-pytestmark = [*MARKS, pytest.mark.parametrize("program", PROGRAMS), pytest.mark.parametrize("tokens", TOKENS)]
+pytestmark = MARKS
 
 
-@pytest.fixture(scope="module")
-def lines(request):
-    return Lines(1, selected(request.session, __name__))
-
-
-def test_it_ends_and_returns_what_layer_and_other_work_return_alone(lines, tokens, program):
-    lines.of(tokens, program)
-
-
-def test_no_call_takes_three_times_the_median(lines, tokens, program):
-    assert_steady(lines.of(tokens, program))
-
-
-def test_it_takes_hardly_longer_than_layer_and_other_work_one_after_the_other(lines, tokens, program):
-    assert_no_longer_than_its_parts(lines.of(tokens, program))
+class TestInOneProcess(BesideSuite):
+    processes = 1

@@ -1,6 +1,7 @@
 """The fused kernel with one process per GPU, with several GPUs in each of several processes, and on shared GPUs."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -95,12 +96,17 @@ def test_ranks_in_processes_of_their_own_agree_with_the_reference_call_after_cal
         assert "1000 calls gave the same bits" in output
 
 
+def outputs_without_the_last(mode: str) -> Sequence[str]:
+    """What the ranks print in a mode of the worker in which the last one goes away."""
+    try:
+        return start("megakernel", mode, waits_s=3)
+    except LaunchError as error:  # the coordinator may notice a rank that is gone
+        return error.outputs
+
+
 @several_gpus
 def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
-    try:
-        outputs = start("megakernel", "absent", waits_s=3)
-    except LaunchError as error:  # the coordinator may notice a rank that is gone
-        outputs = error.outputs
+    outputs = outputs_without_the_last("absent")
     absent = len(outputs) - 1
     for rank, output in enumerate(outputs[:-1]):
         assert "the output is NaN" in output
@@ -111,10 +117,7 @@ def test_a_rank_that_stays_away_is_named_in_the_error_of_the_next_call():
 
 @several_gpus
 def test_a_failure_that_no_call_has_reported_is_printed_when_the_process_ends():
-    try:
-        outputs = start("megakernel", "silent", waits_s=3)
-    except LaunchError as error:  # the coordinator may notice a rank that is gone
-        outputs = error.outputs
+    outputs = outputs_without_the_last("silent")
     for output in outputs[:-1]:
         behind = output.partition("the output is NaN")[2]
         assert re.search(r"waited 3 s for inputs_ready.* That was the last that a layer of this process did", behind)
@@ -122,10 +125,7 @@ def test_a_failure_that_no_call_has_reported_is_printed_when_the_process_ends():
 
 @several_gpus
 def test_a_rank_that_stays_away_when_memory_grows_is_an_error_of_all_calls_from_then_on():
-    try:
-        outputs = start("megakernel", "away", waits_s=3)
-    except LaunchError as error:  # the coordinator may notice a rank that is gone
-        outputs = error.outputs
+    outputs = outputs_without_the_last("away")
     for output in outputs[:-1]:
         late = r"Not all ranks came within 3 s .* Restart all processes"
         [first_s] = re.findall(rf"^first call after ([\d.]+) s: .*{late}", output, re.M)

@@ -1,12 +1,12 @@
 """The host executor under ThreadSanitizer: its signals order all that is shared, and a wait left out is found."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.host import thread_sanitizer
+
 SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc", "ffi/host/signals.cc")
 RACES_FOUND = 66  # ThreadSanitizer's exit code
 
@@ -20,21 +20,7 @@ SITES = {
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory) -> Path:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    program = tmp_path_factory.mktemp("race") / "executor_race"
-    flags = ("-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{ROOT / 'ffi'}")
-    built = subprocess.run(
-        [compiler, *flags, *(ROOT / source for source in SOURCES), "-o", program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "cannot find" in built.stderr and "tsan" in built.stderr:
-        pytest.skip("needs the library of ThreadSanitizer (libtsan)")
-    assert built.returncode == 0, built.stderr
-    return program
+    return thread_sanitizer.build(tmp_path_factory.mktemp("race") / "executor_race", SOURCES)
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
