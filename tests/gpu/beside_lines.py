@@ -82,7 +82,7 @@ def selected(session: pytest.Session, module: str) -> set[tuple[int, str]]:
     """The cases of a module that are to be tested, of those that `pytest -k` and the like have left."""
     found = set()
     for item in session.items:
-        if isinstance(item, pytest.Function) and item.module.__name__ == module:
+        if isinstance(item, pytest.Function) and getattr(item.module, "__name__", None) == module:
             found.add((item.callspec.params["tokens"], item.callspec.params["program"]))
     return found
 
