@@ -15,11 +15,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,117 +28,24 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.api import Arguments
+from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
 from jaxmoe.bench.beside_programs import DATA_AXIS, DENSE_LAYERS, DENSE_WIDENING, PROGRAMS, Call, Inputs, Outcome, where
+from jaxmoe.bench.beside_table import Result, header, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import DTYPES, BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.shapes import SHAPES, LayerShape
-from jaxmoe.bench.timing import WARM_UP_CALLS, over_processes
+from jaxmoe.bench.windows import Timed, time_calls
 
 WIDTHS = "qwen3-30b-a3b"
 EXPERTS_PER_RANK = 32
 # Of `JAXMOE_TIMEOUT_SECONDS` where the user has not set it: far above any call, and a hang is told soon.
 TIMEOUT_SECONDS = 10
-# The clock of the host is read once in so much time, so that a late wake-up of its thread (some 50 us, now and then a
-# few hundred) is no slow call. A call that stands still for longer than this shows whole.
-WINDOW_SECONDS, MOST_WINDOW_CALLS = 2e-3, 10
-NEARLY = 0.9  # of the time asked for is enough: the last rounds of windows are short
 # Programs are compiled so many at once. With several processes one after the other: XLA lets processes share the tuning
 # of one program, and they should come to it in one order.
 COMPILED_AT_ONCE = 8
 PROGRESS_SECONDS = 10
-
-# Relative errors between a program and its parts. The same maths is compiled twice and added up in two orders; what is
-# in float32 may come from products of 16-bit rows. 16-bit results pass several roundings, each of half an eps at most:
-# gradients of dense layers differed by half an eps on four CPU devices. What is wrong differs by far more.
-ALLOWED_ERROR, ALLOWED_EPS = 1e-3, 2
-# Where an order of sums differs, a token close to a tie takes another expert. Whether the layer did right with it is
-# judged by the ids that it was given.
-ALLOWED_SHARE_OF_IDS = 0.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One line.
-
-    Args:
-      program: its name.
-      tokens: per rank.
-      ranks: of the program.
-      processes: of the run.
-      implementation: of the layer.
-      device: its kind.
-      jax: its version.
-      failure: why there are no figures, `None` where there are.
-      error: relative error of the other work's results against those of that work alone, the worst of them.
-      microseconds: per call, median over windows, see `time_calls`.
-      slowest: per call of the slowest window, microseconds.
-      layer: time of all its calls of the layer alone, with the routing given, microseconds.
-      work: time of the other work alone, the router's among it, microseconds.
-      work_slowest: per call of the slowest window of that, microseconds.
-    """
-
-    program: str
-    tokens: int
-    ranks: int
-    processes: int
-    implementation: str
-    device: str
-    jax: str
-    failure: str | None = None
-    error: float | None = None
-    microseconds: float | None = None
-    slowest: float | None = None
-    layer: float | None = None
-    work: float | None = None
-    work_slowest: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """Time over that of layer and work one after the other; `None` where there are no figures."""
-        if self.microseconds is None or self.layer is None or self.work is None:
-            return None
-        return self.microseconds / (self.layer + self.work)
-
-    def to_json(self) -> str:
-        """Returns the result as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self) | {"ratio": self.ratio}, allow_nan=False)
-
-
-# Name, width and whether the column is flush left.
-_COLUMNS = (
-    ("program", 19, True),
-    ("tokens", 6, False),
-    ("checked", 7, False),
-    ("median us", 9, False),
-    ("slowest us", 10, False),
-    ("layer alone", 11, False),
-    ("work alone", 10, False),
-    ("median / (layer + work)", 23, False),
-    ("what the program stands for", 0, True),
-)
-
-
-def header() -> str:
-    """Returns the names of the columns."""
-    return _row([name for name, _, _ in _COLUMNS])
-
-
-def line(result: Result) -> str:
-    """Returns a result as a line of the table."""
-    r = result
-    if r.failure is not None:
-        return f"{_row([r.program, str(r.tokens)])} {r.failure}"
-    assert r.error is not None
-    checked = "equal" if r.error == 0 else f"{r.error:.0e}"
-    figures = [f"{time:.1f}" for time in (r.microseconds, r.slowest, r.layer, r.work)]
-    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", PROGRAMS[r.program].stands_for])
-
-
-def _row(cells: list[str]) -> str:
-    columns = zip(cells, _COLUMNS, strict=False)
-    return " ".join(f"{cell:<{width}}" if left else f"{cell:>{width}}" for cell, (_, width, left) in columns).rstrip()
 
 
 def run(options: BesideOptions) -> int:
@@ -229,13 +134,6 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
             gc.collect()  # a failure's frames hold its arrays
 
 
-class Timed(NamedTuple):
-    """Microseconds per call, see `time_calls`."""
-
-    median: float
-    slowest: float
-
-
 class _Bench:
     """What the programs of one mesh and one number of tokens share: inputs, and the layer alone with its time."""
 
@@ -321,10 +219,10 @@ class _Bench:
         self._meet()
         of_calls = [(call.arguments(self.inputs, number), call.dy) for number, call in enumerate(outcome.calls)]
         answers = tuple(alone(*of_call) for of_call in of_calls)
-        error, work_wrong = self._compare_with_work(outcome, work(self.inputs, answers))
+        error, work_wrong = compare_with_work(outcome, work(self.inputs, answers), self.mesh)
         wrong = (
             self._compare_with_reference(of_calls[0][0], answers[0])
-            or self._compare_with_layer(outcome, answers)
+            or compare_with_layer(outcome, answers, self.implementation, self.mesh)
             or work_wrong
         )
         if wrong:
@@ -337,7 +235,7 @@ class _Bench:
             of_work, _ = time_calls(call, self.options.seconds / 2)
         with self._caller(result.program, program, None) as call:
             timed, last = time_calls(call, self.options.seconds)
-        if wrong := self._compare_with_layer(last, answers):
+        if wrong := compare_with_layer(last, answers, self.implementation, self.mesh):
             jax.block_until_ready(program(self.inputs, None))
             return dataclasses.replace(result, failure=f"no figures, the last call is wrong: {wrong}")
         return dataclasses.replace(
@@ -379,44 +277,6 @@ class _Bench:
         self.is_right = error <= sample.allowed
         return "" if self.is_right else f"the layer alone has an error of {error:.1e}, above {sample.allowed:.1e}"
 
-    def _compare_with_layer(self, outcome: Outcome, answers: Sequence[Results]) -> str:
-        """Returns which result of the layer is not that of the layer alone."""
-        for number, (call, answer) in enumerate(zip(outcome.calls, answers, strict=True)):
-            got: dict[str, Any] = {"y": call.y, "gradient": call.dexperts}
-            want: dict[str, Any] = {"y": answer.y, "gradient": answer.gradients and answer.gradients.experts}
-            for name, a, b in _pairs(got, want):
-                share, error = self._difference(a, b)
-                allowed = 0.0 if self.implementation == "megakernel" else float(jnp.finfo(a.dtype).eps)
-                if not (share == 0 or error <= allowed):
-                    return (
-                        f"{name} of call {number} of the layer is not that of the layer alone: {share:.1e} of the "
-                        f"numbers differ, relative error {error:.1e}"
-                    )
-        return ""
-
-    def _compare_with_work(self, outcome: Outcome, work: Outcome) -> tuple[float, str]:
-        """Returns the worst relative error of the other work's results, and which of them is wrong."""
-        worst = 0.0
-        for name, a, b in _pairs(outcome.of_work, work):
-            share, error = self._difference(a, b)
-            if name.endswith("topk_ids"):
-                is_right = share <= ALLOWED_SHARE_OF_IDS
-            else:
-                eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
-                is_right = error <= max(ALLOWED_ERROR, ALLOWED_EPS * eps)
-                worst = max(worst, error)
-            if not is_right:
-                return worst, (
-                    f"{name} is not that of the other work alone: {share:.1e} of the numbers differ, relative error "
-                    f"{error:.1e}"
-                )
-        return worst, ""
-
-    def _difference(self, got: jax.Array, want: jax.Array) -> tuple[float, float]:
-        """Returns the share of numbers that are not equal, and the relative error; NaN equals nothing."""
-        share, difference, size = np.asarray(_differences(self.mesh)(got, want), np.float64)
-        return float(share), float(difference / size if size else difference)
-
 
 class _Prefetching:
     """Calls whose next tokens a thread of the host copies to the devices; it reads the last loss too.
@@ -448,53 +308,6 @@ class _Prefetching:
         there = jax.make_array_from_callback(x.shape, x.sharding, self.tokens.__getitem__)
         np.asarray(loss)
         return there
-
-
-def time_calls(call: Callable[[int], Any], seconds: float) -> tuple[Timed, Any]:
-    """Returns microseconds per call, and what the last call returned.
-
-    Calls are enqueued without waiting, as a training loop does. Time is taken from the end of one window of calls to
-    the end of the next, which is enqueued before that, so that devices never wait for the host to read the clock. The
-    windows come in rounds, each at most twice as long as the one before, so that calls that have become slow do not
-    take long. The median over the windows and the slowest of them are those of the process where they are largest.
-
-    Args:
-      call: enqueues the i-th call of a function that is compiled, and returns its arrays; all processes call it alike.
-      seconds: approximate time in all.
-    """
-    start = time.perf_counter()
-    for i in range(WARM_UP_CALLS):
-        jax.block_until_ready(call(i))
-    one_call = over_processes(np.array([time.perf_counter() - start]) / WARM_UP_CALLS).max()
-    calls = int(np.clip(math.ceil(WINDOW_SECONDS / one_call), 1, MOST_WINDOW_CALLS))  # the same in all processes
-
-    times: list[np.ndarray] = []  # of each round, [processes, windows]
-    last, number, elapsed, windows = None, WARM_UP_CALLS, 0.0, 1
-    gc.collect()
-    gc.disable()  # a collection takes milliseconds, and no call is slow for it
-    try:
-        while not times or elapsed < NEARLY * seconds:
-            ends, before = [], None
-            # The first window begins, and the last one ends, with nothing else enqueued: neither is counted.
-            for _ in range(windows + 2):
-                for _ in range(calls):
-                    last = call(number)
-                    number += 1
-                if before is not None:
-                    jax.block_until_ready(before)
-                    ends.append(time.perf_counter())
-                before = last
-            jax.block_until_ready(last)
-            times.append(over_processes(np.diff(ends)))
-            of_windows = times[-1].max(0)
-            elapsed += float(of_windows.sum())
-            left = (seconds - elapsed) / max(float(of_windows.mean()), 1e-9)
-            # Powers of two: each length is compiled once where processes tell each other their times.
-            windows = 2 ** int(math.log2(max(min(2 * windows, left), 1)))
-    finally:
-        gc.enable()
-    of_all = np.concatenate(times, 1) / calls * 1e6
-    return Timed(float(np.median(of_all, axis=1).max()), float(of_all.max())), last
 
 
 def _make_meshes(options: BesideOptions) -> dict[bool, Mesh]:
@@ -570,24 +383,6 @@ def _make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., In
 def _tokens(sharding: NamedSharding, sizes: tuple[int, int], dtype: Any) -> jax.Array:
     make = jax.jit(lambda key: jax.random.normal(key, sizes, jnp.float32).astype(dtype), out_shardings=sharding)
     return make(jax.random.key(0))
-
-
-def _pairs(got: Any, want: Any) -> Iterator[tuple[str, jax.Array, jax.Array]]:
-    """Name and both arrays of every leaf of two trees that are alike."""
-    wanted = jax.tree.leaves(want)
-    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(got), wanted, strict=True):
-        yield jax.tree_util.keystr(path, simple=True, separator=" "), leaf, other
-
-
-@functools.lru_cache(maxsize=8)
-def _differences(mesh: Mesh) -> Any:
-    """A function to the share of numbers that differ, the norm of the difference, and that of the second array."""
-
-    def differences(got: jax.Array, want: jax.Array) -> jax.Array:
-        a, b = got.astype(jnp.float32), want.astype(jnp.float32)
-        return jnp.stack([jnp.mean(got != want, dtype=jnp.float32), jnp.linalg.norm(a - b), jnp.linalg.norm(b)])
-
-    return jax.jit(differences, out_shardings=NamedSharding(mesh, P()))
 
 
 @functools.lru_cache(maxsize=8)

@@ -18,8 +18,9 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxmoe
-from jaxmoe.bench import beside
+from jaxmoe.bench import beside, beside_checks, windows
 from jaxmoe.bench.beside_programs import PROGRAMS, Inputs, Layer, Outcome, Program
+from jaxmoe.bench.beside_table import Result
 from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.testing import relative_error
@@ -37,7 +38,7 @@ def options(*programs: str, **changes: Any) -> BesideOptions:
     return BesideOptions(programs, **fields | changes)
 
 
-def measured(*programs: str, **changes: Any) -> list[beside.Result]:
+def measured(*programs: str, **changes: Any) -> list[Result]:
     return list(beside.measure(options(*programs, **changes)))
 
 
@@ -59,11 +60,11 @@ def add(monkeypatch):
 DIFFERENT = [name for name in PROGRAMS if not name.endswith("_parallel")]
 
 
-def assert_equal_to_their_parts(results: list[beside.Result]) -> None:
+def assert_equal_to_their_parts(results: list[Result]) -> None:
     for result in results:
         assert result.failure is None, result
         assert result.error is not None
-        assert result.error <= beside.ALLOWED_EPS * jnp.finfo(jnp.bfloat16).eps
+        assert result.error <= beside_checks.ALLOWED_EPS * jnp.finfo(jnp.bfloat16).eps
         times = (result.microseconds, result.slowest, result.layer, result.work, result.work_slowest)
         assert all(value is not None and value > 0 for value in times)
 
@@ -241,7 +242,7 @@ class Clock:
 
     def __init__(self, seconds_of: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.numbers, self.seconds_of = 0.0, [], seconds_of
-        monkeypatch.setattr(beside, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(windows, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def call(self, number: int) -> np.ndarray:
         self.numbers.append(number)
@@ -251,7 +252,7 @@ class Clock:
 
 def test_the_slowest_window_shows_a_call_that_stands_still(monkeypatch):
     clock = Clock(lambda number: 0.1 if number == 40 else 0.003, monkeypatch)  # longer than a window, which is one call
-    times, _ = beside.time_calls(clock.call, seconds=0.5)
+    times, _ = windows.time_calls(clock.call, seconds=0.5)
     assert times.median == pytest.approx(3_000)
     assert times.slowest == pytest.approx(100_000)
     assert clock.numbers == list(range(len(clock.numbers)))
@@ -260,16 +261,16 @@ def test_the_slowest_window_shows_a_call_that_stands_still(monkeypatch):
 
 def test_a_window_of_short_calls_shows_one_that_takes_as_long_as_many(monkeypatch):
     clock = Clock(lambda number: 0.02 if number == 400 else 0.0004, monkeypatch)
-    times, _ = beside.time_calls(clock.call, seconds=0.5)
+    times, _ = windows.time_calls(clock.call, seconds=0.5)
     assert times.median == pytest.approx(400)
     assert times.slowest == pytest.approx((4 * 400 + 20_000) / 5)  # windows of 2 ms
 
 
 def test_calls_that_have_become_slow_end_in_time(monkeypatch):
     clock = Clock(lambda number: 0.0001 if number < 3 else 0.3, monkeypatch)
-    times, _ = beside.time_calls(clock.call, seconds=1.0)
+    times, _ = windows.time_calls(clock.call, seconds=1.0)
     assert times.median == pytest.approx(300_000)
-    assert len(clock.numbers) == 3 + 3 * beside.MOST_WINDOW_CALLS
+    assert len(clock.numbers) == 3 + 3 * windows.MOST_WINDOW_CALLS
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

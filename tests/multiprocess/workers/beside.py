@@ -12,6 +12,7 @@ from tests.multiprocess.rank import join, step
 def main() -> None:
     rank = join()
     from jaxmoe.bench import beside
+    from jaxmoe.bench.beside_table import line
     from jaxmoe.bench.options import BesideOptions
     from jaxmoe.bench.shapes import LayerShape
 
@@ -20,7 +21,7 @@ def main() -> None:
         fields["shape"] = LayerShape(*fields["shape"])
     fields |= {name: tuple(fields[name]) for name in ("programs", "tokens")}
     for result in beside.measure(BesideOptions(**fields), progress=step):
-        step(beside.line(result))
+        step(line(result))
         if rank.index == 0:
             step(f"result {result.to_json()}")
 
