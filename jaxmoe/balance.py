@@ -80,11 +80,10 @@ def router_aux(
     if logits is not None:
         columns += _squares(logits, token_valid)
     counted, mass, tokens, *squares = sum_over_tokens(columns, axes)
-    stats = counters.stats(counted)
     return MoEAux(
-        load_balancing_loss=_load_balancing_loss(stats, _mean(mass, tokens)),
+        load_balancing_loss=_load_balancing_loss(counters, counted, mass, tokens),
         router_z_loss=_mean(*squares)[0] if squares else jnp.zeros((), mass.dtype),
-        stats=stats,
+        stats=counters.stats(counted),
     )
 
 
@@ -128,7 +127,7 @@ def load_balancing_loss(
     counters = Counters.of(routing.topk_ids.shape, routing.scores.shape[-1], axes)
     columns = [counters.columns(routing.topk_ids, token_valid), *_probabilities(routing, token_valid)]
     counted, mass, tokens = sum_over_tokens(columns, axes)
-    return _load_balancing_loss(counters.stats(counted), _mean(mass, tokens))
+    return _load_balancing_loss(counters, counted, mass, tokens)
 
 
 def router_z_loss(
@@ -199,9 +198,14 @@ def update_selection_bias(
     return selection_bias + jnp.asarray(rate, selection_bias.dtype) * sign.astype(selection_bias.dtype)
 
 
-def _load_balancing_loss(stats: MoEStats, probability: Float[Array, " experts"]) -> Float[Array, ""]:
-    rows = stats.rows_per_expert.astype(probability.dtype)
-    return rows.size * jnp.sum(rows * probability) / jnp.maximum(rows.sum(), 1)
+def _load_balancing_loss(
+    counters: Counters, counted: Float[Array, " _"], mass: Float[Array, " experts"], tokens: Float[Array, "1"]
+) -> Float[Array, ""]:
+    """Returns the loss, given the sums over tokens of the counters' columns and of `_probabilities`."""
+    rows = counters.stats(counted).rows_per_expert.astype(mass.dtype)
+    used = jnp.maximum(counters.used_slots(counted), 1).astype(mass.dtype)
+    # Nothing is left to do behind the sum: that would be a kernel of its own.
+    return jnp.sum(rows * (rows.size / used) * _mean(mass, tokens))
 
 
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:

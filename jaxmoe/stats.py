@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
@@ -128,11 +129,13 @@ class Counters:
       num_experts: of the ids that are counted.
       slots_per_counter: successive slots of a token that go to one counter.
       token_turns: counters among which tokens take turns, by their position on this rank.
+      slots: of all tokens on all ranks.
     """
 
     num_experts: int
     slots_per_counter: int
     token_turns: int
+    slots: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], num_experts: int, axes: tuple[str, ...]) -> "Counters":
@@ -141,7 +144,7 @@ class Counters:
         ranks = math.prod(jax.lax.axis_size(name) for name in axes)
         most_per_rank = max(_MOST_PER_COLUMN // ranks, 1)
         slots_per_counter = min(max(most_per_rank // tokens, 1), top_k)
-        return cls(num_experts, slots_per_counter, token_turns=-(-tokens // most_per_rank))
+        return cls(num_experts, slots_per_counter, -(-tokens // most_per_rank), math.prod(shape) * ranks)
 
     def columns(
         self, topk_ids: Integer[Array, "*batch top_k"], token_valid: Bool[Array, "*batch"] | None
@@ -171,13 +174,26 @@ class Counters:
 
     def stats(self, sums: Float[Array, " columns"]) -> MoEStats:
         """Returns the statistics, given the sums over tokens of `columns`."""
-        counts = sums.astype(jnp.int32).reshape(-1, self.num_experts + 2).sum(0, dtype=jnp.int32)
-        return MoEStats(
-            rows_per_expert=counts[:-2],
-            dropped_rows=jnp.zeros((), jnp.int32),
-            unused_slots=counts[-2] + counts[-1],
-            out_of_range_ids=counts[-2],
-        )
+        counts = self._counts(sums)
+        rows, unused = counts[:-2], counts[-2] + counts[-1]
+        # What is missing, instead of a constant: XLA copies a constant result in an operation of its own.
+        dropped = self._int32_slots() - unused - rows.sum(dtype=jnp.int32)
+        return MoEStats(rows_per_expert=rows, dropped_rows=dropped, unused_slots=unused, out_of_range_ids=counts[-2])
+
+    def used_slots(self, sums: Float[Array, " columns"]) -> Int32[Array, ""]:
+        """Returns how many slots name an expert, given the sums over tokens of `columns`.
+
+        It takes no sum over experts: what needs both that and a sum of its own is then one kernel instead of two.
+        """
+        counts = self._counts(sums)
+        return self._int32_slots() - counts[-2] - counts[-1]
+
+    def _counts(self, sums: Float[Array, " columns"]) -> Int32[Array, "_"]:
+        return sums.astype(jnp.int32).reshape(-1, self.num_experts + 2).sum(0, dtype=jnp.int32)
+
+    def _int32_slots(self) -> Int32[Array, ""]:
+        """As the counts: where there are more slots than int32 holds, differences are still right."""
+        return jnp.asarray(np.uint32(self.slots % 2**32).astype(np.int32))
 
 
 def any_slot(slots: Bool[Array, "*batch slots"]) -> Bool[Array, "*batch"]:

@@ -214,6 +214,12 @@ def _both(layer: Layer, inputs: Inputs) -> Outcome:
     return Outcome((call,), {"stats": stats, "loss": jaxmoe.load_balancing_loss(routing)})
 
 
+def _aux(layer: Layer, inputs: Inputs) -> Outcome:
+    call, _, routing, _ = layer(inputs)
+    aux = jaxmoe.router_aux(routing)
+    return Outcome((call,), {"stats": aux.stats, "loss": aux.load_balancing_loss})
+
+
 def _norm_before(layer: Layer, inputs: Inputs) -> Outcome:
     call, *_ = layer(inputs)
     return Outcome((call,), {"norm": _sum_of_squares(inputs.x)})
@@ -361,7 +367,8 @@ PROGRAMS: dict[str, Program] = {
     "plain": Program("router and layer, nothing else", _plain),
     "stats": Program("load statistics of the layer, summed over ranks", _stats),
     "loss": Program("load balancing loss over all tokens", _loss),
-    "both": Program("statistics and loss", _both),
+    "both": Program("statistics and loss, each by its own function", _both),
+    "aux": Program("statistics and loss by jaxmoe.router_aux", _aux),
     "norm_before": Program("global sum over the tokens that the layer reads too", _norm_before),
     "norm_after": Program("global sum over what the layer returns", _norm_after),
     "train": Program("gradients of router and experts, with the balance loss", _train),

@@ -101,6 +101,43 @@ def test_shapes_may_change_from_call_to_call():
             np.testing.assert_array_equal(y, first)
 
 
+@pytest.mark.timeout(300)
+def test_a_hundred_thousand_calls_of_alternating_shapes_give_the_same_bits():
+    """Forward and backward passes of four shapes, none of them waited for."""
+    sizes: list[dict[str, Any]] = [
+        {"tokens": 16, "hidden": 256, "intermediate": 256, "num_experts": 64, "top_k": 8},
+        {"tokens": 1024, "hidden": 512, "intermediate": 128, "num_experts": 8, "top_k": 2},
+        {"tokens": 240, "hidden": 128, "intermediate": 384, "num_experts": 16, "top_k": 4},
+        {"tokens": 64, "hidden": 256, "intermediate": 64, "num_experts": 32, "top_k": 1},
+    ]
+    placed = jax.NamedSharding(mesh_of("expert"), P("expert"))
+
+    def program(number: int, passes: Any) -> Any:
+        arguments = make_inputs(number, **sizes[number], routing="zipf", dtype=jnp.bfloat16)
+        arguments = jax.device_put(arguments, placed)
+        expected = jax.jit(passes)(arguments)
+
+        def differences(wrong: jax.Array, arguments: Arguments, expected: Any) -> jax.Array:
+            """Counts elements by themselves on each device: no sum over devices holds them together."""
+            pairs = zip(jax.tree.leaves(passes(arguments)), jax.tree.leaves(expected), strict=True)
+            return sum((jnp.sum((got != want).reshape(len(wrong), -1), 1) for got, want in pairs), start=wrong)
+
+        call = jax.jit(differences)
+        return lambda wrong: call(wrong, arguments, expected)
+
+    forward = layer("all devices", implementation="megakernel")
+    programs = [program(number, forward) for number in range(4)]
+    programs += [program(number, gradients_of(forward)) for number in (1, 2)]
+    wrong = jax.device_put(jnp.zeros(jax.device_count(), jnp.int32), placed)
+    for number in range(100_000):
+        # 5 is prime to 6, and the other stride lets a shape come twice in turn.
+        wrong = programs[(number * 5 + number // 1000) % len(programs)](wrong)
+        if number % 100 == 0:
+            jax.block_until_ready(wrong)
+    assert int(wrong.sum()) == 0
+    jaxmoe.raise_if_failed()
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device has no order")
 @pytest.mark.parametrize("axes", [("expert",), ("expert", "data"), ("data", "expert")], ids=" x ".join)
 def test_the_order_of_devices_in_the_mesh_does_not_matter(axes):

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -66,6 +66,7 @@ def launch(
     platform: Literal["cpu", "gpu"] = "cpu",
     shared_gpus: int | None = None,
     environment: Callable[[int], Mapping[str, str]] | None = None,
+    may_fail: Collection[int] = (),
 ) -> tuple[str, ...]:
     """Runs a program as all ranks of one job and returns what each of them printed, stderr included.
 
@@ -82,6 +83,7 @@ def launch(
         processes run after the other, a few milliseconds each, and NCCL, which wants a GPU for each rank of a host,
         takes processes for hosts: correct and slow.
       environment: further variables of a rank, such as `CUDA_VISIBLE_DEVICES`.
+      may_fail: ranks whose status does not matter: the job goes on without them.
 
     Raises:
       LaunchError: a rank ended with another status than 0 or by a signal, was silent for too long, or the time is over.
@@ -104,7 +106,7 @@ def launch(
             codes = [process.exit_code() for process in job.processes]
             job.read_available(POLL_S)
             running = [index for index, code in enumerate(codes) if code is None]
-            if bad := [index for index, code in enumerate(codes) if code]:
+            if bad := [index for index, code in enumerate(codes) if code and index not in may_fail]:
                 # A rank that dies takes its peers along within moments; whoever was found dead first is to blame.
                 reason = " and ".join(f"rank {index} {_ending(codes[index])}" for index in bad)
                 raise job.failed(bad, f"{reason} after {time.monotonic() - started:.1f} s")

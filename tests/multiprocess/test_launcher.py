@@ -124,6 +124,17 @@ def test_a_rank_that_exits_with_a_status_fails_the_launch_by_name_and_ends_the_o
     assert len(pids_in(error.outputs, "child")) == 1
 
 
+def test_a_job_goes_on_without_a_rank_that_may_fail(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, time; from tests.multiprocess.rank import this_rank\n"
+        "if this_rank().index == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(1); print('went on', flush=True)"
+    )
+    options: dict[str, Any] = dict(devices_per_process=1, timeout_s=60, silence_s=30)
+    assert launch(str(script), processes=2, may_fail=[1], **options) == ("went on\n", "")
+
+
 def test_a_rank_that_raises_fails_the_launch_with_its_traceback():
     error = failure_of("raise")
     assert error.ranks == (1,)

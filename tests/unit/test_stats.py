@@ -276,8 +276,8 @@ def test_no_column_exceeds_what_it_counts_exactly_and_the_counts_are_right(
 
 
 def test_one_counter_is_enough_for_calls_of_usual_size() -> None:
-    assert counting.Counters.of((2**21, 8), 128, ()) == counting.Counters(128, slots_per_counter=8, token_turns=1)
-    assert counting.Counters.of((2**21 + 1, 8), 128, ()) == counting.Counters(128, slots_per_counter=7, token_turns=1)
+    assert counting.Counters.of((2**21, 8), 128, ()) == counting.Counters(128, 8, token_turns=1, slots=2**24)
+    assert counting.Counters.of((2**21 + 1, 8), 128, ()) == counting.Counters(128, 7, token_turns=1, slots=2**24 + 8)
 
 
 @pytest.mark.parametrize("top_k", [31, 32, 33])
