@@ -1,6 +1,7 @@
 """Every test runs on 8 virtual CPU devices, with the shapes in jaxmoe's signatures checked at every call."""
 
 import os
+from pathlib import Path
 
 import jaxtyping
 
@@ -9,6 +10,12 @@ jaxtyping.install_import_hook("jaxmoe", "beartype.beartype")
 
 if os.environ.get("JAXMOE_TEST_DEVICES") != "gpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # What has been compiled is not compiled again, neither by commands that tests start nor in the next run. A folder
+    # for each test process, since JAX's cache has no locks.
+    cache = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from jaxmoe import testing  # noqa: E402
 

@@ -98,6 +98,7 @@ def launch(
             rank = Rank(index, processes, f"127.0.0.1:{port}", devices_per_process, gpus, os.getpid())
             variables = {VARIABLE: rank.to_json(), "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
             variables |= {} if shared_gpus is None else {"NCCL_HOSTID": f"rank{index}"}
+            variables |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # ranks would read files that others still write
             variables |= environment(index) if environment else {}
             job.start([module_or_script, *arguments], variables)
 

@@ -290,7 +290,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_path):
     path = tmp_path / "results"
     arguments = ("--ep=2", "--shape=32,48,8,2", "--tokens=8,16", "--programs=loss,groups", "--seconds=0.01")
-    done = program(*arguments, f"--json={path}")
+    done = program(*arguments, f"--implementation={IMPLEMENTATION}", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("cpu x 2, 1 process(es), jax ")
     lines = re.findall(r"^(loss|groups) +(8|16) +(?:equal|\de-\d\d) +\d+\.\d .* \d+\.\d{3} [a-z]", done.stdout, re.M)
