@@ -101,13 +101,9 @@ def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("tokens", TOKENS)
 class BesideSuite:
-    """What has to hold of every program, in `processes` processes. One run serves all tests of a file."""
+    """What has to hold of every program, in `processes` processes. One run, `lines` (conftest.py), serves all tests."""
 
     processes: int
-
-    @pytest.fixture(scope="class")
-    def lines(self, request):
-        return Lines(self.processes, selected(request.session, request.module.__name__))
 
     def test_it_ends_and_returns_what_layer_and_other_work_return_alone(self, lines, tokens, program):
         lines.of(tokens, program)

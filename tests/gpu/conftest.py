@@ -1,0 +1,11 @@
+"""What tests on GPUs share besides what all tests do."""
+
+import pytest
+
+from tests.gpu.beside_lines import Lines, selected
+
+
+@pytest.fixture(scope="class")
+def lines(request):
+    """The results of one run of the programs that a subclass of `BesideSuite` is about."""
+    return Lines(request.cls.processes, selected(request.session, request.module.__name__))
