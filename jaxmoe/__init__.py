@@ -8,15 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
-from jaxmoe.balance import MoEAux, load_balancing_loss, router_aux, router_z_loss, update_selection_bias
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
-from jaxmoe.plan import KernelPlan, Plan
-from jaxmoe.plan_defaults import default_plan
-from jaxmoe.routing import RouterConfig, Routing, route
-from jaxmoe.stats import MoEStats, load_stats
-from jaxmoe.xla_impl import CHECKPOINT_NAMES
+from jaxmoe.implementations.base import CHECKPOINT_NAMES
+from jaxmoe.plan import KernelPlan, Plan, default_plan
+from jaxmoe.routing import (
+    MoEAux,
+    MoEStats,
+    RouterConfig,
+    Routing,
+    load_balancing_loss,
+    load_stats,
+    route,
+    router_aux,
+    router_z_loss,
+    update_selection_bias,
+)
 
 try:
     __version__ = version("jaxmoe")

@@ -1,9 +1,9 @@
 """Activations of the expert FFN: value and derivative, one table for every implementation.
 
 `api.py` resolves the user's `activation=` argument here once; `reference.py` uses `value` and lets JAX differentiate
-it, `xla_impl.py` uses the closed forms of `vjp`, `megakernel.py` passes the kind on to compiled code, which has the
-same table (ffi/common/activation.h). All functions are elementwise and compute in the dtype they are given, which the
-callers make float32 (or float64).
+it, `xla/` uses the closed forms of `vjp`, `megakernel/` passes the kind on to compiled code, which has the same table
+(ffi/common/activation.h). All functions are elementwise and compute in the dtype they are given, which the callers make
+float32 (or float64).
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 The user calls it with a routing made by `routing.route` and weights in an `Experts`. Everything is checked before
 anything runs (`call.py`), `shard_map` is entered where the caller has not (`sharding.py`), and each rank hands its
-tokens to `reference.py` (the truth), `xla_impl.py` (portable) or `megakernel.py` (fused).
+tokens to one of the implementations: `reference.py` (the truth), `xla/` (portable) or `megakernel/` (fused).
 """
 
 import functools
@@ -21,11 +21,11 @@ from jaxmoe.activation import Activation
 from jaxmoe.call import Call, Implementation, Residuals
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.megakernel import megakernel
+from jaxmoe.implementations.megakernel.layer import megakernel
+from jaxmoe.implementations.reference import reference
+from jaxmoe.implementations.xla.layer import xla
 from jaxmoe.plan import AnyPlan, KernelPlan
-from jaxmoe.reference import reference
-from jaxmoe.stats import MoEStats, int32_ids, load_stats
-from jaxmoe.xla_impl import xla
+from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 
 
 def moe_layer(

@@ -15,9 +15,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
-from jaxmoe import limits, reach, sharding
-from jaxmoe.plan import AnyPlan, KernelPlan, Plan, Shape
-from jaxmoe.plan_defaults import default_plan
+from jaxmoe import reach, sharding
+from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.megakernel import limits
+from jaxmoe.plan import AnyPlan, KernelPlan, Plan, default_plan
 
 Implementation = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]

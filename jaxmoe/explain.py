@@ -9,8 +9,10 @@ from jax.sharding import AxisType
 from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.call import Call, Implementation, Residuals
-from jaxmoe.kernel_plan_defaults import WORKERS_OF_A_GPU, backward_plan, pulls_per_token
-from jaxmoe.plan import KernelPlan, Plan, Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.megakernel.plan_defaults import WORKERS_OF_A_GPU, backward_plan, pulls_per_token
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.plan import KernelPlan, Plan
 
 _MEMORY_OF = {"megakernel": "memory that peers reach, kept between calls,"}
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
     "BuildInfo",
     "CudaStatus",
     "DeviceInfo",
@@ -31,6 +33,9 @@ __all__ = [
     "targets",
     "visible_gpus",
 ]
+
+# FFI targets: a layer, and its gradients.
+FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
 
 _REBUILD = (
     "Run `make test` in the project's folder, which builds it into .venv, or `pip install .` to build it into "

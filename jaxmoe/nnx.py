@@ -1,4 +1,4 @@
-"""`MoE` for Flax NNX: router, experts and an optional shared expert in one module; the maths is in `layers.py`."""
+"""`MoE` for Flax NNX: router, experts and an optional shared expert in one module; the maths is in `flax/layers.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe import layers
 from jaxmoe.activation import Activation
 from jaxmoe.call import Implementation, Residuals
-from jaxmoe.layers import AxisName, Initializer, LayerConfig, MoEAux
+from jaxmoe.flax import layers
+from jaxmoe.flax.layers import AxisName, Initializer, LayerConfig, MoEAux
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
-from jaxmoe.stats import MoEStats
+from jaxmoe.routing.stats import MoEStats
 
 try:
     from flax import nnx

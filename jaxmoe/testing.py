@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Shaped
 from jaxmoe.activation import resolve
 from jaxmoe.api import Arguments
 from jaxmoe.experts import Experts
-from jaxmoe.reference import reference
+from jaxmoe.implementations.reference import reference
+from jaxmoe.routing.stats import int32_ids
 from jaxmoe.sharding import ExpertGroup
-from jaxmoe.stats import int32_ids
 
 AnyArray = Float[Array | np.ndarray, "*shape"]
 RoutingKind = Literal["uniform", "zipf", "one-hot", "empty-expert", "unused-slots", "all-unused", "repeated"]

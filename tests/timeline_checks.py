@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 
 import jaxmoe.native as native
-from jaxmoe.kernel_plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
-from jaxmoe.plan import granularity
+from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
+from jaxmoe.implementations.megakernel.tiling import granularity
 from jaxmoe.profiling.timeline import Timeline
 
 # Of every GEMM, the wait in front of its products, which themselves have its name.

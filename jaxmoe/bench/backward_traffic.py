@@ -17,7 +17,8 @@ from jaxmoe.bench.traffic import (
     busiest,
     matrix_bytes,
 )
-from jaxmoe.plan import Granularity, KernelPlan, Shape
+from jaxmoe.implementations.megakernel.tiling import Granularity
+from jaxmoe.plan import KernelPlan, Shape
 
 
 @dataclasses.dataclass(frozen=True)

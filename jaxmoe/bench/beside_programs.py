@@ -22,7 +22,7 @@ import jaxmoe
 from jaxmoe.api import Arguments
 from jaxmoe.bench.inputs import AXIS
 from jaxmoe.bench.passes import Gradients, Pass, Results
-from jaxmoe.stats import MoEStats
+from jaxmoe.routing.stats import MoEStats
 
 DATA_AXIS = "data"
 # Dense layers between calls of the layer, in the programs that have some.

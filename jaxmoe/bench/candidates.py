@@ -21,8 +21,9 @@ from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
-from jaxmoe.kernel_plan_defaults import backward_plan
-from jaxmoe.plan import KernelPlan, granularity
+from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
+from jaxmoe.implementations.megakernel.tiling import granularity
+from jaxmoe.plan import KernelPlan
 
 
 @dataclasses.dataclass(frozen=True)

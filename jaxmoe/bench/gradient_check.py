@@ -31,7 +31,7 @@ from jaxmoe.activation import resolve
 from jaxmoe.api import Arguments
 from jaxmoe.bench.inputs import AXIS, Inputs, random_tokens, take
 from jaxmoe.bench.passes import Gradients
-from jaxmoe.reference import reference
+from jaxmoe.implementations.reference import reference
 from jaxmoe.sharding import ExpertGroup, vary_alike
 from jaxmoe.testing import relative_error, tolerance
 

@@ -24,8 +24,8 @@ from jaxmoe.activation import resolve
 from jaxmoe.api import Arguments
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.implementations.reference import reference
 from jaxmoe.plan import Shape
-from jaxmoe.reference import reference
 from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import RoutingKind, make_ids, relative_error, tolerance
 

@@ -6,7 +6,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import native
-from jaxmoe.plan_defaults import has_tokamax
+from jaxmoe.implementations.xla.plan import has_tokamax
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import LayerSuite
 

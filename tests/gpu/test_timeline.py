@@ -10,7 +10,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import native
-from jaxmoe.kernel_plan_defaults import CHUNK_ROWS
+from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks

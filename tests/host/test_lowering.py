@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import megakernel
+from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import SIZES
 

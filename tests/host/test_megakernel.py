@@ -13,12 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import call as calls
-from jaxmoe import limits, megakernel, native, reach
+from jaxmoe import native, reach
 from jaxmoe.activation import ACTIVATIONS
-from jaxmoe.kernel_plan_defaults import SEGMENT_TILES_ON_CPU
-from jaxmoe.megakernel import TIMEOUT_VARIABLE, timeout_seconds
+from jaxmoe.implementations.megakernel import layer as megakernel
+from jaxmoe.implementations.megakernel import limits
+from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE, timeout_seconds
+from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.nnx import MoE
-from jaxmoe.plan import Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.plan import Shape
 from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of

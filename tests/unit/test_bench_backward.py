@@ -25,7 +25,8 @@ from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
 from jaxmoe.bench.passes import Gradients, Results
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.bench.traffic import MegakernelMemory, Routing
-from jaxmoe.plan import Granularity, KernelPlan, Shape
+from jaxmoe.implementations.megakernel.tiling import Granularity
+from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import dense, make_ids, relative_error
 
 TINY = shapes.Case("tiny", LayerShape(hidden=32, intermediate=80, num_experts=8, top_k=2), tokens=40)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmoe
-from jaxmoe import kernel_plan_defaults as kernel_defaults
-from jaxmoe import plan as plans
-from jaxmoe import plan_defaults
-from jaxmoe.plan import Shape
-from jaxmoe.plan_defaults import default_plan
+from jaxmoe.implementations.base import ROWS_OVER_BALANCED
+from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles
+from jaxmoe.implementations.xla import plan as xla_plans
+from jaxmoe.plan import Shape, default_plan
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import mesh_of
 
@@ -64,8 +64,8 @@ def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(toke
     shape = Shape(tokens, hidden=64, intermediate=64, num_experts=64, top_k=top_k, ranks=ranks)
     plan = default_plan(shape, platform, dtype)
     assert 1 <= plan.chunk_rows <= max(shape.all_slots, 1)
-    roomy = plans.ROWS_OVER_BALANCED * shape.balanced_rows + plan_defaults.ROW_TILE
-    assert plan.chunk_rows <= max(plan_defaults.WORST_CASE_ROWS, roomy)
+    roomy = ROWS_OVER_BALANCED * shape.balanced_rows + xla_plans.ROW_TILE
+    assert plan.chunk_rows <= max(xla_plans.WORST_CASE_ROWS, roomy)
     assert [reason.split("=")[0] for reason in plan.reasons] == ["chunk_rows", "grouped_gemm"]
     assert all(": " in reason for reason in plan.reasons)
 
@@ -84,7 +84,7 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
 ):
     shape = Shape(tokens, hidden, 64, ranks * experts_per_rank, top_k, ranks, gated=gated)
     plan = default_plan(shape, platform, jnp.bfloat16, "megakernel")
-    most = plans.most_row_tiles(shape, platform)
+    most = most_row_tiles(shape, platform)
     assert min(plan.fewest_ring_tiles, most) <= plan.ring_tiles <= most
     backward = plan.backward
     assert backward is not None
@@ -92,7 +92,7 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     assert min(backward.fewest_ring_tiles, most) <= backward.ring_tiles <= most
     for choice in ("segment_tiles", "unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens"):
         assert any(reason.startswith(f"{choice}={getattr(backward, choice)}: ") for reason in backward.reasons)
-    rows = plan.unit_tiles * plans.granularity(platform, gated).tile_rows
+    rows = plan.unit_tiles * granularity(platform, gated).tile_rows
     if platform == "gpu":
         assert (
             plan.unit_tiles <= kernel_defaults.FEWEST_UNIT_TILES
@@ -124,6 +124,6 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     ],
 )
 def test_the_grouped_gemm_is_tokamax_on_gpus_where_it_can_be(monkeypatch, platform, dtype, installed, hidden, chosen):
-    monkeypatch.setattr(plan_defaults, "has_tokamax", lambda: installed)
+    monkeypatch.setattr(xla_plans, "has_tokamax", lambda: installed)
     shape = Shape(64, hidden=hidden, intermediate=64, num_experts=8, top_k=2)
     assert default_plan(shape, platform, dtype).grouped_gemm == chosen

@@ -22,7 +22,7 @@ import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe import RouterConfig, SwiGLU
 from jaxmoe.api import Arguments
-from jaxmoe.layers import MoEAux
+from jaxmoe.flax.layers import MoEAux
 from jaxmoe.testing import dense, relative_error
 
 BATCH, LENGTH, HIDDEN, INTERMEDIATE, SHARED, EXPERTS = 8, 3, 16, 24, 20, 8

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import limits, native
+from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
-from jaxmoe.megakernel import FORWARD
+from jaxmoe.implementations.megakernel import limits
+from jaxmoe.native import FORWARD
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import mesh_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe import outer_products
-from jaxmoe.outer_products import sum_of_outer_products
+from jaxmoe.implementations.xla import outer_products
+from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 
 INNER, OUTER = 3, 5
 

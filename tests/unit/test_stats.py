@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 import jaxmoe.nnx
-from jaxmoe import stats as counting
+from jaxmoe.routing import stats as counting
 
 EXPERTS, TOP_K = 16, 3
 SHAPE = (16, 4)  # of a batch of tokens

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe.local_rows import _count_below, stable_argsort
+from jaxmoe.implementations.base import CHECKPOINT_NAMES
+from jaxmoe.implementations.xla.local_rows import _count_below, stable_argsort
 from jaxmoe.testing import dense, make_inputs, relative_error
-from jaxmoe.xla_impl import CHECKPOINT_NAMES
 from tests.layer_suite import LayerSuite, layer, mesh_of, widened
 
 

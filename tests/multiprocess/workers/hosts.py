@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import limits, native, sharding
+from jaxmoe import native, sharding
 from jaxmoe.api import Arguments
+from jaxmoe.implementations.megakernel import limits
 from jaxmoe.testing import dense, make_inputs
 from tests.layer_suite import widened
 from tests.multiprocess.rank import join, look_like_host, step, this_rank

@@ -1,6 +1,6 @@
 """Grouped GEMMs: each row with the matrix of the expert that owns it, through `jax.lax.ragged_dot` or tokamax.
 
-Called by `xla_impl.py`, which differentiates by hand: the product with the transposed matrix is here by name, the
+`layer.py` calls it, which differentiates by hand: the product with the transposed matrix is here by name, the
 gradients of the matrices are in `outer_products.py`.
 """
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmoe.local_rows import Pass
-from jaxmoe.outer_products import sum_of_outer_products
-from jaxmoe.plan import GroupedGemm
+from jaxmoe.implementations.xla.local_rows import Pass
+from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
+from jaxmoe.implementations.xla.plan import GroupedGemm
 from jaxmoe.sharding import vary_alike
 
 # [rows, inner] x [experts, inner, outer] -> [rows, outer]
@@ -34,8 +34,8 @@ def _grouped_gemm(
         lhs, rhs, p.rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
     )
     # Its type says that the result is the same on all ranks (tokamax 0.0.17). The cast would be wrong to differentiate
-    # through, since its transpose is a sum over the ranks, but no JAX transformation sees these products: xla_impl.py
-    # has its own VJP.
+    # through, since its transpose is a sum over the ranks, but no JAX transformation sees these products: layer.py has
+    # its own VJP.
     return vary_alike((out, lhs, rhs))[0]
 
 

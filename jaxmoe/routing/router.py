@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxmoe.pytrees import pytree
-from jaxmoe.stats import check_token_valid, int32_ids
+from jaxmoe.routing.stats import check_token_valid, int32_ids
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
 

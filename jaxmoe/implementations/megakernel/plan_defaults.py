@@ -1,9 +1,11 @@
 """The choices of the megakernel's default plans: forward, and backward with its segments.
 
-Callers: `plan_defaults.py`; `megakernel.py` and the benchmark for the backward plan that goes with a plan.
+`layer.py` and the benchmark also ask for the backward plan that goes with a plan.
 """
 
-from jaxmoe.plan import KernelPlan, Shape, granularity, most_row_tiles
+from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.megakernel.plan import KernelPlan
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles
 
 # Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
 # the unit's tiles share stay there as well.

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
-from jaxmoe.megakernel import FORWARD
-from jaxmoe.plan import KernelPlan, Shape, most_row_tiles
+from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.megakernel.plan import KernelPlan
+from jaxmoe.implementations.megakernel.tiling import most_row_tiles
+from jaxmoe.native import FORWARD
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
 MOST_RANKS = {"cpu": 256, "gpu": 8}

@@ -1,6 +1,6 @@
 """The rows that a rank's experts have to process, in the order in which they do.
 
-`xla_impl.py` gathers the routing of all ranks, sorts here the slots that name its experts, and moves values between
+`layer.py` gathers the routing of all ranks, sorts here the slots that name its experts, and moves values between
 tokens and rows with the gathers below, one pass of `plan.chunk_rows` rows at a time. There is no scatter-add: every
 sum has a fixed order.
 """

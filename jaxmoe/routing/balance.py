@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.pytrees import pytree
-from jaxmoe.routing import Routing
-from jaxmoe.stats import Counters, MoEStats, any_slot, check_token_valid, manual_axes, sum_over_tokens
+from jaxmoe.routing.router import Routing
+from jaxmoe.routing.stats import Counters, MoEStats, any_slot, check_token_valid, manual_axes, sum_over_tokens
 
 
 @pytree

@@ -1,6 +1,6 @@
 """Gradients of the experts' matrices: the sum over each expert's rows of the outer products of two rows.
 
-Called by `xla_impl.py` and `grouped_gemm.py`. Plain JAX, since on GPUs neither grouped GEMM whose groups lie along the
+Called by `layer.py` and `grouped_gemm.py`. Plain JAX, since on GPUs neither grouped GEMM whose groups lie along the
 contracted dimension will do: the results of tokamax's (0.0.17 with jax 0.11.2) differ from run to run and are off by
 percents where experts have thousands of rows, and `jax.lax.ragged_dot_general` multiplies all rows for every expert.
 """

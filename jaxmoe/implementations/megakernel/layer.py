@@ -22,16 +22,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxmoe import lowering
 from jaxmoe.activation import Activation, compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.kernel_plan_defaults import backward_plan
-from jaxmoe.plan import KernelPlan, Shape, granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.implementations.base import CHECKPOINT_NAMES, Inputs, Shape
+from jaxmoe.implementations.megakernel import lowering
+from jaxmoe.implementations.megakernel.plan import KernelPlan
+from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
-from jaxmoe.xla_impl import CHECKPOINT_NAMES, Inputs
 
-FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
 # this process; on GPUs of several processes a rank may wait while another one's host reads data or writes a checkpoint.
 TIMEOUT_SECONDS = {"cpu": 60.0, "gpu": 600.0}

@@ -22,13 +22,13 @@ from jaxmoe import activation as activations
 from jaxmoe import call as calls
 from jaxmoe.activation import Activation
 from jaxmoe.api import moe_layer
-from jaxmoe.balance import MoEAux, router_aux, update_selection_bias
 from jaxmoe.call import Implementation, Residuals
 from jaxmoe.experts import Experts, takes_experts
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig, route
+from jaxmoe.routing.balance import MoEAux, router_aux, update_selection_bias
+from jaxmoe.routing.stats import MoEStats, check_token_valid
 from jaxmoe.sharding import axis_tuple, reshard_explicit
-from jaxmoe.stats import MoEStats, check_token_valid
 
 EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
 Initializer = Callable[..., Any]

@@ -1,15 +1,15 @@
-"""The plan of a call whose user passes none, with the reason of every choice.
+"""The plan of the portable implementation: what may be chosen, and the default with the reason of every choice."""
 
-`call.py` asks `default_plan`. The choices of `"xla"` are here, those of `"megakernel"` in `kernel_plan_defaults.py`.
-"""
-
+import dataclasses
 import importlib.util
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxmoe.kernel_plan_defaults import kernel_plan
-from jaxmoe.plan import ROWS_OVER_BALANCED, AnyPlan, GroupedGemm, KernelPlan, Plan, Shape
+from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape, integer
+
+GroupedGemm = Literal["ragged_dot", "tokamax"]
+GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")
 
 # Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
 # CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
@@ -20,33 +20,36 @@ ROW_TILE = 128
 TOKAMAX_MULTIPLE = 8
 
 
-@overload
-def default_plan(
-    shape: Shape, platform: str, dtype: Any = ..., implementation: Literal["xla", "reference"] = ...
-) -> Plan: ...
-@overload
-def default_plan(shape: Shape, platform: str, dtype: Any, implementation: Literal["megakernel"]) -> KernelPlan: ...
-@overload
-def default_plan(shape: Shape, platform: str, dtype: Any, implementation: str) -> AnyPlan: ...
-
-
-def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, implementation: str = "xla") -> AnyPlan:
-    """Returns the plan for a shape on a platform, with the reason of every choice.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Choices of the `"xla"` implementation.
 
     Args:
-      shape: sizes of the call.
-      platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
-      dtype: of tokens and weights.
-      implementation: that the plan is for: a `KernelPlan` for `"megakernel"`, a `Plan` for the others.
+      chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank
+        whose experts are chosen more often than others) take further passes, so that none is dropped.
+      grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
+        kernel. The gradients of the weights are sums of plain products either way (`outer_products.py`).
+      reasons: why, one sentence per choice; not compared.
 
-    >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
-    >>> default_plan(mixtral, "cpu").chunk_rows
-    20480
-    >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
-    12
+    >>> Plan(chunk_rows=256, grouped_gemm="ragged_dot").chunk_rows
+    256
     """
-    if implementation == "megakernel":
-        return kernel_plan(shape, platform)
+
+    chunk_rows: int
+    grouped_gemm: GroupedGemm = "ragged_dot"
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        rows = integer(self.chunk_rows)
+        if rows is None or rows < 1:
+            raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive integer, a number of rows.")
+        if self.grouped_gemm not in GROUPED_GEMMS:
+            raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
+        object.__setattr__(self, "chunk_rows", rows)
+
+
+def xla_plan(shape: Shape, platform: str, dtype: Any) -> Plan:
+    """Returns the plan for a shape on a platform."""
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
     chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
     return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))

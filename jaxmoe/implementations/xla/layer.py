@@ -26,17 +26,22 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
-from jaxmoe.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
 from jaxmoe.guard import not_mapped
-from jaxmoe.local_rows import LocalRows, Pass, add_passes, nth_pass, row_to_slot, sort_slots, sum_slots, take_rows
-from jaxmoe.outer_products import sum_of_outer_products
-from jaxmoe.plan import GroupedGemm, Plan
+from jaxmoe.implementations.base import CHECKPOINT_NAMES, Inputs
+from jaxmoe.implementations.xla.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
+from jaxmoe.implementations.xla.local_rows import (
+    LocalRows,
+    Pass,
+    add_passes,
+    nth_pass,
+    row_to_slot,
+    sort_slots,
+    sum_slots,
+    take_rows,
+)
+from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
+from jaxmoe.implementations.xla.plan import GroupedGemm, Plan
 from jaxmoe.sharding import ExpertGroup, vary_alike
-
-# Names of the values that a jax.checkpoint policy may keep for the backward pass: the inputs of the activation, of the
-# rows of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
-# The last one is the megakernel's, which has both in one array.
-CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up", "jaxmoe_gate_up")
 
 
 class Static(NamedTuple):
@@ -45,15 +50,6 @@ class Static(NamedTuple):
     activation: Activation
     group: ExpertGroup
     plan: Plan
-
-
-class Inputs(NamedTuple):
-    """The differentiable arguments and the routing of this rank."""
-
-    x: Float[Array, "tokens hidden"]
-    topk_ids: Int[Array, "tokens top_k"]
-    topk_weights: Float[Array, "tokens top_k"]
-    experts: Experts
 
 
 def xla(

@@ -1,0 +1,74 @@
+"""What the implementations share: the sizes of a call, its arrays on one rank, and the names of what it may keep."""
+
+import dataclasses
+import operator
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.experts import Experts
+
+# Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
+# same of the rows that the megakernel saves for its backward pass.
+ROWS_OVER_BALANCED = 1.25
+# Names of the values that a jax.checkpoint policy may keep for the backward pass: the inputs of the activation, of the
+# rows of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
+# The last one is the megakernel's, which has both in one array.
+CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up", "jaxmoe_gate_up")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of one call, as one rank sees them.
+
+    Args:
+      tokens: tokens of this rank.
+      hidden: width of a token.
+      intermediate: width between the two GEMMs of an expert.
+      num_experts: experts of the whole group.
+      top_k: slots per token.
+      ranks: size of the expert-parallel group.
+      itemsize: bytes per element of tokens and weights.
+      gated: whether the experts have an up projection.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    ranks: int = 1
+    itemsize: int = 2
+    gated: bool = True
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all ranks: the rows of one rank if every slot names its experts."""
+        return self.ranks * self.tokens * self.top_k
+
+    @property
+    def balanced_rows(self) -> int:
+        """Rows of a rank when all ranks have equally many."""
+        return self.tokens * self.top_k
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.ranks
+
+
+class Inputs(NamedTuple):
+    """The differentiable arguments and the routing of this rank."""
+
+    x: Float[Array, "tokens hidden"]
+    topk_ids: Int[Array, "tokens top_k"]
+    topk_weights: Float[Array, "tokens top_k"]
+    experts: Experts
+
+
+def integer(value: Any) -> int | None:
+    """Returns an integer of any type as int; `None` for anything else, `True` included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

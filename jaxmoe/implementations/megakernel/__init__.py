@@ -1,0 +1,1 @@
+"""The fused implementation: one call of compiled code per rank and layer."""

@@ -1,0 +1,76 @@
+"""The plan of the megakernel: what may be chosen. `plan_defaults.py` chooses where the user does not."""
+
+import dataclasses
+
+from jaxmoe.implementations.base import integer
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlan:
+    """Choices of the `"megakernel"` implementation.
+
+    Any legal values give the same bits, but for `segment_tiles`: the gradients of weights and biases are summed segment
+    by segment, so another one rounds them otherwise.
+
+    The rows of a rank's experts are cut into row tiles (256 rows on a GPU). Tiles of one expert form units, and with a
+    lag of one unit the GEMMs come in the order `gate_up(u0) gate_up(u1) down(u0) gate_up(u2) down(u1) ...`. Rows and
+    hidden values of a tile lie in rings until its down GEMM has read them.
+
+    Args:
+      unit_tiles: most row tiles of one expert that are worked on together, so that they share its weights; at least 1.
+      lag_units: units by which the down GEMM of a unit comes later than its gate and up GEMM; at least 0. A lag keeps
+        the pull of tokens apart from the push of results, which use the same links.
+      ring_tiles: row tiles that the rings hold: memory grows with it. At least `(lag_units + 1) * unit_tiles`, or as
+        many as a rank can have: with fewer, a pull would wait for a tile that waits for that pull. More than a rank can
+        have are not allocated.
+      chunk_rows: rows of a tile that one warp (on a CPU, one thread) pulls at a time, 1 to 32.
+      keep_tokens: whether a rank keeps the tokens that it has pulled from peers. A token that several of its experts
+        want then crosses the link once, or little more; it takes memory for all tokens of all peers.
+      segment_tiles: 0 for a forward pass. Of a backward pass, most row tiles of one expert whose weight gradients are
+        summed at once; what an expert with more of them has summed so far goes through memory in float32. The rows of
+        a segment stay in the rings until then, so ring_tiles is at least `segment_tiles + 2 * lag_units * unit_tiles`.
+      backward: plan of the backward pass, with segment_tiles; `None` for the default.
+      reasons: why, one sentence per choice; not compared.
+
+    >>> KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4).ring_tiles
+    4
+    """
+
+    unit_tiles: int
+    lag_units: int
+    ring_tiles: int
+    chunk_rows: int = 8
+    keep_tokens: bool = False
+    segment_tiles: int = 0
+    backward: "KernelPlan | None" = None
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        # The product of the first two has to fit in int32; a lane of a warp for each row of a chunk.
+        bounds = {
+            "unit_tiles": (1, 2**15 - 1),
+            "lag_units": (0, 2**15 - 1),
+            "ring_tiles": (1, 2**31 - 1),
+            "chunk_rows": (1, 32),
+            "segment_tiles": (0, 2**15 - 1),
+        }
+        for name, (least, most) in bounds.items():
+            value = integer(given := getattr(self, name))
+            if value is None or not least <= value <= most:
+                raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
+            object.__setattr__(self, name, value)
+        if not isinstance(self.keep_tokens, bool):
+            raise ValueError(f"KernelPlan: keep_tokens={self.keep_tokens!r} must be True or False.")
+        if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
+            raise ValueError(
+                f"KernelPlan: backward={self.backward!r} must be a KernelPlan with segment_tiles, or None."
+            )
+        if self.backward is not None and self.segment_tiles:
+            raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
+
+    @property
+    def fewest_ring_tiles(self) -> int:
+        """Ring tiles without which the kernel would wait for ever, unless the ring holds all tiles of a rank."""
+        if self.segment_tiles:
+            return self.segment_tiles + 2 * self.lag_units * self.unit_tiles
+        return (self.lag_units + 1) * self.unit_tiles

@@ -1,0 +1,1 @@
+"""The portable implementation: collectives, a sort and grouped GEMMs."""
