@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
-from jaxmoe.call import Implementation, Residuals
 from jaxmoe.flax import layers
 from jaxmoe.flax.layers import AxisName, Initializer, LayerConfig, MoEAux
+from jaxmoe.options import ImplementationName, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import RouterConfig
 from jaxmoe.routing.stats import MoEStats
@@ -83,7 +83,7 @@ class MoE(nn.Module):
     hidden_axis: AxisName = None
     intermediate_axis: AxisName = None
     mesh: Mesh | AbstractMesh | None = None
-    implementation: Implementation | None = None
+    implementation: ImplementationName | None = None
     plan: AnyPlan | None = None
     residuals: Residuals | None = None
     dtype: DTypeLike | None = None

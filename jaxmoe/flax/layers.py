@@ -9,7 +9,7 @@ Each library makes the arrays of `parameters` in its own way and passes them to 
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,10 +21,9 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe import activation as activations
 from jaxmoe import call as calls
 from jaxmoe.activation import Activation
-from jaxmoe.api import moe_layer
-from jaxmoe.call import Implementation, Residuals
+from jaxmoe.api import run
 from jaxmoe.experts import Experts, takes_experts
-from jaxmoe.plan import AnyPlan
+from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.routing import RouterConfig, route
 from jaxmoe.routing.balance import MoEAux, router_aux, update_selection_bias
 from jaxmoe.routing.stats import MoEStats, check_token_valid
@@ -38,29 +37,22 @@ AxisName = str | tuple[str, ...] | None
 default_init: Initializer = jax.nn.initializers.lecun_normal()
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig(CallOptions):
     """Everything about a layer that is no array; hashable. The arguments are documented at `jaxmoe.nnx.MoE`."""
 
     hidden: int
     intermediate: int
     num_experts: int
     router: RouterConfig
-    activation: str | Activation
     gated: bool
     biases: bool
     router_bias: bool
     selection_bias: bool
     shared_intermediate: int | None
     shared_activation: str | Activation | None
-    axis_name: str | Sequence[str] | None
-    data_axes: str | Sequence[str]
     hidden_axis: AxisName
     intermediate_axis: AxisName
-    mesh: Mesh | AbstractMesh | None
-    implementation: Implementation | None
-    plan: AnyPlan | None
-    residuals: Residuals | None
     dtype: DTypeLike | None
     param_dtype: DTypeLike
 
@@ -104,20 +96,14 @@ class LayerConfig:
         arrays = {
             name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters(self).items()
         }
-        calls.check(
+        arguments = Arguments(
             jax.ShapeDtypeStruct((tokens, self.hidden), jnp.float32),
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_ids.dtype),
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_weights.dtype),
             _experts(arrays),
-            activation=self.activation,
-            axis_name=None if mesh is None else self.axis_name,
-            data_axes=() if mesh is None else self.data_axes,
-            token_valid=None,
-            mesh=None if mesh is None else self.mesh,
-            implementation=self.implementation,
-            plan=self.plan,
-            residuals=self.residuals,
         )
+        on_one_rank = CallOptions(self.activation, None, (), None, self.implementation, self.plan, self.residuals)
+        calls.check(arguments, on_one_rank if mesh is None else self)
 
     @property
     def is_placed(self) -> bool:
@@ -227,20 +213,8 @@ def forward(
     bias = None if selection_bias is None else jax.lax.stop_gradient(selection_bias)
     routing = route(logits, config.router, selection_bias=bias, token_valid=token_valid)
     tokens = tokens.astype(dtype)
-    y = moe_layer(
-        tokens,
-        routing.topk_ids,
-        routing.topk_weights,
-        _experts_for(dtype, arrays),
-        activation=config.activation,
-        axis_name=config.axis_name,
-        data_axes=config.data_axes,
-        token_valid=token_valid,
-        mesh=config.mesh,
-        implementation=config.implementation,
-        plan=config.plan,
-        residuals=config.residuals,
-    )
+    experts = _experts_for(dtype, arrays)
+    y, _ = run(Arguments(tokens, routing.topk_ids, routing.topk_weights, experts, token_valid), config)
     if config.shared_intermediate is not None:
         shared = _shared_expert(config, arrays, tokens)
         if token_valid is not None:
