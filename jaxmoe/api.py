@@ -7,7 +7,7 @@ tokens to one of the implementations: `reference.py` (the truth), `xla/` (portab
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,11 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe import call as calls
 from jaxmoe import sharding
 from jaxmoe.activation import Activation
-from jaxmoe.call import Call, Implementation, Residuals
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.implementations.megakernel.layer import megakernel
-from jaxmoe.implementations.reference import reference
-from jaxmoe.implementations.xla.layer import xla
-from jaxmoe.plan import AnyPlan, KernelPlan
+from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
+from jaxmoe.implementations.base import Call, Inputs
+from jaxmoe.options import Arguments, CallOptions, ImplementationName, Residuals
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 
 
@@ -39,7 +37,7 @@ def moe_layer(
     data_axes: str | Sequence[str] = (),
     token_valid: Bool[Array, "*batch"] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     plan: AnyPlan | None = None,
     residuals: Residuals | None = None,
     return_stats: bool = False,
@@ -102,41 +100,25 @@ def moe_layer(
     >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None).shape
     (3, 8)
     """
-    x, topk_ids, topk_weights, experts, token_valid = _as_jax((x, topk_ids, topk_weights, experts, token_valid))
-    call = calls.check(
-        x,
-        topk_ids,
-        topk_weights,
-        experts,
-        activation=activation,
-        axis_name=axis_name,
-        data_axes=data_axes,
-        token_valid=token_valid,
-        mesh=mesh,
-        implementation=implementation,
-        plan=plan,
-        residuals=residuals,
-    )
-    if x.size == 0:  # nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice
-        token_valid = None
-    arguments = jax.tree.map(not_mapped, Arguments(x, topk_ids, topk_weights, experts, token_valid))
-    y, stats = _compiled(call, return_stats)(arguments)
+    arguments = Arguments(x, topk_ids, topk_weights, experts, token_valid)
+    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals)
+    y, stats = run(arguments, options, return_stats)
     return (y, stats) if return_stats else y
+
+
+def run(arguments: Arguments, options: CallOptions, return_stats: bool = False) -> tuple[jax.Array, MoEStats | None]:
+    """Returns the output, and statistics where they are asked for: `moe_layer` with its arguments put together."""
+    arguments = _as_jax(arguments)
+    call = calls.check(arguments, options)
+    if arguments.x.size == 0:
+        # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
+        arguments = arguments._replace(token_valid=None)
+    return _compiled(call, return_stats)(jax.tree.map(not_mapped, arguments))
 
 
 def _as_jax(tree: Any) -> Any:
     """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64)."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)
-
-
-class Arguments(NamedTuple):
-    """The arrays of a call (or, leaf by leaf, their partition specs)."""
-
-    x: Any
-    topk_ids: Any
-    topk_weights: Any
-    experts: Experts
-    token_valid: Any = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,8 +149,7 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
 
 def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
     """The layer for the tokens of one rank, whose experts are `arguments.experts`."""
-    num_experts, group = call.shape.num_experts, call.placement.group
-    batch, top_k = arguments.x.shape[:-1], call.shape.top_k
+    batch, num_experts, top_k = arguments.x.shape[:-1], call.shape.num_experts, call.shape.top_k
     x = arguments.x.reshape(-1, call.shape.hidden)
     ids = int32_ids(arguments.topk_ids.reshape(-1, top_k))
     weights = arguments.topk_weights.reshape(-1, top_k)
@@ -185,28 +166,8 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     ids = jnp.where(used, ids, -1)
     weights = jnp.where(used, weights, 0)
 
-    # The megakernel writes gradients in the dtype of the experts; for the others JAX casts them back.
-    experts = arguments.experts if call.implementation == "megakernel" else arguments.experts.astype(x.dtype)
     if x.size == 0:  # XLA:GPU (jax 0.11) crashes while it compiles gradients of products without rows
         y = jnp.zeros_like(x)
-    elif call.implementation == "reference":
-        y = reference(x, ids, weights, experts, activation=call.activation, group=group)
-    elif isinstance(call.plan, KernelPlan):
-        y = megakernel(
-            x,
-            ids,
-            weights,
-            experts,
-            activation=call.activation,
-            group=group,
-            plan=call.plan,
-            shape=call.shape,
-            platform=call.platform,
-            save=call.residuals == "save",
-        )
     else:
-        layer = functools.partial(xla, activation=call.activation, group=group, plan=call.plan)
-        if call.residuals == "recompute":
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
-        y = layer(x, ids, weights, experts)
+        y = IMPLEMENTATIONS[call.implementation].run(call, Inputs(x, ids, weights, arguments.experts))
     return y.reshape(*batch, call.shape.hidden), stats

@@ -1,148 +1,105 @@
-"""One call of `moe_layer` with its arguments checked: all that is known before anything runs.
+"""The checks of a call and the choice of its implementation: all that happens before anything runs.
 
-`api.py` and `explain.py` make a `Call` from the user's arguments. Every error of bad input is raised here, in
-`experts.check`, in `sharding.place` or, for what one implementation cannot do, in `limits.check_megakernel`. Where no
+`api.py` and `explain.py` make a `Call` here from the user's arguments. Every error of bad input is raised here, in
+`experts.check`, in `sharding.place` or, for what one implementation cannot do, in its own `check`. Where no
 implementation is named, `reach.obstacle` knows what only speaks against choosing the megakernel.
 """
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
 from jaxmoe import reach, sharding
-from jaxmoe.implementations.base import Shape
-from jaxmoe.implementations.megakernel import limits
-from jaxmoe.plan import AnyPlan, KernelPlan, Plan, default_plan
+from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
+from jaxmoe.implementations.base import Call, Shape
+from jaxmoe.options import Arguments, CallOptions, Residuals
 
-Implementation = Literal["megakernel", "xla", "reference"]
-Residuals = Literal["recompute", "save"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The static side of a call; equal calls compile to the same program.
-
-    Args:
-      implementation: the one that runs.
-      implementation_reason: why.
-      activation: resolved.
-      placement: ranks, mesh and axes.
-      platform: what it is compiled for.
-      shape: sizes as one rank sees them.
-      dtype: of tokens and weights.
-      plan: how it is computed.
-      residuals: what the backward pass keeps of the forward pass.
-    """
-
-    implementation: Implementation
-    implementation_reason: str = dataclasses.field(compare=False)
-    activation: activations.Activation
-    placement: sharding.Placement
-    platform: str
-    shape: Shape
-    dtype: Any
-    plan: AnyPlan
-    residuals: Residuals
-
-
-def check(
-    x: Any,
-    topk_ids: Any,
-    topk_weights: Any,
-    experts: Any,
-    *,
-    activation: Any,
-    axis_name: str | Sequence[str] | None,
-    data_axes: str | Sequence[str],
-    token_valid: Any,
-    mesh: Mesh | AbstractMesh | None,
-    implementation: str | None,
-    plan: Any,
-    residuals: Residuals | None = None,
-) -> Call:
+def check(arguments: Arguments, options: CallOptions) -> Call:
     """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    names = tuple(IMPLEMENTATIONS)
+    if options.implementation is not None and options.implementation not in names:
         raise ValueError(
-            f"moe_layer: implementation={implementation!r} is not known. Use one of "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
+            f"moe_layer: implementation={options.implementation!r} is not known. Use one of "
+            f"{', '.join(map(repr, names))}, or None to choose."
         )
-    if residuals is not None and residuals not in get_args(Residuals):
+    if options.residuals is not None and options.residuals not in get_args(Residuals):
         raise ValueError(
-            f"moe_layer: residuals={residuals!r} is not known. Use 'recompute' or 'save', or None for the default."
+            f"moe_layer: residuals={options.residuals!r} is not known. Use 'recompute' or 'save', or None for the "
+            "default."
         )
+    x, topk_ids, topk_weights, experts, token_valid = arguments
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
-    resolved = activations.resolve(activation)
-    if resolved.needs_up and weights.w_up is None:
-        raise ValueError(f"moe_layer: activation={activation!r} multiplies two projections, but experts.w_up is None.")
+    activation = activations.resolve(options.activation)
+    if activation.needs_up and weights.w_up is None:
+        raise ValueError(
+            f"moe_layer: activation={options.activation!r} multiplies two projections, but experts.w_up is None."
+        )
 
-    placement = sharding.place(x, axis_name=axis_name, data_axes=data_axes, mesh=mesh)
-    platform = sharding.platform(placement, x)
-    if x.dtype == jnp.float64 and platform != "cpu":
+    placement = sharding.place(x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh)
+    platform, dtype = sharding.platform(placement, x), jnp.dtype(x.dtype)
+    if dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
-    chosen, reason = _choose(implementation, plan, shape, platform, jnp.dtype(x.dtype), resolved, placement.group, mesh)
-    plan = _check_plan(plan, implementation, chosen) or default_plan(shape, platform, x.dtype, chosen)
-    if isinstance(plan, KernelPlan):
-        limits.check_megakernel(shape, platform, jnp.dtype(x.dtype), resolved, plan)
-    default: Residuals = "recompute" if chosen == "megakernel" else "save"
-    kept = default if residuals is None else residuals
-    return Call(chosen, reason, resolved, placement, platform, shape, jnp.dtype(x.dtype), plan, kept)
+
+    def call_of(implementation: Implementation, reason: str) -> Call:
+        plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform, dtype)
+        residuals = options.residuals or implementation.residuals
+        return Call(implementation.name, reason, activation, placement, platform, shape, dtype, plan, residuals)
+
+    call = _choose(options, platform, placement.group, call_of)
+    IMPLEMENTATIONS[call.implementation].check(call)
+    return call
 
 
 def _choose(
-    implementation: str | None,
-    plan: Any,
-    shape: Shape,
-    platform: str,
-    dtype: Any,
-    activation: activations.Activation,
-    group: sharding.ExpertGroup,
-    mesh: Mesh | AbstractMesh | None,
-) -> tuple[Implementation, str]:
-    """Returns the implementation and why: where none is named the megakernel on GPUs that can run the call."""
-    if implementation is not None:
-        return implementation, f"implementation={implementation!r} was asked for"  # pyright: ignore[reportReturnType]
+    options: CallOptions, platform: str, group: sharding.ExpertGroup, call_of: Callable[[Implementation, str], Call]
+) -> Call:
+    """Returns the call with an implementation: where none is named the megakernel on GPUs that can run it."""
+    if options.implementation is not None:
+        named = IMPLEMENTATIONS[options.implementation]
+        return call_of(named, f"implementation={named.name!r} was asked for")
+    best, otherwise = MEGAKERNEL.name, f"implementation=None: {XLA.name!r}"
     if platform != "gpu":
-        return "xla", f"implementation=None: 'xla' on {platform}; 'megakernel' is chosen on GPUs that can run it"
-    if isinstance(plan, Plan):
-        return "xla", "implementation=None: 'xla', which the plan is for"
+        return call_of(XLA, f"{otherwise} on {platform}; {best!r} is chosen on GPUs that can run it")
+    if isinstance(options.plan, XLA.plan_type):
+        return call_of(XLA, f"{otherwise}, which the plan is for")
     try:
-        kernel_plan = plan or default_plan(shape, platform, dtype, "megakernel")
-        limits.check_megakernel(shape, platform, dtype, activation, kernel_plan)
+        call = call_of(MEGAKERNEL, f"implementation=None: {best!r}, which can run this call")
+        MEGAKERNEL.check(call)
     except (NotImplementedError, TypeError, ValueError) as error:
-        if plan is not None:
+        if options.plan is not None:
             raise
-        return "xla", f"implementation=None: 'xla'; 'megakernel' cannot run this call ({str(error).split('. ')[0]})"
-    if obstacle := reach.obstacle(group, mesh):
-        return "xla", f"implementation=None: 'xla'; {obstacle}"
-    return "megakernel", "implementation=None: 'megakernel', which can run this call"
+        return call_of(XLA, f"{otherwise}; {best!r} cannot run this call ({str(error).split('. ')[0]})")
+    obstacle = reach.obstacle(group, options.mesh)
+    return call_of(XLA, f"{otherwise}; {obstacle}") if obstacle else call
 
 
-def _check_plan(plan: Any, implementation: str | None, chosen: Implementation) -> AnyPlan | None:
-    kind = KernelPlan if chosen == "megakernel" else Plan
-    if plan is None or isinstance(plan, kind):
+def _plan_for(implementation: Implementation, options: CallOptions) -> AnyPlan | None:
+    plan, wanted = options.plan, implementation.plan_type
+    if plan is None or isinstance(plan, wanted):
         return plan
-    if implementation is None and isinstance(plan, KernelPlan):
-        raise TypeError(
-            f"moe_layer: plan is a KernelPlan, and implementation=None chooses {chosen!r}, which takes a jaxmoe.Plan. "
-            "Name the implementation that the plan is for: implementation='megakernel'."
-        )
+    for other in IMPLEMENTATIONS.values():
+        if options.implementation is None and isinstance(plan, other.plan_type):
+            raise TypeError(
+                f"moe_layer: plan is a {type(plan).__name__}, and implementation=None chooses {implementation.name!r}, "
+                f"which takes a jaxmoe.{wanted.__name__}. Name the implementation that the plan is for: "
+                f"implementation={other.name!r}."
+            )
     raise TypeError(
-        f"moe_layer: plan is a {type(plan).__name__}; implementation={chosen!r} takes a jaxmoe.{kind.__name__}, or "
-        "None for its default."
+        f"moe_layer: plan is a {type(plan).__name__}; implementation={implementation.name!r} takes a "
+        f"jaxmoe.{wanted.__name__}, or None for its default."
     )
 
 

@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
-from jaxmoe.call import Implementation, Residuals
 from jaxmoe.flax import layers
-from jaxmoe.flax.layers import AxisName, Initializer, LayerConfig, MoEAux
+from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
+from jaxmoe.flax.placement import place
+from jaxmoe.options import ImplementationName, Residuals
 from jaxmoe.plan import AnyPlan
-from jaxmoe.routing import RouterConfig
-from jaxmoe.routing.stats import MoEStats
+from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
 try:
     import flax.linen as nn
@@ -83,13 +83,13 @@ class MoE(nn.Module):
     hidden_axis: AxisName = None
     intermediate_axis: AxisName = None
     mesh: Mesh | AbstractMesh | None = None
-    implementation: Implementation | None = None
+    implementation: ImplementationName | None = None
     plan: AnyPlan | None = None
     residuals: Residuals | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = layers.default_init
-    router_init: Initializer = layers.default_init
+    kernel_init: Initializer = default_init
+    router_init: Initializer = default_init
     partitioning: Callable[..., Any] = nn.with_partitioning
 
     @nn.compact
@@ -118,7 +118,7 @@ class MoE(nn.Module):
                 "be this rank's shards; Linen accepts whole parameters only. Call it outside (it enters shard_map "
                 "itself), or use jaxmoe.nnx.MoE or jaxmoe.moe_layer."
             )
-        table = layers.parameters(config, kernel_init=self.kernel_init, router_init=self.router_init)
+        table = parameters(config, kernel_init=self.kernel_init, router_init=self.router_init)
         arrays = {
             name: self.param(name, self._partitioned(config, parameter), parameter.shape, self.param_dtype)
             for name, parameter in table.items()
@@ -134,7 +134,7 @@ class MoE(nn.Module):
             self.sow("intermediates", "moe_stats", aux.stats)
         return y
 
-    def _partitioned(self, config: LayerConfig, parameter: layers.Parameter) -> Initializer:
+    def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""
         if not config.is_placed:
             return parameter.init
@@ -145,7 +145,7 @@ class MoE(nn.Module):
             spec = boxed.get_partition_spec()
             if isinstance(boxed, nn.LogicallyPartitioned):
                 spec = spmd.logical_to_mesh_axes(spec) or PartitionSpec()
-            return boxed.replace_boxed(layers.place(boxed.value, spec, self.mesh))
+            return boxed.replace_boxed(place(boxed.value, spec, self.mesh))
 
         return init
 

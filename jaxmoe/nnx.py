@@ -10,12 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
-from jaxmoe.call import Implementation, Residuals
 from jaxmoe.flax import layers
-from jaxmoe.flax.layers import AxisName, Initializer, LayerConfig, MoEAux
+from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
+from jaxmoe.options import ImplementationName, Residuals
 from jaxmoe.plan import AnyPlan
-from jaxmoe.routing import RouterConfig
-from jaxmoe.routing.stats import MoEStats
+from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
 try:
     from flax import nnx
@@ -135,13 +134,13 @@ class MoE(nnx.Module):
         hidden_axis: AxisName = None,
         intermediate_axis: AxisName = None,
         mesh: Mesh | AbstractMesh | None = None,
-        implementation: Implementation | None = None,
+        implementation: ImplementationName | None = None,
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer = layers.default_init,
-        router_init: Initializer = layers.default_init,
+        kernel_init: Initializer = default_init,
+        router_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
         self.config = LayerConfig(
@@ -167,7 +166,7 @@ class MoE(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        table = layers.parameters(self.config, kernel_init=kernel_init, router_init=router_init)
+        table = parameters(self.config, kernel_init=kernel_init, router_init=router_init)
         for name, parameter in table.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
             setattr(self, name, nnx.Param(value, **self._sharding(parameter.axes)))
@@ -204,7 +203,7 @@ class MoE(nnx.Module):
         """
         return layers.forward(
             self.config,
-            {name: getattr(self, name)[...] for name in layers.parameters(self.config)},
+            {name: getattr(self, name)[...] for name in parameters(self.config)},
             x,
             selection_bias=None if self.selection_bias is None else self.selection_bias[...],
             token_valid=token_valid,

@@ -8,14 +8,12 @@ from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
+from jaxmoe.implementations import IMPLEMENTATIONS, XLA, AnyPlan
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.plan_defaults import kernel_plan
-from jaxmoe.implementations.xla.plan import Plan, xla_plan
+from jaxmoe.implementations.xla.plan import Plan
 
 __all__ = ["AnyPlan", "KernelPlan", "Plan", "Shape", "default_plan"]
-
-AnyPlan = Plan | KernelPlan
 
 
 @overload
@@ -43,4 +41,4 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, impleme
     >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
     12
     """
-    return kernel_plan(shape, platform) if implementation == "megakernel" else xla_plan(shape, platform, dtype)
+    return IMPLEMENTATIONS.get(implementation, XLA).default_plan(shape, platform, dtype)

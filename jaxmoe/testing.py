@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.activation import resolve
-from jaxmoe.api import Arguments
 from jaxmoe.experts import Experts
 from jaxmoe.implementations.reference import reference
+from jaxmoe.options import Arguments
 from jaxmoe.routing.stats import int32_ids
 from jaxmoe.sharding import ExpertGroup
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.api import Arguments
+from jaxmoe.options import Arguments
 from jaxmoe.plan import AnyPlan
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error, tolerance
 

@@ -27,9 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.api import Arguments
 from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
-from jaxmoe.bench.beside_programs import DATA_AXIS, DENSE_LAYERS, DENSE_WIDENING, PROGRAMS, Call, Inputs, Outcome, where
+from jaxmoe.bench.beside_programs import DATA_AXIS, DENSE_LAYERS, DENSE_WIDENING, PROGRAMS, Inputs, Outcome, Seen, where
 from jaxmoe.bench.beside_table import Result, header, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of
 from jaxmoe.bench.layer import make_mesh
@@ -37,6 +36,7 @@ from jaxmoe.bench.options import DTYPES, BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import Timed, time_calls
+from jaxmoe.options import Arguments
 
 WIDTHS = "qwen3-30b-a3b"
 EXPERTS_PER_RANK = 32
@@ -184,7 +184,7 @@ class _Bench:
         shardings: Any = Outcome(self.split, of_results)  # pyright: ignore[reportArgumentType]
         jitted = jax.jit(program.on(self.mesh, self.config, self.implementation), out_shardings=shardings)
         traced = jitted.trace(self.inputs, None)
-        first: Call = traced.out_info.calls[0]
+        first: Seen = traced.out_info.calls[0]
         arguments = first.arguments(self.inputs, 0)
         arguments = self._as_split(arguments._replace(experts=None))._replace(experts=arguments.experts)
 

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.api import Arguments
 from jaxmoe.bench.inputs import AXIS
 from jaxmoe.bench.passes import Gradients, Pass, Results
+from jaxmoe.options import Arguments
 from jaxmoe.routing.stats import MoEStats
 
 DATA_AXIS = "data"
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
         return self.experts[number % len(self.experts)]
 
 
-class Call(NamedTuple):
+class Seen(NamedTuple):
     """One call of the layer: what the program gave it and what it returned.
 
     Args:
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
       results: of the other work, by name.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Seen, ...]
     results: dict[str, Any]
 
     @property
@@ -124,7 +124,7 @@ class Layer:
         experts: jaxmoe.Experts | None = None,
         tap: jax.Array | None = None,
         stats: bool = False,
-    ) -> tuple[Call, jax.Array, jaxmoe.Routing, MoEStats | None]:
+    ) -> tuple[Seen, jax.Array, jaxmoe.Routing, MoEStats | None]:
         """Returns the call, its output, the routing, and statistics where they are asked for.
 
         Args:
@@ -152,7 +152,7 @@ class Layer:
                 found = jaxmoe.load_stats(routing.topk_ids, logits.shape[-1])
         if tap is not None:
             y = _tapped(y, tap)
-        return Call(x, routing.topk_ids, routing.topk_weights, y), y, routing, found
+        return Seen(x, routing.topk_ids, routing.topk_weights, y), y, routing, found
 
 
 @jax.custom_vjp
@@ -231,7 +231,7 @@ def _norm_after(layer: Layer, inputs: Inputs) -> Outcome:
 
 
 def _train(layer: Layer, inputs: Inputs) -> Outcome:
-    def loss(router: jax.Array, experts: jaxmoe.Experts, tap: jax.Array) -> tuple[jax.Array, Call]:
+    def loss(router: jax.Array, experts: jaxmoe.Experts, tap: jax.Array) -> tuple[jax.Array, Seen]:
         call, y, routing, _ = layer(inputs, router=router, experts=experts, tap=tap)
         return _sum_of_squares(y) / y.size + LOSS_WEIGHT * jaxmoe.load_balancing_loss(routing), call
 
@@ -258,7 +258,7 @@ def _gathers(layer: Layer, inputs: Inputs) -> Outcome:
 def _scatters(layer: Layer, inputs: Inputs) -> Outcome:
     layers = len(inputs.experts)
 
-    def loss(dense: Any, experts: Any, taps: Any) -> tuple[jax.Array, list[Call]]:
+    def loss(dense: Any, experts: Any, taps: Any) -> tuple[jax.Array, list[Seen]]:
         h, calls = inputs.x, []
         for number in range(layers):
             x = _normed(h) if number else None

@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.api import Arguments
 from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.tiling import granularity
+from jaxmoe.options import Arguments
 from jaxmoe.plan import KernelPlan
 
 

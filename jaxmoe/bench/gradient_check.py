@@ -28,10 +28,10 @@ from jaxtyping import Float, Int
 
 import jaxmoe
 from jaxmoe.activation import resolve
-from jaxmoe.api import Arguments
 from jaxmoe.bench.inputs import AXIS, Inputs, random_tokens, take
 from jaxmoe.bench.passes import Gradients
 from jaxmoe.implementations.reference import reference
+from jaxmoe.options import Arguments
 from jaxmoe.sharding import ExpertGroup, vary_alike
 from jaxmoe.testing import relative_error, tolerance
 

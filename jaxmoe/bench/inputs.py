@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 
 import jaxmoe
 from jaxmoe.activation import resolve
-from jaxmoe.api import Arguments
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.implementations.reference import reference
+from jaxmoe.options import Arguments
 from jaxmoe.plan import Shape
 from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import RoutingKind, make_ids, relative_error, tolerance

@@ -12,7 +12,7 @@ from absl import flags
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import PASSES, Pass
-from jaxmoe.call import IMPLEMENTATIONS
+from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.plan import KernelPlan
 from jaxmoe.testing import RoutingKind
 

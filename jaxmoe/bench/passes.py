@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxmoe.api import Arguments
+from jaxmoe.options import Arguments
 
 Pass = Literal["forward", "backward", "both"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from jaxmoe.call import IMPLEMENTATIONS
 from jaxmoe.demo.interrupt import exit_on_interrupt
 from jaxmoe.demo.options import HEAD_WIDTH, SHORT, VIRTUAL_DEVICES, Options
+from jaxmoe.implementations import IMPLEMENTATIONS
 
 USAGE = """Trains a small Mixture-of-Experts language model on the source of Python's standard library,
 on the GPUs that JAX has, else on 8 virtual CPU devices; checks and plots what came out.
@@ -35,7 +35,7 @@ _define_size("hidden", f"width of the model and of each expert, a multiple of {H
 _define_size("layers", "layers, each attention and experts")
 _define_size("experts", "experts in a layer, a multiple of the expert axis of the mesh")
 _define_size("top_k", "experts that each byte visits")
-flags.DEFINE_enum("implementation", None, IMPLEMENTATIONS, "of moe_layer (default: the layer's own choice)")
+flags.DEFINE_enum("implementation", None, tuple(IMPLEMENTATIONS), "of moe_layer (default: the layer's own choice)")
 flags.DEFINE_integer("seed", Options().seed, "of parameters, batches and sampled text", lower_bound=0)
 flags.DEFINE_string("output", "demo_output", "folder that the plots are written to")
 flags.DEFINE_boolean("short", False, "a small run of about 20 seconds that shows every part")

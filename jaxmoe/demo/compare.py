@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 import jaxmoe
-from jaxmoe.api import Arguments
 from jaxmoe.demo.model import LanguageModel
 from jaxmoe.demo.options import DATA_AXIS, EXPERT_AXIS, Devices, Options
+from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, relative_error, tolerance
 
 

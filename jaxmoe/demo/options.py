@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.call import Implementation
+from jaxmoe.options import ImplementationName
 
 DATA_AXIS, EXPERT_AXIS = "data", "expert"
 VIRTUAL_DEVICES = 8
@@ -26,7 +26,7 @@ class Options:
     layers: int = 2
     experts: int = 8
     top_k: int = 2
-    implementation: Implementation | None = None
+    implementation: ImplementationName | None = None
     seed: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""What the implementations share: the sizes of a call, its arrays on one rank, and the names of what it may keep."""
+"""What every implementation is given: a checked call, and its arrays on one rank. Also what they share."""
 
 import dataclasses
 import operator
@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
+from jaxmoe.options import ImplementationName, Residuals
+from jaxmoe.sharding import ExpertGroup, Placement
 
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
 # same of the rows that the megakernel saves for its backward pass.
@@ -56,9 +59,51 @@ class Shape:
         """Experts of one rank."""
         return self.num_experts // self.ranks
 
+    @property
+    def projections(self) -> int:
+        """Inputs of the activation: gate, and up where there is one."""
+        return 2 if self.gated else 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a rank in a balanced forward pass."""
+        return 2 * (self.projections + 1) * self.balanced_rows * self.hidden * self.intermediate
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static side of a call, checked; equal calls compile to the same program.
+
+    Args:
+      implementation: the one that runs.
+      implementation_reason: why.
+      activation: resolved.
+      placement: ranks, mesh and axes.
+      platform: what it is compiled for.
+      shape: sizes as one rank sees them.
+      dtype: of tokens and weights.
+      plan: how it is computed, of the implementation's own kind.
+      residuals: what the backward pass keeps of the forward pass.
+    """
+
+    implementation: ImplementationName
+    implementation_reason: str = dataclasses.field(compare=False)
+    activation: Activation
+    placement: Placement
+    platform: str
+    shape: Shape
+    dtype: Any
+    plan: Any
+    residuals: Residuals
+
+    @property
+    def group(self) -> ExpertGroup:
+        """The ranks that hold the experts."""
+        return self.placement.group
+
 
 class Inputs(NamedTuple):
-    """The differentiable arguments and the routing of this rank."""
+    """The arrays of a call on one rank: ids outside the experts are -1, and masked tokens are zero."""
 
     x: Float[Array, "tokens hidden"]
     topk_ids: Int[Array, "tokens top_k"]

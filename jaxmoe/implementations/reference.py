@@ -1,7 +1,6 @@
 """The truth: every expert applied to every token, in float32 or float64, differentiated by JAX itself.
 
-Nothing here is clever, so that it can be checked by reading. `api.py` calls it for `implementation="reference"`, with
-ids outside the experts already set to -1 and masked tokens already zero; every test compares with it.
+Nothing here is clever, so that it can be checked by reading. Every test compares with it.
 """
 
 import jax
@@ -11,6 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
+from jaxmoe.implementations.base import Call, Inputs
+from jaxmoe.implementations.explanation import Explanation
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
 
@@ -64,3 +65,28 @@ def _affine(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.
     # Highest precision: by default a float32 product on a GPU rounds its inputs to TF32.
     out = jnp.matmul(rows, weights, precision="highest")
     return out if bias is None else out + bias
+
+
+def run(call: Call, inputs: Inputs) -> jax.Array:
+    """Returns the output of a call for the tokens of this rank."""
+    x, topk_ids, topk_weights, experts = inputs
+    return reference(x, topk_ids, topk_weights, experts.astype(x.dtype), activation=call.activation, group=call.group)
+
+
+def explain(call: Call) -> Explanation:
+    """Returns what a dense computation takes: all experts on every rank, each of them applied to every token."""
+    shape = call.shape
+    wide = max(4, shape.itemsize)
+    matrices = (shape.projections + 1) * shape.hidden * shape.intermediate
+    memory = {
+        "experts of all ranks, in float32": shape.num_experts * matrices * wide,
+        "one expert on every token": shape.tokens * (3 * shape.intermediate + 2 * shape.hidden) * wide,
+    }
+    return Explanation(
+        call=call,
+        reasons=(call.implementation_reason, "every expert is applied to every token"),
+        memory_bytes=memory,
+        worst_case_bytes=sum(memory.values()),
+        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.itemsize,
+        flops=shape.flops // shape.top_k * shape.num_experts,
+    )

@@ -6,12 +6,12 @@ from absl import app, flags
 from jax.sharding import AxisType
 
 import jaxmoe
-from jaxmoe.api import Arguments
 from jaxmoe.bench import shapes
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
 from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
 from jaxmoe.bench.passes import Results, function_of
+from jaxmoe.options import Arguments
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import use_virtual_devices
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import native
-from jaxmoe.api import Arguments
+from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import layer
 

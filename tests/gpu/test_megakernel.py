@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import native
-from jaxmoe.api import Arguments
 from jaxmoe.bench.kernels import kernel_times
+from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
 from tests.layer_suite import gradients_of, layer, mesh_of, widened
 

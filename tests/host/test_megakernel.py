@@ -12,17 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import call as calls
-from jaxmoe import native, reach
-from jaxmoe.activation import ACTIVATIONS
+from jaxmoe import native, reach, sharding
+from jaxmoe.implementations.base import Inputs
 from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE, timeout_seconds
 from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
 from jaxmoe.nnx import MoE
-from jaxmoe.plan import Shape
-from jaxmoe.sharding import ExpertGroup
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
 
@@ -215,17 +212,7 @@ def test_compiled_code_takes_any_id_that_names_no_expert_for_a_slot_nobody_uses(
 
     def outputs_and_gradients(ids: jax.Array) -> Any:
         def output(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts) -> jax.Array:
-            return megakernel.megakernel(
-                x,
-                ids,
-                weights,
-                experts,
-                activation=checked.activation,
-                group=ExpertGroup(),
-                plan=checked.plan,  # pyright: ignore[reportArgumentType]
-                shape=checked.shape,
-                platform="cpu",
-            )
+            return megakernel.run(checked, Inputs(x, ids, weights, experts))
 
         y, pull = jax.vjp(output, arguments.x, arguments.topk_weights, arguments.experts)
         return y, pull(cotangent(y))
@@ -407,24 +394,34 @@ def test_on_a_cpu_the_default_is_another_implementation_and_explain_says_so():
     assert "'xla' on cpu; 'megakernel' is chosen on GPUs that can run it" in str(told)
 
 
-def choose(group: ExpertGroup) -> tuple[str, str]:
-    shape = Shape(tokens=64, hidden=64, intermediate=96, num_experts=8, top_k=2, ranks=group.size)
-    return calls._choose(None, None, shape, "gpu", jnp.dtype(jnp.bfloat16), ACTIVATIONS["silu"], group, None)
+@pytest.fixture
+def choose(monkeypatch):
+    """Returns what is chosen, and why, for a call that is compiled for GPUs."""
+    monkeypatch.setattr(sharding, "platform", lambda *_: "gpu")
+
+    def choose(**where: Any) -> tuple[str, str]:
+        call = jaxmoe.explain(*make_inputs(8, **SIZES, dtype=jnp.bfloat16)[:4], **where).call
+        return call.implementation, call.implementation_reason
+
+    return choose
 
 
-def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkeypatch):
+def test_on_a_gpu_the_default_is_the_megakernel_where_it_can_run_the_call(monkeypatch, choose):
     """What can run is asked of limits.py, which finds no GPU here and is told so."""
-    chosen, reason = choose(ExpertGroup())
+    chosen, reason = choose(axis_name=None)
     assert (chosen, "'megakernel' cannot run this call (moe_layer: " in reason) == ("xla", True)
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
-    assert choose(ExpertGroup()) == ("megakernel", "implementation=None: 'megakernel', which can run this call")
+    assert choose(axis_name=None) == ("megakernel", "implementation=None: 'megakernel', which can run this call")
 
 
-def test_on_gpus_that_do_not_reach_each_other_the_default_is_the_implementation_that_needs_no_reach(monkeypatch):
+def test_on_gpus_that_do_not_reach_each_other_the_default_is_the_implementation_that_needs_no_reach(
+    monkeypatch, choose
+):
     monkeypatch.setattr(limits, "check_megakernel", lambda *_: None)
     monkeypatch.setattr(reach, "obstacle", lambda group, mesh: "there is a sea between them" if group.size > 1 else "")
-    assert choose(ExpertGroup())[0] == "megakernel"
-    assert choose(ExpertGroup(("expert",), 4)) == ("xla", "implementation=None: 'xla'; there is a sea between them")
+    assert choose(axis_name=None)[0] == "megakernel"
+    reason = "implementation=None: 'xla'; there is a sea between them"
+    assert choose(mesh=mesh_of("expert")) == ("xla", reason)
 
 
 def test_the_compiled_code_has_the_limits_that_python_checks():

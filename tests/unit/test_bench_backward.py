@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from jaxmoe.api import Arguments
 from jaxmoe.bench import candidates, gradient_check, inputs, layer, passes, shapes, table, traffic
 from jaxmoe.bench.backward_traffic import BackwardLinks, BackwardMemory, of_backward, of_both
 from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
@@ -26,6 +25,7 @@ from jaxmoe.bench.passes import Gradients, Results
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.bench.traffic import MegakernelMemory, Routing
 from jaxmoe.implementations.megakernel.tiling import Granularity
+from jaxmoe.options import Arguments
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import dense, make_ids, relative_error
 

@@ -18,13 +18,13 @@ import pytest
 from flax import nnx
 
 import jaxmoe
-from jaxmoe.call import Implementation
 from jaxmoe.demo import compare, data, report, run, sample, train
 from jaxmoe.demo.compare import Comparison
 from jaxmoe.demo.data import Corpus
 from jaxmoe.demo.model import LanguageModel
 from jaxmoe.demo.options import HEAD_WIDTH, SHORT, Options, choose_devices
 from jaxmoe.demo.train import History, Trainer
+from jaxmoe.options import ImplementationName
 
 PROGRAM = [sys.executable, "-m", "jaxmoe.demo"]
 TINY = Options(steps=3, batch=8, sequence=16, hidden=HEAD_WIDTH, layers=1)
@@ -96,7 +96,7 @@ class Trained(NamedTuple):
     history: History
 
 
-def train_tiny(implementation: Implementation | None) -> Trained:
+def train_tiny(implementation: ImplementationName | None) -> Trained:
     devices = choose_devices()
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(devices.mesh):
         patch.setattr(train, "HELD_OUT_BYTES", 8 * TINY.batch * TINY.sequence)

@@ -21,8 +21,8 @@ import jaxmoe
 import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe import RouterConfig, SwiGLU
-from jaxmoe.api import Arguments
-from jaxmoe.flax.layers import MoEAux
+from jaxmoe.options import Arguments
+from jaxmoe.routing import MoEAux
 from jaxmoe.testing import dense, relative_error
 
 BATCH, LENGTH, HIDDEN, INTERMEDIATE, SHARED, EXPERTS = 8, 3, 16, 24, 20, 8

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.call import IMPLEMENTATIONS
+from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import mesh_of
 

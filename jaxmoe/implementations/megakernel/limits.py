@@ -1,4 +1,4 @@
-"""What `implementation="megakernel"` cannot do, said before anything runs. Called by `call.py`.
+"""What `implementation="megakernel"` cannot do, said before anything runs.
 
 The numbers are those of the compiled part: ffi/common/layout.h packs a rank and a slot into one word, and a GPU keeps
 counts of experts in shared memory.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
-from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.tiling import most_row_tiles
 from jaxmoe.native import FORWARD
@@ -26,6 +26,11 @@ GPU_MULTIPLE = 8
 DTYPES = {"cpu": ("bfloat16", "float16", "float32", "float64"), "gpu": ("bfloat16", "float16")}
 
 _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
+
+
+def check(call: Call) -> None:
+    """Raises where the megakernel cannot run a call."""
+    check_megakernel(call.shape, call.platform, call.dtype, call.activation, call.plan)
 
 
 def check_megakernel(shape: Shape, platform: str, dtype: Any, activation: Activation, plan: KernelPlan) -> None:

@@ -3,9 +3,11 @@
 `layer.py` and the benchmark also ask for the backward plan that goes with a plan.
 """
 
+from typing import Any
+
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles
+from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, rows_per_expert, tiles_per_expert
 
 # Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
 # the unit's tiles share stay there as well.
@@ -39,8 +41,9 @@ FEWEST_SEGMENT_TILES = 4
 SEGMENT_TILES_ON_CPU = 3
 
 
-def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
+def kernel_plan(shape: Shape, platform: str, dtype: Any) -> KernelPlan:
     """Returns the plan of the forward pass, and with it that of the backward pass."""
+    del dtype  # shape.itemsize is all that counts of it
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
@@ -98,7 +101,7 @@ def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     # Tokens and gradients of outputs; gate, up and h.
     columns = 2 * shape.hidden + (3 if shape.gated else 2) * shape.intermediate
     tile_bytes = granularity(platform, shape.gated).tile_rows * columns * shape.itemsize
-    expected = _tiles_per_expert(shape, platform)
+    expected = tiles_per_expert(shape, platform)
     whole_expert = expected + 1 if expected > 1 else 2
     room = max(SEGMENT_BYTES // tile_bytes, FEWEST_SEGMENT_TILES)
     if whole_expert <= room:
@@ -148,19 +151,13 @@ def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
     return True, f"keep_tokens=True: a token goes to peers for {of_slots:.3g} slots, but to {of_ranks:.3g} of them only"
 
 
-def _tiles_per_expert(shape: Shape, platform: str) -> int:
-    """Row tiles of an expert where all have equally many rows."""
-    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
-    return max(-(-rows // granularity(platform, shape.gated).tile_rows), 1)
-
-
 def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     if platform == "cpu":
         return UNIT_TILES_ON_CPU, (
             f"unit_tiles={UNIT_TILES_ON_CPU}: the fewest that share weights; on a CPU this implementation is for tests"
         )
     tile_bytes = granularity(platform, shape.gated).tile_rows * shape.hidden * shape.itemsize
-    expected = _tiles_per_expert(shape, platform)
+    expected = tiles_per_expert(shape, platform)
     whole_expert = expected + 1 if expected > 1 else 1  # one more than the average has
     in_cache = max(UNIT_BYTES // tile_bytes, FEWEST_UNIT_TILES)
     if whole_expert <= in_cache:
@@ -180,9 +177,8 @@ def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
         return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
     pieces = granularity(platform, shape.gated)
     columns = -(-shape.intermediate // pieces.hidden_columns)
-    rows = -(-shape.balanced_rows // max(shape.local_experts, 1))
-    narrow = unit_tiles == 1 and rows <= pieces.tile_rows // 2
-    tasks = -(-columns // 2) if narrow else min(unit_tiles, _tiles_per_expert(shape, platform)) * columns
+    narrow = unit_tiles == 1 and rows_per_expert(shape) <= pieces.tile_rows // 2
+    tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
     lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
     return lag, (
         f"lag_units={lag}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "

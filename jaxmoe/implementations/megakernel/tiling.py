@@ -44,3 +44,13 @@ def saved_row_tiles(shape: Shape, platform: str) -> int:
 def most_row_tiles(shape: Shape, platform: str) -> int:
     """Returns the row tiles of a rank whose experts get every slot, each expert's last tile partly filled."""
     return shape.all_slots // granularity(platform, shape.gated).tile_rows + shape.local_experts
+
+
+def rows_per_expert(shape: Shape) -> int:
+    """Returns the rows of an expert where all have equally many."""
+    return -(-shape.balanced_rows // max(shape.local_experts, 1))
+
+
+def tiles_per_expert(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of an expert where all have equally many rows."""
+    return max(-(-rows_per_expert(shape) // granularity(platform, shape.gated).tile_rows), 1)

@@ -1,7 +1,5 @@
 """The portable implementation: collectives, a sort and grouped GEMMs, on any backend and any number of ranks.
 
-`api.py` calls `xla` for `implementation="xla"`, with ids outside the experts already -1 and masked tokens already zero.
-
     dispatch   all-gather of the tokens; every rank sorts the slots that name its experts by expert
     experts    passes of `plan.chunk_rows` rows: gather, gate and up GEMM, activation, down GEMM
     combine    weighted sum over the slots of a token, all-to-all to the token's owner, sum over the ranks
@@ -22,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
-from jaxmoe.implementations.base import CHECKPOINT_NAMES, Inputs
+from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.xla.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
 from jaxmoe.implementations.xla.local_rows import (
     LocalRows,
@@ -40,70 +37,50 @@ from jaxmoe.implementations.xla.local_rows import (
     take_rows,
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
-from jaxmoe.implementations.xla.plan import GroupedGemm, Plan
+from jaxmoe.implementations.xla.plan import GroupedGemm
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
 
-class Static(NamedTuple):
-    """What is known when the layer is traced."""
+def run(call: Call, inputs: Inputs) -> jax.Array:
+    """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank."""
+    # JAX casts the gradients back where the user's experts are wider.
+    inputs = inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))
 
-    activation: Activation
-    group: ExpertGroup
-    plan: Plan
+    def layer(inputs: Inputs) -> jax.Array:
+        return _layer(call, vary_alike(inputs))
 
-
-def xla(
-    x: Float[Array, "tokens hidden"],
-    topk_ids: Int[Array, "tokens top_k"],
-    topk_weights: Float[Array, "tokens top_k"],
-    experts: Experts,
-    *,
-    activation: Activation,
-    group: ExpertGroup,
-    plan: Plan,
-) -> Float[Array, "tokens hidden"]:
-    """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
-
-    Args:
-      x: tokens of this rank.
-      topk_ids: expert of each slot among all experts of the group, -1 for an unused slot.
-      topk_weights: routing weight of each slot.
-      experts: experts of this rank.
-      activation: between the GEMMs.
-      group: the ranks that hold the experts.
-      plan: rows per pass and kind of grouped GEMM.
-    """
-    inputs = vary_alike(Inputs(x, topk_ids, topk_weights, experts))
-    return _layer(Static(activation, group, plan), inputs)
+    if call.residuals == "recompute":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+    return layer(inputs)
 
 
-class Hidden(NamedTuple):
+class GateUp(NamedTuple):
     """The two inputs of the activation, as the GEMMs wrote them (without biases)."""
 
     gate: Float[Array, "rows intermediate"]
     up: Float[Array, "rows intermediate"] | None
 
 
-def _gate_up(tokens: jax.Array, experts: Experts, p: Pass, kind: GroupedGemm) -> Hidden:
+def _gate_up(tokens: jax.Array, experts: Experts, p: Pass, kind: GroupedGemm) -> GateUp:
     gate = times(tokens, experts.w_gate, p, kind)
     up = None if experts.w_up is None else times(tokens, experts.w_up, p, kind)
-    return Hidden(gate, up)
+    return GateUp(gate, up)
 
 
-def _with_biases(hidden: Hidden, experts: Experts, p: Pass) -> Hidden:
+def _with_biases(gate_up: GateUp, experts: Experts, p: Pass) -> GateUp:
     """Returns the inputs of the activation in float32, zero behind the last row."""
 
     def wide(projection: jax.Array, bias: jax.Array | None) -> jax.Array:
         dtype = jnp.promote_types(projection.dtype, jnp.float32)
         return jnp.where(p.is_row, projection.astype(dtype) + bias_of_row(bias, p), 0)
 
-    return Hidden(wide(hidden.gate, experts.b_gate), None if hidden.up is None else wide(hidden.up, experts.b_up))
+    return GateUp(wide(gate_up.gate, experts.b_gate), None if gate_up.up is None else wide(gate_up.up, experts.b_up))
 
 
-def _down(hidden: Hidden, experts: Experts, p: Pass, static: Static) -> Float[Array, "rows hidden"]:
-    gate, up = _with_biases(hidden, experts, p)
-    h = static.activation.value(gate, up).astype(hidden.gate.dtype)
-    out = times(h, experts.w_down, p, static.plan.grouped_gemm)
+def _down(gate_up: GateUp, experts: Experts, p: Pass, call: Call) -> Float[Array, "rows hidden"]:
+    gate, up = _with_biases(gate_up, experts, p)
+    h = call.activation.value(gate, up).astype(gate_up.gate.dtype)
+    out = times(h, experts.w_down, p, call.plan.grouped_gemm)
     return out if experts.b_down is None else (out + bias_of_row(experts.b_down, p)).astype(out.dtype)
 
 
@@ -116,15 +93,15 @@ class RowCotangents(NamedTuple):
 
 
 def _pass_vjp(
-    tokens: jax.Array, dout: jax.Array, weight: jax.Array, hidden: Hidden, experts: Experts, p: Pass, static: Static
+    tokens: jax.Array, dout: jax.Array, weight: jax.Array, gate_up: GateUp, experts: Experts, p: Pass, call: Call
 ) -> RowCotangents:
     """Differentiates `weight * (h(tokens) @ w_down + b_down)` for the cotangent `dout` of the output's tokens.
 
     The weight's cotangent <dout, h @ w_down> is taken as <dout @ w_down^T, h>, so that the down GEMM is not repeated.
     """
-    kind = static.plan.grouped_gemm
-    gate, up = _with_biases(hidden, experts, p)
-    h = static.activation.value(gate, up)
+    kind = call.plan.grouped_gemm
+    gate, up = _with_biases(gate_up, experts, p)
+    h = call.activation.value(gate, up)
     dtype = tokens.dtype
 
     weighted_h = (weight * h).astype(dtype)
@@ -133,7 +110,7 @@ def _pass_vjp(
     if experts.b_down is not None:
         dweight += jnp.sum(dout * bias_of_row(experts.b_down, p).astype(h.dtype), -1, keepdims=True)  # pyright: ignore
 
-    dgate, dup = static.activation.vjp(gate, up, weight * dh)
+    dgate, dup = call.activation.vjp(gate, up, weight * dh)
     dgate = dgate.astype(dtype)
     dtokens = times_transposed(dgate, experts.w_gate, p, kind)
     dw_up = None
@@ -153,12 +130,12 @@ def _pass_vjp(
     return RowCotangents(dtokens.astype(dtype), dweight, dexperts)
 
 
-class Residuals(NamedTuple):
-    """What the backward pass keeps: the inputs, their sorted routing, and the hidden rows of the first pass."""
+class SavedRows(NamedTuple):
+    """What the backward pass gets: the inputs, their sorted routing, gate and up of the first pass."""
 
     inputs: Inputs
     rows: LocalRows
-    hidden: Hidden
+    gate_up: GateUp
 
 
 def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
@@ -167,57 +144,57 @@ def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
     return parts.astype(jnp.promote_types(parts.dtype, jnp.float32)).sum(0).astype(totals.dtype)
 
 
-def _forward(static: Static, inputs: Inputs) -> tuple[jax.Array, LocalRows, Hidden]:
-    group, plan, experts = static.group, static.plan, inputs.experts
+def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, LocalRows, GateUp]:
+    group, plan, experts = call.group, call.plan, inputs.experts
     tokens, weights = group.all_gather(inputs.x), group.all_gather(inputs.topk_weights)
     all_ids = group.all_gather(inputs.topk_ids)
     rows = sort_slots(all_ids, group.index() * experts.num_experts, experts.num_experts, plan.chunk_rows)
 
-    def hidden_rows(p: Pass) -> Hidden:
+    def gate_up_of(p: Pass) -> GateUp:
         return _gate_up(take_rows(tokens, p), experts, p, plan.grouped_gemm)
 
-    def token_sums(p: Pass, hidden: Hidden) -> jax.Array:
-        return sum_slots(_down(hidden, experts, p, static), weights, rows, p)
+    def token_sums(p: Pass, gate_up: GateUp) -> jax.Array:
+        return sum_slots(_down(gate_up, experts, p, call), weights, rows, p)
 
     first = nth_pass(rows, jnp.int32(0), plan.chunk_rows)
-    hidden = _named(hidden_rows(first))
+    gate_up = _named(gate_up_of(first))
     # Kept in the dtype that goes over the wire. Float32 would spare tokens with rows in several passes one rounding and
     # took 0.46 ms of 24.2 ms and 450 MiB more (DeepSeek-V3, 8192 tokens per rank, 4 x H200).
-    totals = token_sums(first, hidden).astype(inputs.x.dtype)
-    totals = add_passes(totals, lambda p: token_sums(p, hidden_rows(p)), rows, plan.chunk_rows)
-    return _combine(totals, group), rows, hidden
+    totals = token_sums(first, gate_up).astype(inputs.x.dtype)
+    totals = add_passes(totals, lambda p: token_sums(p, gate_up_of(p)), rows, plan.chunk_rows)
+    return _combine(totals, group), rows, gate_up
 
 
-def _named(hidden: Hidden) -> Hidden:
+def _named(gate_up: GateUp) -> GateUp:
     gate, up, _ = CHECKPOINT_NAMES
-    return Hidden(checkpoint_name(hidden.gate, gate), None if hidden.up is None else checkpoint_name(hidden.up, up))
+    return GateUp(checkpoint_name(gate_up.gate, gate), None if gate_up.up is None else checkpoint_name(gate_up.up, up))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(static: Static, inputs: Inputs) -> jax.Array:
-    return _forward(static, inputs)[0]
+def _layer(call: Call, inputs: Inputs) -> jax.Array:
+    return _forward(call, inputs)[0]
 
 
-def _layer_fwd(static: Static, inputs: Inputs) -> tuple[jax.Array, Residuals]:
-    y, rows, hidden = _forward(static, inputs)
-    return y, Residuals(inputs, rows, hidden)
+def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedRows]:
+    y, rows, gate_up = _forward(call, inputs)
+    return y, SavedRows(inputs, rows, gate_up)
 
 
-def _layer_bwd(static: Static, residuals: Residuals, dy: jax.Array) -> tuple[Inputs]:
-    inputs, rows, hidden = residuals
+def _layer_bwd(call: Call, saved: SavedRows, dy: jax.Array) -> tuple[Inputs]:
+    inputs, rows, gate_up = saved
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
-    group, plan, experts = static.group, static.plan, inputs.experts
+    group, plan, experts = call.group, call.plan, inputs.experts
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
-    def cotangents(p: Pass, hidden: Hidden | None) -> tuple[jax.Array, jax.Array, Experts]:
+    def cotangents(p: Pass, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, Experts]:
         token_rows = take_rows(tokens, p)
         weight = jnp.where(p.is_row, weights.reshape(-1, 1)[p.slot_of_row], 0)
-        hidden = _gate_up(token_rows, experts, p, plan.grouped_gemm) if hidden is None else hidden
-        of_rows = _pass_vjp(token_rows, take_rows(douts, p), weight, hidden, experts, p, static)
+        gate_up = _gate_up(token_rows, experts, p, plan.grouped_gemm) if gate_up is None else gate_up
+        of_rows = _pass_vjp(token_rows, take_rows(douts, p), weight, gate_up, experts, p, call)
         dx = sum_slots(of_rows.dtokens, None, rows, p).astype(inputs.x.dtype)
         return dx, row_to_slot(of_rows.dweight, rows, p), of_rows.dexperts
 
-    dx, dweights, dexperts = cotangents(nth_pass(rows, jnp.int32(0), plan.chunk_rows), hidden)
+    dx, dweights, dexperts = cotangents(nth_pass(rows, jnp.int32(0), plan.chunk_rows), gate_up)
     if rows.has_further_passes(plan.chunk_rows):
         # An expert's rows may lie in many passes: its gradient is rounded once, at the end.
         dexperts = jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), dexperts)

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import native, sharding
-from jaxmoe.api import Arguments
 from jaxmoe.implementations.megakernel import limits
+from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs
 from tests.layer_suite import widened
 from tests.multiprocess.rank import join, look_like_host, step, this_rank

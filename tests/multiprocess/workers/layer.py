@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.api import Arguments
+from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, dense, make_inputs, relative_error, tolerance
 from tests.layer_suite import widened
 from tests.multiprocess.rank import join, step

@@ -1,0 +1,171 @@
+"""What a layer is made from: its sizes and options, and the table of its parameters."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxmoe import activation as activations
+from jaxmoe import call as calls
+from jaxmoe.activation import Activation
+from jaxmoe.experts import Experts
+from jaxmoe.flax.placement import mesh_to_enter, place_explicit
+from jaxmoe.options import Arguments, CallOptions
+from jaxmoe.routing import RouterConfig, route
+from jaxmoe.sharding import axis_tuple
+
+EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
+Initializer = Callable[..., Any]
+AxisName = str | tuple[str, ...] | None
+
+# One object, so that two layers made with the defaults compare equal.
+default_init: Initializer = jax.nn.initializers.lecun_normal()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig(CallOptions):
+    """Everything about a layer that is no array; hashable. The arguments are documented at `jaxmoe.nnx.MoE`."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    router: RouterConfig
+    gated: bool
+    biases: bool
+    router_bias: bool
+    selection_bias: bool
+    shared_intermediate: int | None
+    shared_activation: str | Activation | None
+    hidden_axis: AxisName
+    intermediate_axis: AxisName
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "num_experts", "shared_intermediate"):
+            value = getattr(self, name)
+            if name == "shared_intermediate" and value is None:
+                continue
+            try:
+                positive = not isinstance(value, bool) and operator.index(value) >= 1
+            except TypeError as error:
+                raise TypeError(f"MoE: {name}={value!r} must be an integer.") from error
+            if not positive:
+                raise ValueError(f"MoE: {name}={value!r} must be an integer of at least 1.")
+        if not isinstance(self.router, RouterConfig):
+            raise TypeError(
+                f"MoE: router is a {type(self.router).__name__}; pass jaxmoe.RouterConfig(top_k=...) or one of its "
+                "presets, such as jaxmoe.RouterConfig.mixtral()."
+            )
+        if self.shared_activation is not None and self.shared_intermediate is None:
+            raise ValueError(
+                f"MoE: shared_activation={self.shared_activation!r} is given, but there is no shared expert. Set "
+                "shared_intermediate= to its width, or leave shared_activation out."
+            )
+        if not self.gated and activations.resolve(self.shared_activation or self.activation).needs_up:
+            raise ValueError(
+                f"MoE: activation={self.activation!r}, shared_activation={self.shared_activation!r} with gated=False: "
+                "SwiGLU multiplies two projections. Use gated=True, or an activation of one projection."
+            )
+        object.__setattr__(self, "axis_name", axis_tuple(self.axis_name, "axis_name") or None)
+        object.__setattr__(self, "data_axes", axis_tuple(self.data_axes, "data_axes"))
+        self._check_with_moe_layer()
+
+    def _check_with_moe_layer(self) -> None:
+        """Raises what `route` and `moe_layer` would at the first call, before any parameter is made."""
+        logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
+        routing = jax.eval_shape(lambda array: route(array, self.router), logits)
+        # Without a mesh, or inside shard_map, the number of ranks is that of a later call.
+        mesh = mesh_to_enter(self.mesh)
+        tokens = 1 if mesh is None else mesh.size
+        arrays = {
+            name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters(self).items()
+        }
+        arguments = Arguments(
+            jax.ShapeDtypeStruct((tokens, self.hidden), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_ids.dtype),
+            jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_weights.dtype),
+            experts_of(arrays),
+        )
+        on_one_rank = CallOptions(self.activation, None, (), None, self.implementation, self.plan, self.residuals)
+        calls.check(arguments, on_one_rank if mesh is None else self)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether any parameter has a mesh axis, so that all of them carry sharding metadata."""
+        return any(axis is not None for axis in (self.axis_name, self.hidden_axis, self.intermediate_axis))
+
+
+def experts_of(arrays: Mapping[str, Any]) -> Experts:
+    return Experts(**{name: arrays.get(name) for name in EXPERT_ARRAYS})  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One array of a layer.
+
+    Args:
+      shape: of the array.
+      axes: mesh axis, several, or `None` for each dimension.
+      init: called with a key, the shape and a dtype.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[AxisName, ...]
+    init: Initializer
+
+
+def parameters(
+    config: LayerConfig, *, kernel_init: Initializer = default_init, router_init: Initializer = default_init
+) -> dict[str, Parameter]:
+    """Returns the trainable arrays of a layer by name.
+
+    Args:
+      config: the layer.
+      kernel_init: of one matrix `[in, out]`. Every expert draws its own, so that the number of experts is no part of
+        the fan-in, as it would be if the initialiser saw `[experts, in, out]`.
+      router_init: of the router's kernel.
+    """
+    hidden, hidden_axis = config.hidden, config.hidden_axis
+    names = axis_tuple(config.axis_name, "axis_name")
+    expert_axis = names[0] if len(names) == 1 else names or None
+    table = {"router_kernel": Parameter((hidden, config.num_experts), (None, None), router_init)}
+    if config.router_bias:
+        table["router_bias"] = Parameter((config.num_experts,), (None,), _zeros)
+
+    def feed_forward(prefix: str, width: int, stack: tuple[int, ...], stack_axis: tuple[AxisName, ...]) -> None:
+        init = _each_expert(kernel_init, expert_axis, config.mesh) if stack else kernel_init
+        into = Parameter((*stack, hidden, width), (*stack_axis, hidden_axis, config.intermediate_axis), init)
+        back = Parameter((*stack, width, hidden), (*stack_axis, config.intermediate_axis, hidden_axis), init)
+        matrices = {"gate": into, "up": into, "down": back} if config.gated else {"gate": into, "down": back}
+        for name, matrix in matrices.items():
+            table[f"{prefix}w_{name}"] = matrix
+        if config.biases:
+            for name, matrix in matrices.items():
+                shape, axes = (*stack, matrix.shape[-1]), (*stack_axis, matrix.axes[-1])
+                table[f"{prefix}b_{name}"] = Parameter(shape, axes, _zeros)
+
+    feed_forward("", config.intermediate, (config.num_experts,), (expert_axis,))
+    if config.shared_intermediate is not None:
+        feed_forward("shared_", config.shared_intermediate, (), ())
+    return table
+
+
+def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.zeros(shape, dtype)
+
+
+def _each_expert(init: Initializer, expert_axis: AxisName, mesh: Mesh | AbstractMesh | None) -> Initializer:
+    def stacked(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        # Explicit axes are taken at their word: from keys that every device has, every device would draw all experts.
+        # With Auto axes the compiler sees that only a part is kept.
+        keys = place_explicit(jax.random.split(key, shape[0]), PartitionSpec(expert_axis), mesh)
+        return jax.vmap(lambda expert_key: init(expert_key, shape[1:], dtype))(keys)
+
+    return stacked

@@ -1,0 +1,88 @@
+"""What an implementation says of a call: why it runs so, and what it costs."""
+
+import dataclasses
+
+from jax.sharding import AxisType
+
+from jaxmoe.implementations.base import Call, Shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What one call of `moe_layer` does; `print` it.
+
+    Args:
+      call: the checked call: implementation, placement, shape, plan.
+      reasons: why this implementation and this plan.
+      memory_bytes: bytes per rank of each temporary array of the forward pass, by name; for `"megakernel"` the regions
+        of the memory that peers reach, which is kept between calls.
+      backward_memory_bytes: the same of the backward pass of `"megakernel"`, which uses the same memory after the
+        forward pass, so that the larger of the two sums counts; empty for the others.
+      residual_bytes: what each choice of `residuals` keeps for the backward pass beside the inputs; none of
+        `"reference"`, which JAX differentiates.
+      worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
+      wire_bytes: bytes each rank receives from its peers in one forward pass.
+      flops: floating-point operations per rank of a balanced forward pass.
+      memory_name: what kind of memory `memory_bytes` is.
+    """
+
+    call: Call
+    reasons: tuple[str, ...]
+    memory_bytes: dict[str, int]
+    backward_memory_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    residual_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    worst_case_bytes: int
+    wire_bytes: int
+    flops: int
+    memory_name: str = "temporary memory of a forward pass"
+
+    @property
+    def implementation(self) -> str:
+        """Name of the implementation that runs."""
+        return self.call.implementation
+
+    def __str__(self) -> str:
+        shape, group = self.call.shape, self.call.group
+        ranks = f"{group.size} ranks of {' x '.join(group.axis_names)}" if group.axis_names else "one rank"
+        lines = [
+            f"moe_layer runs implementation={self.implementation!r} on {self.call.platform}, {ranks}",
+            f"  per rank: {shape.tokens} tokens x {shape.top_k} slots, hidden {shape.hidden}, intermediate "
+            f"{shape.intermediate}, {shape.local_experts} of {shape.num_experts} experts, "
+            f"{self.call.dtype}",
+            *(f"  {reason}" for reason in self.reasons),
+            f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
+            f"  {self.memory_name} per rank, whatever the routing: "
+            f"{sum(self.memory_bytes.values()) / 2**20:.1f} MiB (with buffers for the worst routing: "
+            f"{self.worst_case_bytes / 2**20:.1f} MiB)",
+            *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
+        ]
+        if self.residual_bytes:
+            choices = (f"{size / 2**20:.1f} MiB with {name!r}" for name, size in self.residual_bytes.items())
+            lines.append(f"  residuals={self.call.residuals!r}; kept beside the inputs: {', '.join(choices)}")
+        if self.backward_memory_bytes:
+            lines += [
+                f"  in a backward pass: {sum(self.backward_memory_bytes.values()) / 2**20:.1f} MiB of the same memory",
+                *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.backward_memory_bytes.items()),
+            ]
+        return "\n".join(lines)
+
+
+def unsplit_axes(call: Call) -> list[str]:
+    """What a user may have forgotten, or pays for: mesh axes over which the layer does not split its work."""
+    mesh = call.placement.mesh
+    if mesh is None:
+        return []
+    notes = []
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if mesh.shape[name] == 1 or name in call.placement.token_axes:
+            continue
+        if kind == AxisType.Explicit:
+            notes.append(f"all ranks of Explicit axis {name!r} compute the same tokens with whole experts")
+        else:
+            notes.append(f"axis {name!r} is left to the compiler: pass data_axes={name!r} if tokens are split over it")
+    return notes
+
+
+def residual_bytes(shape: Shape, rows: int) -> dict[str, int]:
+    """Bytes of the inputs of the activation, by choice of `residuals`, where those of so many rows are kept."""
+    return {"recompute": 0, "save": rows * shape.projections * shape.intermediate * shape.itemsize}
