@@ -2,8 +2,8 @@
 #
 # Candidates, in this order: JAXMOE_NVCC (CMake option, or the environment variable that pyproject.toml passes on), the
 # PyPI wheels of the interpreter that builds, PATH, /usr/local/cuda. A candidate is usable when it compiles and links
-# cuda/probe.cu with the flags of the real build; that also catches a wheel without its headers and a host compiler that
-# is too new for it. The first usable one wins; JAXMOE_CUDA_MISSING says what stopped each of the others.
+# cmake/probe.cu with the flags of the real build; that also catches a wheel without its headers and a host compiler
+# that is too new for it. The first usable one wins; JAXMOE_CUDA_MISSING says what stopped each of the others.
 
 set(JAXMOE_CUDA_ARCH "sm_90a")
 set(JAXMOE_NVCC_FLAGS
@@ -40,7 +40,7 @@ function(jaxmoe_try_nvcc nvcc result problem)
   separate_arguments(flags UNIX_COMMAND "${JAXMOE_NVCC_FLAGS_TEXT}")
   execute_process(
     COMMAND "${nvcc}" ${flags} -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC -cudart static -shared ${library_flag}
-      ${CMAKE_CURRENT_SOURCE_DIR}/cuda/probe.cu -o ${CMAKE_CURRENT_BINARY_DIR}/probe.so
+      ${CMAKE_CURRENT_SOURCE_DIR}/cmake/probe.cu -o ${CMAKE_CURRENT_BINARY_DIR}/probe.so
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(status EQUAL 0)
     execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE output)

@@ -1,5 +1,5 @@
 // What one extension module offers to Python. Each module defines these functions once (host/extension.cc for
-// jaxmoe._native, cuda/extension.cc for jaxmoe._cuda); bindings.cc, compiled into both, is their only caller.
+// jaxmoe._native, cuda/host/extension.cc for jaxmoe._cuda); bindings.cc, compiled into both, is their only caller.
 #pragma once
 
 #include <map>

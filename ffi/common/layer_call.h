@@ -1,5 +1,5 @@
 // The FFI targets jaxmoe_forward and jaxmoe_backward as they arrive from jaxmoe/megakernel.py: buffers, attributes, and
-// what must hold of them. The same on both platforms; host/layer_handler.cc and cuda/layer_handler.cu decode their
+// what must hold of them. The same on both platforms; host/layer_handler.cc and cuda/host/layer_handler.cu decode their
 // calls with it, one handler for both targets.
 #pragma once
 

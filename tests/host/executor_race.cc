@@ -1,6 +1,7 @@
-// Layers and their gradients back to back on the host executor, for ThreadSanitizer: tests/host/test_thread_sanitizer.py
-// compiles this together with the executor and runs it. The first argument says which passes: forward, backward or both,
-// in turn. A second one names a wait that one rank leaves out, which must be found.
+// Layers and their gradients back to back on the host executor, for ThreadSanitizer:
+// tests/host/test_thread_sanitizer.py compiles this together with the executor and runs it. The first argument says
+// which passes: forward, backward or both, in turn. A second one names a wait that one rank leaves out, which must be
+// found.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

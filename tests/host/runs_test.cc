@@ -1,5 +1,5 @@
-// What the devices of a process tell each other in a run (ffi/cuda/runs.h): a thread for each device. Ends with a line
-// for every scenario that went as it should. Built and run by test_runs.py, under ThreadSanitizer.
+// What the devices of a process tell each other in a run (ffi/cuda/host/runs.h): a thread for each device. Ends with a
+// line for every scenario that went as it should. Built and run by test_runs.py, under ThreadSanitizer.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/runs.h"
+#include "cuda/host/runs.h"
 
 namespace {
 

@@ -32,7 +32,7 @@ def compiled(tmp_path_factory, has_timeline) -> tuple[str, Path]:
     flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * has_timeline
     flags += ["-Xptxas=-v", "-I", str(ROOT / "ffi"), "-isystem", jax.ffi.include_dir()]
     result = subprocess.run(
-        [built.nvcc, *flags, "-cubin", ROOT / "ffi/cuda/launch.cu", "-o", cubin],
+        [built.nvcc, *flags, "-cubin", ROOT / "ffi/cuda/host/launch.cu", "-o", cubin],
         capture_output=True,
         text=True,
         check=False,

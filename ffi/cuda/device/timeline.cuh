@@ -13,24 +13,9 @@
 
 #include "common/scheduler.h"
 #include "common/timeline.h"
-#include "cuda/device/signals.cuh"
+#include "cuda/device/ptx/special_registers.cuh"
 
 namespace jaxmoe {
-namespace ptx {
-
-__device__ __forceinline__ uint64_t clock_ticks() {
-  uint64_t value;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(value)::"memory");
-  return value;
-}
-__device__ __forceinline__ uint32_t clock_ticks_low() {
-  uint32_t value;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(value)::"memory");
-  return value;
-}
-
-}  // namespace ptx
-
 // In shared memory.
 template <bool kOn>
 struct TimelineStorage {};
@@ -58,8 +43,8 @@ class TimelineLane {
 template <int kThreads>
 class TimelineLane<true, kThreads> {
  public:
-  __device__ __forceinline__ TimelineLane(TimelineStorage<true>& storage, const LaunchParams& params, int32_t lane)
-      : storage_(storage), params_(params), lane_(lane) {}
+  __device__ __forceinline__ TimelineLane(TimelineStorage<true>& storage, std::byte* const& buffer, int32_t lane)
+      : storage_(storage), buffer_(buffer), lane_(lane) {}
 
   // An event begins now, whatever came before.
   __device__ __forceinline__ void start() const {
@@ -108,7 +93,7 @@ class TimelineLane<true, kThreads> {
     const uint64_t end = ptx::clock_ticks();
     const uint32_t nth = storage_.recorded[lane_]++;
     if (nth < kLaneEvents) {
-      auto* events = reinterpret_cast<TimelineEvent*>(params_.timeline + timeline_events_offset(gridDim.x)) +
+      auto* events = reinterpret_cast<TimelineEvent*>(buffer_ + timeline_events_offset(gridDim.x)) +
                      (int64_t{blockIdx.x} * kBlockLanes + lane_) * kLaneEvents;
       events[nth] = {storage_.since[lane_],
                      end,
@@ -123,14 +108,14 @@ class TimelineLane<true, kThreads> {
   }
 
   TimelineStorage<true>& storage_;
-  const LaunchParams& params_;
+  std::byte* const& buffer_;  // where the launch's parameters have it: no register is held for it
   const int32_t lane_;
 };
 
 template <bool kOn>
 class Timeline {
  public:
-  __device__ Timeline(TimelineStorage<kOn>&, const LaunchParams&) {}
+  __device__ Timeline(TimelineStorage<kOn>&, std::byte* const&) {}
   template <int kThreads>
   __device__ TimelineLane<kOn, kThreads> lane(LaneRole, int32_t = 0) const {
     return {};
@@ -142,12 +127,12 @@ class Timeline {
 template <>
 class Timeline<true> {
  public:
-  __device__ __forceinline__ Timeline(TimelineStorage<true>& storage, const LaunchParams& params)
-      : storage_(storage), params_(params) {}
+  __device__ __forceinline__ Timeline(TimelineStorage<true>& storage, std::byte* const& buffer)
+      : storage_(storage), buffer_(buffer) {}
 
   template <int kThreads>
   __device__ __forceinline__ TimelineLane<true, kThreads> lane(LaneRole role, int32_t nth = 0) const {
-    return {storage_, params_, first_lane_of(role) + nth};
+    return {storage_, buffer_, first_lane_of(role) + nth};
   }
 
   // Before anything is recorded, and a barrier of the block ahead of what other threads than the first record.
@@ -178,11 +163,11 @@ class Timeline<true> {
   }
 
   __device__ TimelineBlock& this_block() const {
-    return reinterpret_cast<TimelineBlock*>(params_.timeline)[blockIdx.x];
+    return reinterpret_cast<TimelineBlock*>(buffer_)[blockIdx.x];
   }
 
   TimelineStorage<true>& storage_;
-  const LaunchParams& params_;
+  std::byte* const& buffer_;  // where the launch's parameters have it: no register is held for it
 };
 
 }  // namespace jaxmoe

@@ -16,13 +16,12 @@
 
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/device/ptx/registers.cuh"
-#include "cuda/kernel/combine.cuh"
 #include "cuda/kernel/cta.cuh"
-#include "cuda/kernel/dispatch.cuh"
-#include "cuda/kernel/gradient_math.cuh"
-#include "cuda/kernel/gradient_producer.cuh"
-#include "cuda/kernel/plan.cuh"
-#include "cuda/kernel/stage.cuh"
+#include "cuda/kernel/ends.cuh"
+#include "cuda/kernel/exchange/combine.cuh"
+#include "cuda/kernel/exchange/dispatch.cuh"
+#include "cuda/kernel/gemm/gradient_math.cuh"
+#include "cuda/kernel/gemm/gradient_producer.cuh"
 
 namespace jaxmoe {
 
@@ -32,8 +31,8 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
-  stage::prepare(cta);
-  stage::clear_unused_gradients(cta);
+  ends::prepare(cta);
+  ends::clear_unused_gradients(cta);
 
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
     combine::run(cta, warp - 4, threadIdx.x % 32);
   }
   if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
-  stage::leave(cta);
+  ends::leave(cta);
   cta.timeline.end();
 }
 

@@ -48,8 +48,8 @@ struct Cta {
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
-      : params(params), shared(shared), signals(params, shared.epoch), timeline(shared.timeline, params),
-        cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
+      : params(params), peers(params), shared(shared), signals(params, shared.epoch),
+        timeline(shared.timeline, params.timeline), cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
 
   // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known behind
   // crew::muster().
@@ -59,13 +59,10 @@ struct Cta {
   }
   __device__ __forceinline__ bool is_latecomer() const { return shared.crew.worker >= shared.crew.workers; }
 
-  template <class T>
-  __device__ __forceinline__ T* at(int32_t rank, int64_t offset) const {
-    return reinterpret_cast<T*>(params.arenas[rank] + offset);
-  }
+  // In this rank's own arena; `peers` has those of the others.
   template <class T>
   __device__ __forceinline__ T* at(const Region& region) const {
-    return at<T>(params.rank, region.offset);
+    return peers.here<T>(region.offset);
   }
 
   // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.
@@ -92,11 +89,28 @@ struct Cta {
   }
 
   const Params& params;
+  const Peers peers;
   KernelStorage<Variant>& shared;
   const Signals signals;
   const Timeline<config.timeline> timeline;
   const uint32_t cta_rank;  // in the cluster
 };
+
+// A row of this block's part of a tile, counted over the ring.
+template <class Variant>
+__device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
+  return int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
+}
+
+// Threads of the crew, and this one's number.
+template <class Variant>
+__device__ __forceinline__ int64_t threads_of(const Cta<Variant>& cta) {
+  return int64_t{cta.blocks()} * blockDim.x;
+}
+template <class Variant>
+__device__ __forceinline__ int64_t thread_of(const Cta<Variant>& cta) {
+  return int64_t{cta.block()} * blockDim.x + threadIdx.x;
+}
 
 // An even share of `count` for part `part` of `parts`.
 struct Share {

@@ -1,5 +1,5 @@
 // What a launch of a kernel is given: sizes, where everything lies, and the tensor maps of what the copy
-// engine reads. Filled by the host (cuda/launch.cu), read-only for every role.
+// engine reads. Filled by the host (cuda/host/launch.cu), read-only for every role.
 #pragma once
 
 #include <cuda.h>
@@ -7,22 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/activation.h"
-#include "common/layout.h"
-#include "common/protocol.h"
-#include "common/shape.h"
+#include "cuda/device/rank_params.cuh"
 
 namespace jaxmoe {
-
-// Most ranks of a group on one NVLink domain that this kernel is written for.
-inline constexpr int32_t kMaxPeers = 8;
-static_assert(kMaxExperts <= kMaxPeers * kMaxLocalExperts);
-
-// In host memory that the GPU can write, one per arena; the first wait that is given up fills it.
-struct FailureRecord {
-  uint32_t complete;  // 1: `failure` is all there; 0: nothing has failed
-  WaitFailure failure;
-};
 
 // An array that a launch writes.
 struct Result {
@@ -32,17 +19,7 @@ struct Result {
 inline constexpr int kMaxResults = 8;
 
 // Both passes. Pointers are to 16-bit elements of the variant's type; null where there is no such array.
-struct LaunchParams {
-  Shape shape;
-  Schedule schedule;
-  HeadCapacity head;
-  ArenaLayout layout;
-  Activation activation;
-  int32_t rank;
-  uint64_t timeout_ns;
-  FailureRecord* failure;
-  std::byte* arenas[kMaxPeers];  // of all ranks, as this device sees them; arenas[rank] is its own
-
+struct LaunchParams : RankParams {
   const void* x;              // [tokens, hidden]
   const int32_t* topk_ids;    // [tokens, top_k]
   const float* topk_weights;  // [tokens, top_k]

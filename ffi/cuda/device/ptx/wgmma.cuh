@@ -1,5 +1,5 @@
 // wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
-// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm_math.cuh
+// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm/multiply.cuh
 // through the precision policies.
 //
 // Order of calls: wgmma_fence() before the first product of a group, commit_products() behind the last,

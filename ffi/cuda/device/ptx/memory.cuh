@@ -1,0 +1,56 @@
+// Loads, stores and atomics in global memory whose order or caching is not the ordinary one. "gpu": seen by all blocks
+// of this device; "system": by peers as well.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxmoe::ptx {
+
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t amount) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(amount) : "memory");
+}
+__device__ __forceinline__ void store_release_gpu(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+// Returns what was there before.
+__device__ __forceinline__ uint32_t compare_and_swap_acquire_gpu(uint32_t* word, uint32_t expected, uint32_t value) {
+  uint32_t seen;
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(seen)
+               : "l"(word), "r"(expected), "r"(value)
+               : "memory");
+  return seen;
+}
+__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Read once, by one warp alone: no use to keep it in L1.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+}  // namespace jaxmoe::ptx

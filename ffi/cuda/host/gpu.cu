@@ -1,0 +1,89 @@
+#include "cuda/host/gpu.h"
+
+#include <map>
+#include <memory>
+
+#include "cuda/host/errors.h"
+
+namespace jaxmoe {
+namespace {
+
+struct Gpus {
+  std::mutex mutex;
+  std::map<int32_t, std::unique_ptr<Gpu>> by_device;
+
+  static Gpus& get() {
+    static Gpus* gpus = new Gpus;  // never destroyed: handlers may still run while the process ends
+    return *gpus;
+  }
+};
+
+}  // namespace
+
+Gpu& Gpu::of(int32_t device) {
+  Gpus& gpus = Gpus::get();
+  const std::lock_guard lock(gpus.mutex);
+  std::unique_ptr<Gpu>& gpu = gpus.by_device[device];
+  if (gpu == nullptr) gpu = std::make_unique<Gpu>(device);
+  return *gpu;
+}
+
+std::vector<std::string> Gpu::condemned() {
+  Gpus& gpus = Gpus::get();
+  const std::lock_guard lock(gpus.mutex);
+  std::vector<std::string> all;
+  for (const auto& [device, gpu] : gpus.by_device) {
+    if (std::string text = gpu->failure(); !text.empty()) all.push_back(std::move(text));
+  }
+  return all;
+}
+
+std::string Gpu::failure() {
+  const std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+std::string Gpu::condemn(const std::string& reason) {
+  const std::lock_guard lock(failure_mutex_);
+  if (failure_.empty()) failure_ = "jaxmoe: GPU " + std::to_string(device_) + " of this process: " + reason;
+  return reason;
+}
+
+std::string Gpu::prepare() {
+  const std::lock_guard lock(launches_mutex_);
+  if (last_launch_ != nullptr) return "";
+  const cudaError_t status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
+  return status == cudaSuccess ? "" : cuda_text("cudaEventCreate", status);
+}
+
+cudaError_t Gpu::launch(cudaStream_t stream, cudaStream_t program, const std::function<cudaError_t()>& enqueue) {
+  const std::lock_guard lock(launches_mutex_);
+  // Always, whichever stream the last one was on: a stream that has gone may come back with the same handle.
+  cudaError_t status = cudaStreamWaitEvent(stream, last_launch_);
+  if (status == cudaSuccess) status = enqueue();
+  if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(program, last_launch_);
+  return status;
+}
+
+std::string Gpu::await_earlier_work(const Link& link) {
+  cudaError_t status = cudaSuccess;
+  const bool ended = wait_until(link.deadline, [&] {
+    status = cudaEventQuery(last_launch_);
+    if (status == cudaSuccess) status = cudaStreamQuery(link.stream);
+    return status == cudaErrorNotReady;
+  });
+  if (!ended) {
+    return condemn("Its earlier work did not end. " + too_late(link));
+  }
+  return status == cudaSuccess ? "" : cuda_text("earlier work of this device failed", status);
+}
+
+std::string Gpu::exchange(const Link& link, const Note& own, std::vector<Note>* notes) {
+  const std::string error = jaxmoe::exchange(&board_, link, own, notes);
+  return error.empty() ? "" : condemn(error);
+}
+
+cudaError_t Gpu::await_last_launch() { return cudaEventSynchronize(last_launch_); }
+
+}  // namespace jaxmoe

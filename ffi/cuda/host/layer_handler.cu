@@ -1,0 +1,432 @@
+// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices. XLA calls `instantiate` once for every instruction of
+// a program, and the others for every run and device:
+//
+//   prepare      asks for the communicator of the group; there is no stream and no memory yet
+//   initialize   loads the kernel, and sees to it that the group's arena is large enough (cuda/host/arena.h)
+//   execute      enqueues the kernel and does nothing else
+//
+// Where groups have several ranks no device of this process executes before all of them have ended initialize: XLA
+// holds them back. So nothing there that allocates, maps or loads runs beside a kernel of the same run, which would
+// wait for it for ever.
+//
+// What goes wrong on one device is returned by execute on all of this process (cuda/host/runs.h). A wait of the kernel
+// that takes too long ends the kernel; the next run reports it.
+//
+// Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
+#include "cuda/host/layer_handler.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/layer_call.h"
+#include "cuda/host/arenas.h"
+#include "cuda/host/collectives.h"
+#include "cuda/host/errors.h"
+#include "cuda/host/launch.h"
+#include "cuda/host/runs.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmoe {
+
+// One per instruction of an executable, the same object for all devices that run it. The group of a device is the same
+// in all its runs.
+class Instruction {
+ public:
+  static ffi::TypeId id;
+
+  Runs runs;
+
+  // Null where the device has not found its arena yet.
+  Arena* arena_of(int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = arenas_.find(device);
+    return found == arenas_.end() ? nullptr : found->second;
+  }
+  void remember(int device, Arena* arena) {
+    const std::lock_guard lock(mutex_);
+    arenas_[device] = arena;
+  }
+
+  // Whether `devices` devices have arenas with room for a launch, so that none of them has to meet its group.
+  bool is_ready(int32_t devices, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+    const std::lock_guard lock(mutex_);
+    if (static_cast<int32_t>(arenas_.size()) < devices) return false;
+    return std::ranges::all_of(arenas_, [&](const auto& of_device) {
+      return of_device.second->holds(shape, schedule, itemsize);
+    });
+  }
+
+  // True once for every device.
+  bool is_first_launch(int device) {
+    const std::lock_guard lock(mutex_);
+    return launched_.insert(device).second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, Arena*> arenas_;
+  std::set<int> launched_;
+};
+ffi::TypeId Instruction::id{};
+
+namespace {
+
+constexpr int32_t kItemsize = 2;  // of both element types
+// A device that others of its process wait for tells itself that the time is over, and they hear it.
+constexpr double kMarginSeconds = 10;
+
+// What Python knows of JAX's devices.
+struct Devices {
+  std::mutex mutex;
+  std::set<int64_t> local;  // of this process, by the numbers that all processes know them by
+  bool several_processes = false;
+
+  static Devices& get() {
+    static Devices* devices = new Devices;  // never destroyed: handlers may still run while the process ends
+    return *devices;
+  }
+};
+
+// The devices of the program by the numbers that all processes know them by; none where Python could not tell.
+std::vector<int64_t> devices_of(const LayerAttributes& a) {
+  if (*a.devices.begin() < 0) return {};
+  return {a.devices.begin(), a.devices.end()};
+}
+
+// How many devices of this process run the program; 0: not known.
+int32_t local_devices(const LayerAttributes& a) {
+  Devices& known = Devices::get();
+  const std::lock_guard lock(known.mutex);
+  if (!known.several_processes) return static_cast<int32_t>(a.groups.size());
+  const auto is_local = [&](int64_t id) { return known.local.contains(id); };
+  return static_cast<int32_t>(std::ranges::count_if(devices_of(a), is_local));
+}
+
+ReplicaGroups groups_of(const LayerAttributes& a) {
+  ReplicaGroups groups;
+  for (const int64_t* group = a.groups.begin(); group != a.groups.end(); group += a.ranks) {
+    groups.emplace_back(group, group + a.ranks);
+  }
+  return groups;
+}
+
+// What this kernel cannot do, beyond what no part of jaxmoe can.
+std::string limits_error(const LayerAttributes& a) {
+  if (a.ranks <= kMaxPeers && a.num_experts <= kMaxExperts && a.num_experts / a.ranks <= kMaxLocalExperts) return "";
+  return "jaxmoe: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
+         " ranks; on GPUs there can be " + std::to_string(kMaxExperts) + " experts, " +
+         std::to_string(kMaxLocalExperts) + " per rank, and " + std::to_string(kMaxPeers) + " ranks.";
+}
+
+std::string types_error(const LayerBuffers& b) {
+  using Buffers = LayerBuffers;
+  const ffi::DataType type = b[Buffers::kX].element_type();
+  if (type != ffi::BF16 && type != ffi::F16) return "jaxmoe: on GPUs x must be bfloat16 or float16.";
+  bool agree = true;
+  const auto check = [&](const ffi::AnyBuffer& buffer) { agree = agree && buffer.element_type() == type; };
+  for (int i = Buffers::kWGate; i <= Buffers::kBDown; ++i) check(b[static_cast<Buffers::Operand>(i)]);
+  if (b.backward()) {
+    check(b[Buffers::kDy]);
+    check(b[Buffers::kDX]);
+    const ffi::DataType gradients = b[Buffers::kDWGate].element_type();
+    agree = agree && (gradients == type || gradients == ffi::F32);
+    for (int i = Buffers::kDWGate; i < Buffers::kGradients; ++i) {
+      agree = agree && b[static_cast<Buffers::Gradient>(i)].element_type() == gradients;
+    }
+  } else {
+    check(b.y());
+  }
+  if (b.saved() != nullptr) check(*b.saved());
+  if (!agree) return "jaxmoe: weights, biases, y, dx and what is saved must be of the type of x, the other "
+           "gradients all of that type or all float32.";
+  if (b[Buffers::kTopkIds].element_type() != ffi::S32 || b[Buffers::kTopkWeights].element_type() != ffi::F32 ||
+      (b.backward() && b[Buffers::kDTopkWeights].element_type() != ffi::F32)) {
+    return "jaxmoe: topk_ids must be int32, topk_weights and their gradients float32.";
+  }
+  return "";
+}
+
+// Makes `device` the current one of this thread for a while.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    cudaGetDevice(&previous_);
+    if (previous_ != device) cudaSetDevice(device);
+    current_ = device;
+  }
+  ~CurrentDevice() {
+    if (previous_ != current_) cudaSetDevice(previous_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_ = 0;
+  int current_ = 0;
+};
+
+// Workers of the kernel of a pass for an element type on the current device; the first call loads it.
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, ElementType type) {
+  using Kernel = std::tuple<int, Pass, ElementType>;
+  static std::mutex mutex;
+  static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = known->find({device, pass, type}); found != known->end()) return found->second;
+  }
+  // Without the lock: loading may wait for kernels that wait for peers, whose handlers come through here too.
+  int major = 0, minor = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("the device cannot be asked what it is", status));
+  if (major != 9 || minor != 0) {
+    return ffi::Unexpected(ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "jaxmoe: device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+            std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
+  }
+  int32_t workers = 0;
+  if (const std::string error = prepare_kernel(pass, type, &workers); !error.empty()) {
+    return ffi::Unexpected(ffi::Error::Internal(error));
+  }
+  const std::lock_guard lock(mutex);
+  return (*known)[{device, pass, type}] = workers;
+}
+
+// A call as initialize and execute see it.
+struct Call {
+  ElementType type;
+  Shape shape;
+  Schedule schedule;
+};
+
+// As the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see.
+ffi::ErrorOr<int> device_of(cudaStream_t stream) {
+  int device = 0;
+  const cudaError_t status = cudaStreamGetDevice(stream, &device);
+  if (status != cudaSuccess) return ffi::Unexpected(cuda_error("cudaStreamGetDevice", status));
+  return device;
+}
+
+// What is wrong with a call on any device.
+std::string call_error(const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  for (const std::string& error : {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+// Checks a call of initialize or execute, makes its device the current one and calls body(device, buffers).
+template <class Body>
+ffi::Error on_device(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                     const LayerAttributes& attributes, Body body) {
+  std::string wrong;
+  const LayerBuffers buffers(operands, results, &wrong);
+  if (wrong.empty()) wrong = call_error(buffers, attributes);
+  if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
+  ffi::ErrorOr<int> device = device_of(stream);
+  if (device.has_error()) return device.error();
+  const CurrentDevice current(*device);
+  return body(*device, buffers);
+}
+
+Pass pass_of(const LayerBuffers& buffers) { return buffers.backward() ? Pass::kBackward : Pass::kForward; }
+
+// `device` is current.
+ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  const bool is_bf16 = buffers[LayerBuffers::kX].element_type() == ffi::BF16;
+  const ElementType type = is_bf16 ? ElementType::kBf16 : ElementType::kF16;
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass_of(buffers), type);
+  if (workers.has_error()) return ffi::Unexpected(workers.error());
+  if (attributes.workers > *workers) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
+                                                       "; this device has room for " + std::to_string(*workers) + "."));
+  }
+  return Call{.type = type,
+              .shape = shape_of(buffers, attributes),
+              .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
+}
+
+ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) {
+  return std::make_unique<Instruction>();
+}
+
+ffi::Error prepare(ffi::Context context, LayerAttributes attributes) {
+  for (const std::string& error : {attributes_error(attributes), limits_error(attributes)}) {
+    if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  }
+  return attributes.ranks == 1 ? ffi::Error::Success() : request_communicator(context, groups_of(attributes));
+}
+
+ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, const LayerAttributes& attributes) {
+  const double seconds = attributes.timeout_seconds;
+  Link link{.communicator = nullptr,
+            .ranks = attributes.ranks,
+            .stream = stream,
+            .timeout_seconds = seconds,
+            .deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(seconds))};
+  if (attributes.ranks == 1) return link;
+  ffi::ErrorOr<void*> communicator = get_communicator(context, groups_of(attributes));
+  if (communicator.has_error()) return ffi::Unexpected(communicator.error());
+  link.communicator = *communicator;
+  return link;
+}
+
+// All that may fail on one device alone, which is current.
+ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& context, cudaStream_t stream,
+                      const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  ffi::ErrorOr<Call> call = call_of(device, buffers, attributes);
+  if (call.has_error()) return call.error();
+  ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
+  if (link.has_error()) return link.error();
+  Arena* arena = instruction->arena_of(device);
+  if (arena == nullptr) {
+    ffi::ErrorOr<Arena*> found = find_arena(device, *link, devices_of(attributes));
+    if (found.has_error()) return found.error();
+    arena = *found;
+    instruction->remember(device, arena);
+  }
+  return arena->reserve(*link, call->shape, call->schedule, kItemsize);
+}
+
+// What initialize does on its device. Returns only errors that all devices have alike: XLA leaves the others waiting
+// for a device whose initialize has failed.
+ffi::Error initialize_on(int device, Instruction* instruction, const ffi::Context& context, int64_t run_id,
+                         cudaStream_t stream, const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  const int32_t devices = local_devices(attributes);
+  const std::shared_ptr<Run> run = instruction->runs.enter(run_id, device, [&] {
+    // No size of an arena depends on the number of workers.
+    const Schedule schedule = schedule_of(attributes, std::max(attributes.workers, 1));
+    return Run::Start{
+        .refusal = process_failure(),
+        .waits = devices > 1 && !instruction->is_ready(devices, shape_of(buffers, attributes), schedule, kItemsize)};
+  });
+  if (run->is_refused()) return ffi::Error::Success();
+  ffi::Error error = make_ready(instruction, device, context, stream, buffers, attributes);
+  if (error.failure() && devices != 1) {
+    error = ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(device) +
+                                          " of this process; the call fails on all of them.)");
+  }
+  run->leave(error, devices, attributes.timeout_seconds + kMarginSeconds);
+  return ffi::Error::Success();
+}
+
+// Buffers are there, what they hold is not.
+ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId run_id, cudaStream_t stream,
+                      ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
+  return on_device(stream, operands, results, attributes, [&](int device, const LayerBuffers& buffers) {
+    return initialize_on(device, instruction, context, run_id.run_id, stream, buffers, attributes);
+  });
+}
+
+// What both passes are given.
+void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const LayerAttributes& attributes) {
+  using Buffers = LayerBuffers;
+  params->shape = call.shape;
+  params->schedule = call.schedule;
+  params->activation = activation_of(attributes);
+  params->timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
+  params->x = data_of(b[Buffers::kX]);
+  params->topk_ids = data_of<const int32_t>(b[Buffers::kTopkIds]);
+  params->topk_weights = data_of<const float>(b[Buffers::kTopkWeights]);
+  params->b_gate = data_of(b[Buffers::kBGate]);
+  params->b_up = data_of(b[Buffers::kBUp]);
+  params->b_down = data_of(b[Buffers::kBDown]);
+  params->gated = call.shape.projections > 1;
+  params->saved = b.saved() == nullptr ? nullptr : data_of(*b.saved());
+}
+
+// Device and rank follow from the stream and the communicator. `place`, which is on the GPU, is compared with them
+// once.
+ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cudaStream_t stream,
+                      const LayerBuffers& buffers, const LayerAttributes& attributes) {
+  using Buffers = LayerBuffers;
+  if (const std::shared_ptr<Run> run = instruction->runs.find(run_id, device); run != nullptr) {
+    if (ffi::Error error = run->error(); error.failure()) return error;
+  }
+  ffi::ErrorOr<Call> call = call_of(device, buffers, attributes);
+  if (call.has_error()) return call.error();
+  Arena* arena = instruction->arena_of(device);
+  if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");
+  const int32_t* place =
+      instruction->is_first_launch(device) ? data_of<const int32_t>(buffers[Buffers::kPlace]) : nullptr;
+
+  const Weights weights{data_of(buffers[Buffers::kWGate]), data_of(buffers[Buffers::kWUp]),
+                        data_of(buffers[Buffers::kWDown])};
+  if (!buffers.backward()) {
+    ForwardParams params{};
+    fill(&params, *call, buffers, attributes);
+    params.y = buffers.y().untyped_data();
+    return arena->launch(&params, call->type, weights, kItemsize, stream, place);
+  }
+  BackwardParams params{};
+  fill(&params, *call, buffers, attributes);
+  params.dy = data_of(buffers[Buffers::kDy]);
+  params.dx = data_of(buffers[Buffers::kDX]);
+  params.dtopk_weights = data_of<float>(buffers[Buffers::kDTopkWeights]);
+  params.float_gradients = buffers[Buffers::kDWGate].element_type() == ffi::F32;
+  params.dw_gate = data_of(buffers[Buffers::kDWGate]);
+  params.dw_up = data_of(buffers[Buffers::kDWUp]);
+  params.dw_down = data_of(buffers[Buffers::kDWDown]);
+  params.db_gate = data_of(buffers[Buffers::kDBGate]);
+  params.db_up = data_of(buffers[Buffers::kDBUp]);
+  params.db_down = data_of(buffers[Buffers::kDBDown]);
+  return arena->launch(&params, call->type, weights, kItemsize, stream, place);
+}
+
+ffi::Error execute(Instruction* instruction, ffi::Context, ffi::RunId run_id, cudaStream_t stream,
+                   ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
+  return on_device(stream, operands, results, attributes, [&](int device, const LayerBuffers& buffers) {
+    return execute_on(device, instruction, run_id.run_id, stream, buffers, attributes);
+  });
+}
+
+// Operands, results and attributes of the call, which initialize and execute both declare.
+template <class Binding>
+auto with_call(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::State<Instruction>>()
+      .template Ctx<ffi::Context>()
+      .template Ctx<ffi::RunId>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attrs<LayerAttributes>();
+}
+
+}  // namespace
+
+void know_devices(const std::vector<int64_t>& local, bool several_processes) {
+  Devices& devices = Devices::get();
+  const std::lock_guard lock(devices.mutex);
+  devices.local = {local.begin(), local.end()};
+  devices.several_processes = several_processes;
+}
+
+StateType layer_instruction_type() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Instruction>();
+  return {"jaxmoe_instruction_cuda", &Instruction::id, &info};
+}
+
+}  // namespace jaxmoe
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerInstantiateCuda, jaxmoe::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attrs<jaxmoe::LayerAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxmoeLayerPrepareCuda, jaxmoe::prepare,
+    xla::ffi::Ffi::BindPrepare().Ctx<xla::ffi::Context>().Attrs<jaxmoe::LayerAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerInitializeCuda, jaxmoe::initialize,
+                              jaxmoe::with_call(xla::ffi::Ffi::BindInitialize()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeLayerCuda, jaxmoe::execute, jaxmoe::with_call(xla::ffi::Ffi::Bind()));

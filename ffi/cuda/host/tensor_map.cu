@@ -1,0 +1,86 @@
+#include "cuda/host/tensor_map.h"
+
+#include <cuda_runtime.h>
+
+#include <string>
+#include <vector>
+
+namespace jaxmoe {
+namespace {
+
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kAlignment = 16;         // of the base and of every stride, in bytes
+constexpr int32_t kMaxBoxExtent = 256;
+constexpr int32_t kSwizzleBytes = 128;     // widest row of a box under this swizzle
+constexpr std::size_t kMaxRank = 5;
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, or null and why.
+Encode find_encode(std::string& error) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                              cudaEnableDefault, &found);
+  if (status == cudaSuccess && found == cudaDriverEntryPointSuccess) return reinterpret_cast<Encode>(function);
+  error = "jaxmoe: the CUDA driver has no cuTensorMapEncodeTiled (" + std::string(cudaGetErrorString(status)) +
+          "). It needs a driver of CUDA 12.0 or newer.";
+  return nullptr;
+}
+
+template <class Integers>
+std::string join(const Integers& values) {
+  std::string text;
+  for (const auto value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
+}
+
+}  // namespace
+
+std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, ElementType type,
+                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box) {
+  const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
+                            " (innermost first, 2-byte elements)";
+  if (extents.size() != box.size() || extents.size() < 1 || extents.size() > kMaxRank) {
+    return given + ". It needs as many box sizes as extents, one to five of each.";
+  }
+  if (reinterpret_cast<uintptr_t>(base) % kAlignment != 0) {
+    return given + " begins at an address that is " + std::to_string(reinterpret_cast<uintptr_t>(base) % kAlignment) +
+           " bytes past a multiple of 16. It has to begin at one.";
+  }
+  for (const int64_t extent : extents) {
+    if (extent < 1 || extent > int64_t{1} << 32) return given + ". Extents have to be in 1 .. 2^32.";
+  }
+  for (const int32_t extent : box) {
+    if (extent < 1 || extent > kMaxBoxExtent) return given + ". Box sizes have to be in 1 .. 256.";
+  }
+  if (*box.begin() * kElementBytes > kSwizzleBytes) return given + ". A row of a box has to be at most 64 elements.";
+  if (*extents.begin() * kElementBytes % kAlignment != 0) {
+    return given + ". The innermost extent has to be a multiple of 8; pad it to " +
+           std::to_string((*extents.begin() + 7) / 8 * 8) + ".";
+  }
+
+  std::string error;
+  static const Encode encode = find_encode(error);
+  if (encode == nullptr) return error.empty() ? "jaxmoe: the CUDA driver has no cuTensorMapEncodeTiled." : error;
+
+  std::vector<cuuint64_t> sizes(extents.begin(), extents.end());
+  std::vector<cuuint32_t> box_sizes(box.begin(), box.end());
+  std::vector<cuuint64_t> strides;  // of all dimensions but the innermost
+  cuuint64_t bytes = kElementBytes;
+  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) strides.push_back(bytes *= sizes[i]);
+  if (strides.empty()) strides.push_back(bytes);
+  const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
+  const CUresult status = encode(
+      map, type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(), box_sizes.data(),
+      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
+           "). Strides have to be multiples of 16 bytes and below 2^40.";
+  }
+  return "";
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,21 @@
+// Tensor maps: what the copy engine knows of a tensor in global memory and of the boxes it is read in. Made on the host
+// when a kernel is enqueued, passed to it as __grid_constant__ parameters. The driver is asked at run time: nothing
+// links to libcuda.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "cuda/kernel/gemm/precision/element_type.h"
+
+namespace jaxmoe {
+
+// Fills `map` for the dense tensor at `base` with these extents and boxes, innermost dimension first, 128-byte swizzle;
+// what a box holds outside the tensor is read as zeros. Returns what is wrong, empty where nothing is.
+std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, ElementType type,
+                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box);
+
+}  // namespace jaxmoe

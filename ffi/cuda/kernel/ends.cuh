@@ -1,0 +1,160 @@
+// The two ends of a launch, which concern the whole block: everything before the roles part, and what the last block
+// does for the next launch. All threads of a block call these together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/layout.h"
+#include "cuda/device/copies.cuh"
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/sort.cuh"
+#include "cuda/kernel/exchange/stage.cuh"
+
+namespace jaxmoe::ends {
+
+// NaN in BF16 and in F16; two of them are NaN in float32.
+inline constexpr uint16_t kNanHalf = 0x7fff;
+
+// The counters that the next launch will use. Nobody else touches them in this one.
+template <class Variant>
+__device__ void clear_other_bank(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  uint32_t* bank = cta.peers.template here<uint32_t>(
+      word_of(p.layout, p.head, cta.signals.epoch() + 1, Signal::kHistogramsWritten, 0));
+  const int64_t words = counter_words(p.head);
+  for (int64_t i = thread_of(cta); i < words; i += threads_of(cta)) {
+    bank[i] = 0;
+  }
+  if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
+}
+
+// Everything before the roles part: the same in both passes.
+template <class Variant>
+__device__ void prepare(const Cta<Variant>& cta) {
+  const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
+  cta.timeline.begin();
+  lane.start();
+  crew::Enlisted self{};
+  if (threadIdx.x == 0) {
+    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Variant::config.cluster_size);
+    cta.signals.read_epoch();
+  }
+  // Dealt to all blocks of the launch, which nearly always are the crew, while they start. A crew that is not complete
+  // copies everything once more; what others copy as well is the same. Not in backward passes: a second copy of the
+  // code makes registers spill there.
+  constexpr bool kCopiesEarly = !Cta<Variant>::kBackward;
+  if constexpr (kCopiesEarly) {
+    stage::copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
+  }
+  crew::muster<Variant::config.cluster_size>(cta.shared.crew, cta.signals, cta.cta_rank, self);
+  if (!cta.is_latecomer()) {
+    const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
+    if (!is_copied) stage::copy_inputs(cta, {threads_of(cta), thread_of(cta)});
+    clear_other_bank(cta);
+    stage::forget_kept_tokens(cta);
+    lane.mark(EventKind::kStage);
+    plan::run(cta);
+    lane.mark(EventKind::kPlan);
+    stage::publish(cta);
+    lane.mark(EventKind::kPublish);
+  }
+  if (threadIdx.x == 0) {
+    GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
+    ptx::fence_mbarrier_init();
+    for (int32_t& number : cta.shared.task_numbers) number = -1;
+  }
+  ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
+  stage::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
+  lane.mark(EventKind::kWaitInputs);
+}
+
+// No task writes the gradients of an expert without rows.
+template <class Variant>
+__device__ void clear_unused_gradients(const Cta<Variant>& cta) {
+  const BackwardParams& p = cta.params;
+  if (cta.is_latecomer()) return;
+  const int lane = threadIdx.x % 32;
+  const int32_t local = p.shape.local_experts();
+  const auto clear = [&](void* gradients, int64_t elements, int32_t expert) {
+    if (gradients == nullptr) return;
+    const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
+    const int64_t vectors = elements * size / kVectorBytes;
+    uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
+    for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
+  };
+  const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
+  for (int32_t first = 0; first < local; first += 32) {
+    const bool is_unused = first + lane < local && cta.shared.rows_per_expert[first + lane] <= 0;
+    for (uint32_t unused = __ballot_sync(0xffffffff, is_unused); unused != 0; unused &= unused - 1) {
+      const int32_t expert = first + __ffs(unused) - 1;
+      clear(p.dw_gate, matrix, expert);
+      clear(p.dw_up, matrix, expert);
+      clear(p.dw_down, matrix, expert);
+      clear(p.db_gate, p.shape.intermediate, expert);
+      clear(p.db_up, p.shape.intermediate, expert);
+      clear(p.db_down, p.shape.hidden, expert);
+    }
+  }
+}
+
+// What the backward pass may read of `saved` is written by gate_up tasks; the rest of it holds zeros, not what lay
+// there before: the array is a result like any other, which may be printed, or searched for NaN.
+template <class Variant>
+__device__ void clear_unused_saved(const Cta<Variant>& cta) {
+  const ForwardParams& p = cta.params;
+  if (p.saved == nullptr || cta.is_latecomer()) return;
+  using Element = typename Cta<Variant>::Element;
+  const int64_t vectors = int64_t{p.shape.projections} * p.shape.intermediate *
+                          static_cast<int64_t>(sizeof(Element)) / kVectorBytes;  // of a row
+  const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
+  uint4* saved = static_cast<uint4*>(p.saved);
+  const auto clear = [&](int64_t first_row, int64_t end_row) {
+    const int64_t end = at_most(end_row, saved_rows) * vectors;
+    for (int64_t i = first_row * vectors + thread_of(cta); i < end; i += threads_of(cta)) saved[i] = uint4{0, 0, 0, 0};
+  };
+  int64_t first_row = 0;
+  for (int32_t expert = 0; expert < p.shape.local_experts() && first_row < saved_rows; ++expert) {
+    const int32_t counted = cta.shared.rows_per_expert[expert];
+    const int32_t rows = counted > 0 ? counted : 0;
+    const int64_t end_row = first_row + int64_t{ceil_div(rows, p.schedule.tile.rows)} * p.schedule.tile.rows;
+    clear(first_row + padded_rows(rows, p.schedule.gradient_row_multiple()), end_row);
+    first_row = end_row;
+  }
+  clear(first_row, saved_rows);
+}
+
+// Nothing of a launch that has given up a wait is to be taken for a result.
+__device__ inline void poison_results(const LaunchParams& p) {
+#pragma unroll 1
+  for (int i = 0; i < kMaxResults; ++i) {
+    auto* target = static_cast<uint16_t*>(p.results[i].data);
+#pragma unroll 1
+    for (int64_t j = threadIdx.x; j < p.results[i].bytes / 2; j += blockDim.x) target[j] = kNanHalf;
+  }
+}
+
+// The last block to leave makes the arena ready for the next launch. Where a wait was given up it first overwrites all
+// results, alone and slowly; the fence of every block puts what it has stored before that.
+template <class Variant>
+__device__ void leave(const Cta<Variant>& cta) {
+  Control* control = cta.signals.control();
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&control->workers_left, 1u) == gridDim.x - 1;
+  }
+  if (!__syncthreads_or(is_last)) return;
+  if (cta.signals.given_up()) poison_results(cta.params);
+  if (threadIdx.x != 0) return;
+  control->workers_left = 0;
+  control->workers_started = 0;
+  control->crew = 0;
+  control->tasks_ended = 0;
+  control->epoch = cta.signals.epoch();
+}
+
+}  // namespace jaxmoe::ends

@@ -1,0 +1,155 @@
+// Dispatch: pulls the rows of this rank's experts from the ranks that own the tokens into the ring, sorted by expert,
+// and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile.
+//
+// A rank has 396 such warps. Each has 2 KiB in flight (copy_row), which together cover NVLink's latency.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/chunks.h"
+#include "common/layout.h"
+#include "common/scheduler.h"
+#include "cuda/device/copies.cuh"
+#include "cuda/device/ptx/memory.cuh"
+#include "cuda/kernel/cta.cuh"
+
+namespace jaxmoe::dispatch {
+
+// Where the slots that name an expert lie in the list of a source.
+struct SlotsOfExpert {
+  int32_t start, count;
+};
+
+// Of the source that the lane has the number of.
+template <class Variant>
+__device__ __forceinline__ SlotsOfExpert slots_of_expert(const Cta<Variant>& cta, int32_t expert, int lane) {
+  const auto& p = cta.params;
+  if (lane >= p.shape.ranks) return {0, 0};
+  const int32_t* end =
+      cta.peers.template here<int32_t>(rows_from_source(p.layout, p.head, cta.signals.epoch(), lane)) + expert;
+  const int32_t start = expert > 0 ? __ldcg(end - 1) : 0;
+  return {start, __ldcg(end) - start};
+}
+
+// In a backward pass a ring slot is also held by the weight gradients of the segment that its tile belongs to. A
+// dispatcher asks for tiles in order. A forward pass has none of this.
+template <class Variant>
+class PassedSegments {
+ public:
+  explicit __device__ PassedSegments(const Cta<Variant>& cta)
+      : cta_(cta), walk_(cta.params.schedule, cta.shared.rows_per_expert, cta.params.shape.local_experts()) {}
+
+  // By one thread.
+  __device__ __forceinline__ void wait(int32_t row_tile) {
+    bool moved = false;
+    while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
+    if (!moved) return;  // it has waited for that segment before
+    // Pairs with the releases behind weight gradients in TaskQueue::announce_stored().
+    cta_.signals.wait(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
+                      Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
+  }
+
+ private:
+  const Cta<Variant>& cta_;
+  SegmentWalk walk_;
+  Segment segment_{};
+};
+
+template <class Variant>
+__device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
+  using Element = typename Cta<Variant>::Element;
+  const auto& p = cta.params;
+  const Schedule& schedule = p.schedule;
+  const int lane = threadIdx.x % 32;
+  const int32_t vectors =
+      row_parts(schedule) * p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+  const int32_t slots = p.shape.slots();
+  int32_t* counts = cta.shared.source_counts[dispatch_warp];
+  uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
+  uint4* ring = cta.template at<uint4>(p.layout.rows);
+  const auto timeline = cta.timeline.template lane<32>(LaneRole::kDispatch, dispatch_warp);
+  timeline.start();
+
+  if (cta.is_latecomer()) return;  // chunks are dealt in advance
+  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * kDispatchWarps + dispatch_warp,
+                 cta.shared.crew.dispatchers);
+  PassedSegments passed(cta);
+  for (Chunk chunk; walk.next(chunk);) {
+    const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
+    __syncwarp();
+    if (lane < p.shape.ranks) counts[lane] = named.count;
+    __syncwarp();
+    RowSource from{-1, 0};
+    if (lane < chunk.rows) from = source_of_row(counts, 1, p.shape.ranks, cta.peers.rank(), chunk.first_row + lane);
+    const int32_t start = __shfl_sync(0xffffffff, named.start, from.source < 0 ? 0 : from.source);
+    int32_t slot = -1;
+    if (from.source >= 0) {
+      slot = __ldcg(cta.peers.template here<int32_t>(slots_from_source(p.layout, p.head, from.source)) + start +
+                    from.position);
+      if (slot < 0 || slot >= slots) slot = -1;  // only where a wait was given up
+    }
+    const bool is_row = slot >= 0;
+    const void* tokens = !is_row ? nullptr
+                         : stages_tokens(p.shape, schedule)
+                             ? cta.peers.template at<void>(from.source, p.layout.tokens.offset)
+                             : p.x;
+    unsigned long long source =
+        is_row ? reinterpret_cast<unsigned long long>(static_cast<const uint4*>(tokens) +
+                                                      int64_t{slot / p.shape.top_k} * vectors)
+               : 0;
+
+    const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
+    timeline.mark(EventKind::kFindRows, subject);
+
+    // The ring slot is free once the tile that had it has left. Pairs with the releases behind down tasks in
+    // TaskQueue::announce_stored().
+    const Wait freed = wait_before(p.shape, schedule, chunk);
+    if (freed.index >= 0) {
+      if (lane == 0) {
+        cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
+        if constexpr (Cta<Variant>::kBackward) passed.wait(freed.index);
+      }
+      timeline.mark(EventKind::kWaitSlot, subject);
+      __syncwarp();
+    }
+    uint4* kept = nullptr;
+    uint32_t* kept_state = nullptr;
+    if (schedule.keep_tokens && is_row && from.source != cta.peers.rank()) {
+      const int64_t index = kept_index(p.shape, cta.peers.rank(), from.source, slot / p.shape.top_k);
+      kept = cta.template at<uint4>(p.layout.kept_tokens) + index * vectors;
+      kept_state = cta.template at<uint32_t>(p.layout.kept_states) + index;
+      // Pairs with the release at the end of the chunk that keeps the token.
+      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(kept_state, static_cast<uint32_t>(KeptState::kAbsent),
+                                                              static_cast<uint32_t>(KeptState::kComing));
+      if (seen == static_cast<uint32_t>(KeptState::kKept)) source = reinterpret_cast<unsigned long long>(kept);
+      if (seen != static_cast<uint32_t>(KeptState::kAbsent)) kept = nullptr;  // not this warp's to keep
+    }
+    __syncwarp();  // behind one lane's acquire, since all lanes read the kept token
+    const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
+    if (lane < chunk.rows) {
+      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
+      if constexpr (Cta<Variant>::kBackward) {
+        cta.template at<float>(p.layout.row_weights)[ring_row + lane] =
+            is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.weights.offset) + slot) : 0.0f;
+      }
+    }
+    for (int32_t i = 0; i < chunk.rows; ++i) {
+      const auto* row = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffff, source, i));
+      auto* kept_row = reinterpret_cast<uint4*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(kept), i));
+      uint4* const target = ring + (ring_row + i) * vectors;
+      if (row != nullptr) {
+        copy_row(target, kept_row, row, vectors, lane);
+      } else if constexpr (Cta<Variant>::kBackward) {
+        for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};  // behind the last of the expert
+      }
+    }
+    __syncwarp();
+    if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));
+    if (lane == 0) cta.signals.release(release_after(chunk));
+    timeline.mark(EventKind::kDispatch, subject);
+  }
+}
+
+}  // namespace jaxmoe::dispatch

@@ -1,0 +1,147 @@
+// Sorts this rank's slots by expert and tells every owner of experts which slots are coming: a stable counting sort
+// over a few blocks (planners), so that the same routing gives the same lists in every run. All threads of a block call
+// it, before the roles part.
+//
+//   count     each planner counts its slots by expert          -> histograms, histograms_written
+//   position  sums over planners and over an owner's experts give each its first position; planner 0 tells the owner
+//                                                              -> rows_from
+//   write     slots into the owners' lists                     -> source_slots
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/layout.h"
+#include "cuda/kernel/cta.cuh"
+
+namespace jaxmoe::plan {
+
+inline constexpr int kWarps = 12;  // of a block
+
+// Lies where the stages of the GEMMs will be.
+struct Scratch {
+  int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this planner
+  int32_t total[kMaxExperts];                 // of all planners
+  uint16_t slots_of_warp[kWarps][kMaxExperts];  // of one pass of the block over its slots; all zero between passes
+};
+
+template <class Variant>
+__device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, int32_t planner) {
+  const Shape& shape = cta.params.shape;
+  for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
+  __syncthreads();
+  for (int64_t slot = slots.begin + threadIdx.x; slot < slots.end; slot += blockDim.x) {
+    const int32_t expert = cta.params.topk_ids[slot];
+    if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
+  }
+  __syncthreads();
+  int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{planner} * shape.num_experts;
+  for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) histogram[e] = scratch.next[e];
+  __syncthreads();
+  if (threadIdx.x == 0) cta.signals.release({Signal::kHistogramsWritten, 0, 1});
+}
+
+template <class Variant>
+__device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t planner, int32_t planners) {
+  const auto& p = cta.params;
+  if (threadIdx.x == 0) {
+    // Pairs with the release at the end of count() of every planner.
+    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners)}, Site::kPlan);
+  }
+  __syncthreads();
+  const int32_t* histograms = cta.template at<int32_t>(p.layout.histograms);
+  for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
+    int32_t before = 0;
+    int32_t total = 0;
+#pragma unroll 4
+    for (int32_t other = 0; other < planners; ++other) {
+      const int32_t count = __ldcg(histograms + int64_t{other} * p.shape.num_experts + e);
+      before += other < planner ? count : 0;
+      total += count;
+    }
+    scratch.next[e] = before;
+    scratch.total[e] = total;
+    for (int warp = 0; warp < kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
+  }
+  __syncthreads();
+  // A warp for each owner sums up its experts, a few neighbouring ones by every lane.
+  static_assert(kMaxPeers <= kWarps);
+  constexpr int32_t kExpertsOfLane = 4;
+  const int32_t owner = threadIdx.x / 32;
+  if (owner < p.shape.ranks) {
+    const int lane = threadIdx.x % 32;
+    const int32_t local = p.shape.local_experts();
+    int32_t* const ends =
+        cta.peers.template at<int32_t>(owner,
+                                       rows_from_source(p.layout, p.head, cta.signals.epoch(), cta.peers.rank()));
+    int32_t passed = 0;  // slots of the experts before those of this round
+    for (int32_t first = 0; first < local; first += 32 * kExpertsOfLane) {
+      const int32_t of_lane = first + kExpertsOfLane * lane;
+      const int32_t experts = at_most(local - of_lane, kExpertsOfLane);
+      int32_t slots = 0;
+      for (int i = 0; i < experts; ++i) slots += scratch.total[owner * local + of_lane + i];
+      int32_t sum = slots;  // of this lane and those before it
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int32_t before = __shfl_up_sync(0xffffffff, sum, distance);
+        sum += lane >= distance ? before : 0;
+      }
+      int32_t end = passed + sum - slots;
+      for (int i = 0; i < experts; ++i) {
+        scratch.next[owner * local + of_lane + i] += end;
+        end += scratch.total[owner * local + of_lane + i];
+        if (planner == 0) ends[of_lane + i] = end;
+      }
+      passed += __shfl_sync(0xffffffff, sum, 31);
+    }
+  }
+  __syncthreads();
+}
+
+template <class Variant>
+__device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
+  const auto& p = cta.params;
+  const int32_t local = p.shape.local_experts();
+  const int warp = threadIdx.x / 32;
+  const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
+  for (int64_t first = slots.begin; first < slots.end; first += blockDim.x) {
+    const int64_t slot = first + threadIdx.x;
+    const int32_t expert = slot < slots.end ? p.topk_ids[slot] : -1;
+    // Slots of one expert keep their order: by warp, then by lane.
+    const uint32_t same = __match_any_sync(0xffffffff, expert);
+    const int32_t in_warp = __popc(same & lanes_before);
+    const bool is_used = p.shape.has_expert(expert);
+    const bool first_of_expert = is_used && in_warp == 0;
+    if (first_of_expert) scratch.slots_of_warp[warp][expert] = static_cast<uint16_t>(__popc(same));
+    __syncthreads();
+    if (is_used) {
+      int32_t position = scratch.next[expert] + in_warp;
+      for (int earlier = 0; earlier < warp; ++earlier) position += scratch.slots_of_warp[earlier][expert];
+      const int32_t owner = expert / local;
+      cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
+          static_cast<int32_t>(slot);
+    }
+    __syncthreads();
+    if (first_of_expert) {
+      atomicAdd(&scratch.next[expert], __popc(same));
+      scratch.slots_of_warp[warp][expert] = 0;
+    }
+    __syncthreads();
+  }
+}
+
+template <class Variant>
+__device__ void run(const Cta<Variant>& cta) {
+  const int32_t planner = cta.block();
+  const int32_t planners = num_planners(cta.params.shape, cta.shared.crew.workers);
+  if (planner >= planners) return;
+  Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
+  static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));
+  const Share slots = share_of(cta.params.shape.slots(), planner, planners);
+  count(cta, scratch, slots, planner);
+  position(cta, scratch, planner, planners);
+  write(cta, scratch, slots);
+}
+
+}  // namespace jaxmoe::plan

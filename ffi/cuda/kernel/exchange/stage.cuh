@@ -1,0 +1,113 @@
+// Staging: inputs go where peers reach them, all ranks are told that they and the slot lists are there, and every block
+// waits for everyone else's. All threads of a block call these together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/layout.h"
+#include "cuda/device/copies.cuh"
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/kernel/cta.cuh"
+
+namespace jaxmoe::stage {
+
+// Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
+// it, and the routing weights. One rank alone reads the tokens of a forward pass where they are.
+template <class Variant>
+__device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
+  const auto& p = cta.params;
+  if (!stages_tokens(p.shape, p.schedule)) return;
+  uint4* tokens = cta.template at<uint4>(p.layout.tokens);
+  if constexpr (Cta<Variant>::kBackward) {
+    using Element = typename Cta<Variant>::Element;
+    const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+    const int64_t warps = team.threads / 32;
+    const int lane = threadIdx.x % 32;
+    for (int64_t token = team.thread / 32; token < p.shape.tokens; token += warps) {
+      uint4* row = tokens + token * 2 * vectors;
+      copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
+      copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
+    }
+    float* weights = cta.template at<float>(p.layout.weights);
+    for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) {
+      weights[i] = p.topk_weights[i];
+    }
+  } else {
+    copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
+  }
+}
+
+// No token of a peer is here yet. Ordered before every pull by the flags that dispatch waits for, this rank's own among
+// them.
+template <class Variant>
+__device__ void forget_kept_tokens(const Cta<Variant>& cta) {
+  const Region& states = cta.params.layout.kept_states;
+  uint32_t* target = cta.template at<uint32_t>(states);
+  const int64_t words = states.bytes / static_cast<int64_t>(sizeof(uint32_t));
+  for (int64_t i = thread_of(cta); i < words; i += threads_of(cta)) {
+    target[i] = static_cast<uint32_t>(KeptState::kAbsent);
+  }
+}
+
+// This block's part of tokens and lists is written; the first block tells all ranks once every block's is.
+template <class Variant>
+__device__ void publish(const Cta<Variant>& cta) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
+  cta.signals.release({Signal::kInputsStaged, 0, 1});
+  if (cta.block() != 0) return;
+  // Pairs with the release above, of every block of the crew.
+  cta.signals.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(cta.blocks())}, Site::kPublish);
+  cta.signals.release_to_all(Signal::kInputsReady);
+}
+
+// Waits for the inputs of all ranks and adds up how many rows each local expert gets. Blocks of a cluster walk the same
+// tasks and wait for each other's stages without a limit of time, so where the wait is given up they all have to know:
+// the first block decides for its cluster. Also the barrier behind which blocks use each other's shared memory.
+template <class Variant>
+__device__ void wait_for_inputs(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  if (threadIdx.x < static_cast<uint32_t>(p.shape.ranks)) {
+    // Pairs with release_to_all(kInputsReady) in publish() of that source.
+    const int32_t source = threadIdx.x;
+    cta.signals.wait({Signal::kInputsReady, source, cta.signals.epoch()}, Site::kWalk);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && cta.cta_rank == 0) {
+    const int32_t usable = !cta.signals.given_up();
+    cta.shared.inputs_usable = usable;
+    for (uint32_t other = 1; other < Variant::config.cluster_size; ++other) {
+      ptx::store_cluster(&cta.shared.inputs_usable, other, usable);
+    }
+  }
+  if constexpr (Variant::config.cluster_size > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // Counts of a rank that never came would be those of another launch. A latecomer without tasks walks none.
+  const bool usable = cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
+  const int lane = threadIdx.x % 32;
+  const int32_t local = p.shape.local_experts();
+  for (int32_t first = threadIdx.x - lane; first < local; first += blockDim.x) {
+    const int32_t expert = first + lane;
+    int32_t rows = 0;
+    for (int32_t source = 0; source < p.shape.ranks && expert < local; ++source) {
+      const int64_t ends = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
+      const int32_t* end = cta.peers.template here<int32_t>(ends) + expert;
+      rows += __ldcg(end) - (expert > 0 ? __ldcg(end - 1) : 0);
+    }
+    const int32_t multiple = p.schedule.row_multiple();  // with rows of zeros behind them
+    rows = usable ? padded_rows(rows, multiple) : 0;
+    // As mark_experts_without_rows() does, up to the last of these 32.
+    const uint32_t with_rows = __ballot_sync(0xffffffff, rows > 0) >> lane;
+    const int32_t without = with_rows != 0 ? __ffs(with_rows) - 1 : at_most(local - first, 32) - lane;
+    if (expert < local) cta.shared.rows_per_expert[expert] = rows > 0 ? rows : 1 - without;
+  }
+  __syncthreads();
+}
+
+}  // namespace jaxmoe::stage

@@ -1,0 +1,50 @@
+// Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
+// offers: Element, kElementType of its tensor maps, multiply() on slices of 16 along K, pack() and unpack() of pairs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/precision/element_type.h"
+
+namespace jaxmoe {
+
+struct Bf16 {
+  using Element = __nv_bfloat16;
+  static constexpr ElementType kElementType = ElementType::kBf16;
+
+  template <ptx::Major kA, ptx::Major kB>
+  static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
+    ptx::multiply_bf16<kA, kB>(sums, a, b);
+  }
+  // Two elements in memory order, `first` at the lower address; to the nearest, ties to even.
+  static __device__ __forceinline__ uint32_t pack(float first, float second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
+};
+
+struct F16 {
+  using Element = __half;
+  static constexpr ElementType kElementType = ElementType::kF16;
+
+  template <ptx::Major kA, ptx::Major kB>
+  static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
+    ptx::multiply_f16<kA, kB>(sums, a, b);
+  }
+  static __device__ __forceinline__ uint32_t pack(float first, float second) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+};
+
+}  // namespace jaxmoe

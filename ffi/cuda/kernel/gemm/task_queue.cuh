@@ -1,0 +1,93 @@
+// How a math warp gets its tasks from the producer and announces what it has stored of them. Used by math.cuh and
+// gradient_math.cuh.
+//
+// What a warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would leave
+// the tensor cores idle for as long as a store to a peer takes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/protocol.h"
+#include "common/scheduler.h"
+#include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/gemm/epilogues/rows.cuh"
+#include "cuda/kernel/gemm/multiply.cuh"
+
+namespace jaxmoe {
+
+// Where the timeline shows answers on their way, beside what the warpgroup does meanwhile.
+template <class Variant>
+__device__ __forceinline__ auto answers_lane(const Cta<Variant>& cta, const MathThread& thread) {
+  return cta.timeline.template lane<128>(LaneRole::kAnswers, thread.warpgroup);
+}
+
+// There is no register left for what is needed once a task. So it is counted in shared memory how many tasks this warp
+// has begun, and both the one in hand and the one before it are looked up in the queue, where they stay long enough
+// (KernelStorage::tasks). All lanes of the warp call everything here.
+template <class Variant>
+class TaskQueue {
+  using Ring = typename GemmShape<Variant>::Ring;
+
+ public:
+  __device__ TaskQueue(const Cta<Variant>& cta, const MathThread& thread) : cta_(cta), thread_(thread) { begun() = 0; }
+
+  // The next task, once its first stage is there. Valid until the one after it has been taken and begun. Its rows are
+  // kNoMoreTasks behind the last.
+  __device__ __forceinline__ const Task& next(const Ring& ring, typename Ring::Position position) {
+    // Where the next task is not there yet, it may be waiting for this very release.
+    if (!announced_ && !ring.is_full(position)) announce_stored(1);
+    ring.wait(position);
+    const Task& task = in_queue(0);
+    const int32_t next = begun() + 1;
+    __syncwarp();
+    begun() = next;
+    __syncwarp();
+    return task;
+  }
+
+  // In every step of a task that has `steps`.
+  __device__ __forceinline__ void announce_meanwhile(int32_t step, int32_t steps) {
+    if (!announced_ && (step == kAnnounceStep || step == steps - 1)) announce_stored(2);
+  }
+
+  // Everything of the task in hand has been computed, and its stores are under way.
+  __device__ __forceinline__ void stored() { announced_ = false; }
+
+  // Behind the end mark, which has a stage too. What this warp has stored may lie at peers: all of it comes before what
+  // is announced after it.
+  __device__ __forceinline__ void finish(const Ring& ring, typename Ring::Position position) {
+    if (!announced_) announce_stored(2);
+    ring.release(position, thread_.lane);
+    if (thread_.lane == 0) {
+      ptx::fence_system();
+      cta_.signals.release({Signal::kTasksDone, 0, 1});
+    }
+  }
+
+ private:
+  // Steps of a tile, of about half a microsecond, after which the stores of the tile before are likely complete.
+  static constexpr int32_t kAnnounceStep = 5;
+
+  __device__ volatile int32_t& begun() const { return cta_.shared.tasks_begun[thread_.warp]; }
+
+  // The task that was begun that many before the next one.
+  __device__ const Task& in_queue(int32_t back) const {
+    return cta_.shared.tasks[static_cast<uint32_t>(begun() - back) % kQueuedTasks];
+  }
+
+  __device__ __forceinline__ void announce_stored(int32_t back) {
+    wait_rows_stored();
+    const Task& before = in_queue(back);
+    answers_lane(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
+    if (thread_.lane == 0) cta_.signals.release(release_after(before));
+    announced_ = true;
+  }
+
+  const Cta<Variant>& cta_;
+  const MathThread& thread_;
+  bool announced_ = true;  // or there is nothing to announce
+};
+
+}  // namespace jaxmoe
