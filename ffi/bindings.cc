@@ -81,7 +81,7 @@ py::dict registrations_dict() {
     py::str target(entry.target);
     if (!targets.contains(target)) targets[target] = py::dict();
     // XLA accepts only capsules of this name.
-    targets[target][py::str(entry.stage)] =
+    targets[target][py::str(entry.handler_stage)] =
         py::capsule(reinterpret_cast<void*>(entry.handler), "xla._CUSTOM_CALL_TARGET");
   }
   return targets;
@@ -142,7 +142,7 @@ void define_timeline(py::module_& module) {
   for (const EventKindInfo& kind : kEventKinds) kinds.append(py::make_tuple(kind.name, kind.waits));
   module.attr("timeline_kinds") = py::tuple(kinds);
   py::list roles;
-  for (const char* role : kLaneRoleNames) roles.append(py::str(role));
+  for (const char* role : kTrackRoleNames) roles.append(py::str(role));
   module.attr("timeline_roles") = py::tuple(roles);
 }
 

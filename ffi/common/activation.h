@@ -108,7 +108,7 @@ JAXMOE_ANY inline Number activate_as(const Activation& activation, Number gate, 
 // h and its slopes along gate and up.
 template <class Number>
 struct Slopes {
-  Number hidden, gate, up;
+  Number h, gate, up;
 };
 
 // f'(gate) of the pointwise kinds, and f(gate) with what both need computed once.

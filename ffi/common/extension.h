@@ -15,13 +15,13 @@ namespace jaxmoe {
 
 struct Registration {
   std::string target;         // name that jax.ffi.ffi_call uses
-  std::string stage;          // "instantiate", "prepare", "initialize" or "execute"
+  std::string handler_stage;          // "instantiate", "prepare", "initialize" or "execute"
   XLA_FFI_Handler* handler;
 };
 
 std::vector<Registration> registrations();
 
-// A type whose objects XLA keeps between the stages of a handler.
+// A type whose objects XLA keeps from one stage of a handler to the next.
 struct StateType {
   std::string name;  // unique in the process
   XLA_FFI_TypeId* id;

@@ -56,9 +56,9 @@ JAXMOE_ANY constexpr HeadCapacity needed_head(const Shape& shape, const Schedule
 
 // Launch state of a rank; written by that rank's kernel alone.
 struct Control {
-  uint32_t epoch;         // of the last launch that ended
+  uint32_t launch_number;  // of the last launch that ended
   uint32_t workers_left;  // thread blocks that have left the running launch; the last one sets it to zero
-  uint32_t tasks_taken[2];  // number of the next task, by parity of the epoch like the banks of counters
+  uint32_t tasks_taken[2];  // number of the next task, by parity of the launch like the banks of counters
   uint32_t given_up;      // not zero once a wait took too long: the arena is not used again
   // Of the running launch; the last thread block to leave sets them to zero (cuda/kernel/crew.cuh).
   uint32_t workers_started;
@@ -71,30 +71,30 @@ struct ArenaLayout {
   Region control;       // Control                                              this rank
   Region flags;         // [kInputsReady, kPartialsWritten][ranks] cache lines  peers -> dispatch, tasks, combine
   Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
-  Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' plan -> walks of this rank,
+  Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
-  Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' plan -> dispatch
+  Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' sort -> dispatch
   int64_t head_bytes;
 
   // Body, what peers reach. The order is the guarantee that a rank finds a peer's regions where its own lie: they come
   // first, and no length in them depends on what a rank may have for itself, such as the number of its multiprocessors.
   // `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
-  Region tokens;          // [tokens, parts, hidden]             stage -> peers' dispatch; empty where x is read
-  Region partials;        // [slots, hidden]                     peers' down, token_gradient -> combine
+  Region tokens;          // [tokens, parts, hidden]            publish -> peers' dispatch; empty where x is read
+  Region answers;         // [slots, hidden]                    peers' down, token_gradient -> combine
   // Of a backward pass; empty in a forward one. Numbers are as wide as sums are: float32, or float64 where tokens are.
-  Region weights;         // [slots] number: routing weights     stage -> peers' dispatch
-  Region weight_answers;  // [slots] number: their gradients     peers' token_gradient -> combine
+  Region routing_weights; // [slots] number                     publish -> peers' dispatch
+  Region routing_weight_gradients;  // [slots] number             peers' token_gradient -> combine
 
   // Body, what this rank alone reaches.
-  Region histograms;    // [most planners, num_experts] int32          plan -> plan
+  Region histograms;    // [most sorters, num_experts] int32          sort -> sort
   Region kept_tokens;   // [ranks - 1, tokens, parts, hidden]          dispatch -> dispatch; empty unless kept
-  Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      stage, dispatch -> dispatch; the same
+  Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      publish, dispatch -> dispatch; the same
   Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
-  Region hidden;        // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
-  // Of a backward pass; empty in a forward one. There `hidden` holds h times the routing weight of its row, from
+  Region h;             // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
+  // Of a backward pass; empty in a forward one. There `h` holds h times the routing weight of its row, from
   // hidden_gradient to down_gradient.
-  Region row_weights;     // [ring_tiles, tile rows] number            dispatch -> hidden_gradient
+  Region row_routing_weights;  // [ring_tiles, tile rows] number       dispatch -> hidden_gradient
   Region row_products;    // [ring_tiles, tile rows, gradient tiles]   hidden_gradient -> token_gradient
                           //   number: h times its gradient, summed over the columns of one task
   Region projections;     // [ring_tiles, tile rows, projections, intermediate]  gate_up -> hidden_gradient, which
@@ -104,20 +104,20 @@ struct ArenaLayout {
   int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
 };
 
-// Planners sort about this many slots each. One planner sorts a decode batch without any wait.
-inline constexpr int32_t kSlotsPerPlanner = 1024;
-// There is room for as many planners as the slots want, up to this many, whether or not a rank has so many workers.
-inline constexpr int32_t kMostPlanners = 128;
+// Sorters sort about this many slots each. One sorter sorts a decode batch without any wait.
+inline constexpr int32_t kSlotsPerSorter = 1024;
+// There is room for as many sorters as the slots want, up to this many, whether or not a rank has so many workers.
+inline constexpr int32_t kMostSorters = 128;
 
-JAXMOE_ANY constexpr int32_t most_planners(const Shape& shape) {
-  const int32_t wanted = ceil_div(shape.slots(), kSlotsPerPlanner);
-  return wanted < 1 ? 1 : at_most(wanted, kMostPlanners);
+JAXMOE_ANY constexpr int32_t most_sorters(const Shape& shape) {
+  const int32_t wanted = ceil_div(shape.slots(), kSlotsPerSorter);
+  return wanted < 1 ? 1 : at_most(wanted, kMostSorters);
 }
-JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, int32_t workers) {
-  return at_most(most_planners(shape), workers);
+JAXMOE_ANY constexpr int32_t num_sorters(const Shape& shape, int32_t workers) {
+  return at_most(most_sorters(shape), workers);
 }
-JAXMOE_ANY constexpr int32_t num_planners(const Shape& shape, const Schedule& schedule) {
-  return num_planners(shape, schedule.workers);
+JAXMOE_ANY constexpr int32_t num_sorters(const Shape& shape, const Schedule& schedule) {
+  return num_sorters(shape, schedule.workers);
 }
 
 JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
@@ -126,7 +126,7 @@ JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
 
 // Arrays of hidden numbers that make up a row of tokens, and of the ring.
 JAXMOE_ANY constexpr int32_t row_parts(const Schedule& schedule) { return schedule.backward() ? 2 : 1; }
-JAXMOE_ANY constexpr bool stages_tokens(const Shape& shape, const Schedule& schedule) {
+JAXMOE_ANY constexpr bool publishes_tokens(const Shape& shape, const Schedule& schedule) {
   return shape.ranks > 1 || schedule.backward();
 }
 
@@ -154,19 +154,19 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   const int64_t token_bytes = int64_t{row_parts(schedule)} * shape.hidden * itemsize;
   const int64_t number = itemsize < 4 ? 4 : itemsize;
   const int64_t backward = schedule.backward() ? 1 : 0;
-  l.tokens = pack.take(stages_tokens(shape, schedule) ? shape.tokens * token_bytes : 0);
-  l.partials = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
-  l.weights = pack.take(backward * shape.slots() * number);
-  l.weight_answers = pack.take(backward * shape.slots() * number);
+  l.tokens = pack.take(publishes_tokens(shape, schedule) ? shape.tokens * token_bytes : 0);
+  l.answers = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
+  l.routing_weights = pack.take(backward * shape.slots() * number);
+  l.routing_weight_gradients = pack.take(backward * shape.slots() * number);
 
-  l.histograms = pack.take(int64_t{most_planners(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
+  l.histograms = pack.take(int64_t{most_sorters(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
   l.kept_tokens = pack.take(kept * token_bytes);
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(ring_rows * token_bytes);
-  l.hidden = pack.take(ring_rows * shape.intermediate * itemsize);
-  l.row_weights = pack.take(backward * ring_rows * number);
+  l.h = pack.take(ring_rows * shape.intermediate * itemsize);
+  l.row_routing_weights = pack.take(backward * ring_rows * number);
   l.row_products = pack.take(backward * ring_rows * gradient_tiles(shape, schedule.tile) * number);
   l.projections = pack.take(backward * ring_rows * shape.projections * shape.intermediate * itemsize);
   l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0
@@ -203,21 +203,21 @@ constexpr uint64_t agreement_of(const Shape& shape, const Schedule& schedule, co
   all.add(head.ranks, head.local_experts, head.row_tiles, head.slots, itemsize);
   all.add(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k,
           shape.projections);
-  all.add(schedule.tile.rows, schedule.tile.hidden_columns, schedule.tile.output_columns, schedule.unit_tiles,
+  all.add(schedule.tile.rows, schedule.tile.h_columns, schedule.tile.columns, schedule.unit_tiles,
           schedule.lag_units, schedule.ring_tiles, schedule.chunk_rows, schedule.narrow_rows, schedule.keep_tokens,
           schedule.segment_tiles, schedule.saved_tiles);
   // These follow from the numbers above in one build of this file; ranks could run two.
   const ArenaLayout l = layout_of(shape, schedule, head, itemsize);
-  for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.partials,
-                               l.weights, l.weight_answers}) {
+  for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.answers,
+                               l.routing_weights, l.routing_weight_gradients}) {
     all.add(region.offset, region.bytes);
   }
   all.add(l.head_bytes, l.bytes);
   return all.hash();
 }
 
-// Byte offset of a signal's word in the arena where it is waited for. Banks of counters change with the epoch.
-JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch,
+// Byte offset of a signal's word in the arena where it is waited for. Banks of counters change with every launch.
+JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapacity& head, uint32_t launch_number,
                                      Signal signal, int32_t index) {
   const int32_t kind = static_cast<int32_t>(signal);
   if (is_from_peers(signal)) {
@@ -227,15 +227,15 @@ JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapaci
   const int64_t in_bank = is_per_tile(signal)
                               ? 3 + (kind - static_cast<int32_t>(Signal::kRowsArrived)) * head.row_tiles + index
                               : kind;
-  return layout.counters.offset + ((epoch & 1) * counter_words(head) + in_bank) * int64_t{sizeof(uint32_t)};
+  return layout.counters.offset + ((launch_number & 1) * counter_words(head) + in_bank) * int64_t{sizeof(uint32_t)};
 }
 
 // Byte offset of what `source` wrote for this rank's experts: how many of its slots name an expert up to and with each.
 // So the slots of one expert lie in the source's list from the number before it to its own.
-JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch,
-                                              int32_t source) {
+JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const HeadCapacity& head,
+                                              uint32_t launch_number, int32_t source) {
   return layout.rows_from.offset +
-         ((epoch & 1) * head.ranks + source) * int64_t{head.local_experts} * int64_t{sizeof(int32_t)};
+         ((launch_number & 1) * head.ranks + source) * int64_t{head.local_experts} * int64_t{sizeof(int32_t)};
 }
 
 // Byte offset of the slot list that `source` wrote for this rank's experts.
@@ -256,7 +256,7 @@ JAXMOE_ANY constexpr int64_t kept_index(const Shape& shape, int32_t rank, int32_
   return int64_t{(source - rank + shape.ranks) % shape.ranks - 1} * shape.tokens + token;
 }
 
-// Where the output of a row goes: row `slot` of the partials of rank `source`.
+// Where the answer to a row goes: row `slot` of the answers of rank `source`.
 struct RowTarget {
   uint32_t packed;
 
@@ -273,7 +273,7 @@ inline constexpr int32_t kMaxRanks = 1 << (32 - RowTarget::kSlotBits);
 
 // Most experts of a rank: a GPU keeps their row counts in shared memory, all of which is taken.
 inline constexpr int32_t kMaxLocalExperts = 512;
-// Most experts of a group: a planner counts them where the stages of the GEMMs will be, which leave room for more.
+// Most experts of a group: a sorter counts them where the stages of the GEMMs will be, which leave room for more.
 inline constexpr int32_t kMaxExperts = 4096;
 
 }  // namespace jaxmoe

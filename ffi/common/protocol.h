@@ -3,34 +3,35 @@
 // their waits and releases from here.
 //
 //   signal               word at     released by (amount)                  waited for by (target)
-//   histograms_written   this rank   plan, per planner (1)                 plan, all planners (planners)
-//   inputs_staged        this rank   plan and stage, per worker (1)        the worker that publishes (workers)
-//   inputs_ready         each peer   publish, per source (the epoch)       dispatch, gate_up, down of every worker
+//   histograms_written   this rank   sort, per sorter (1)                  sort, all sorters (sorters)
+//   inputs_staged        this rank   sort and publish, per worker (1)      the worker that publishes (workers)
+//   inputs_ready         each peer   publish, per source (the launch)      dispatch, gate_up, down of every worker
 //   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
 //   hidden_written       this rank   gate_up, per task (its column tiles)  down, hidden_gradient (column tiles of h)
 //   hidden_gradients_written         hidden_gradient, per task (its        token_gradient, and weight gradients of each
 //                        this rank   column tiles)                         tile of the segment (column tiles of h)
 //   outputs_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
-//                                    column tiles)                         next (column tiles of the output)
+//                                    column tiles)                         next (column tiles of an answer)
 //   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
 //                        this rank                                        next segment that adds up (its tasks)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
-//   partials_written     each peer   announce, per source (the epoch)      combine of every worker
+//   partials_written     each peer   announce, per source (the launch)     combine of every worker
 //
 // hidden_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
 // to a segment and has the word of its first row tile.
 //
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
-// with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its epoch's parity and
-// clears the other one, which nobody else touches in that launch. Words at a peer hold an epoch and are never cleared.
-// On a GPU each warp of a task releases its own part, so those that tasks release count warps
+// with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its number's parity
+// and clears the other one, which nobody else touches in that launch. Words at a peer hold the number of a launch and
+// are never cleared. On a GPU each warp of a task releases its own part, so those that tasks release count warps
 // (cuda/device/signals.cuh). There inputs_staged counts thread blocks, of which a worker may have several.
 //
 // Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
 // is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one
 // launch ahead may write at a peer that is still in combine are row counts (two banks, by parity: a dispatcher that
-// gets no chunk may be late and still read them), slot lists (read by pulls only, all done) and flags (epochs). It
-// writes partials only after that peer's inputs_ready of the new epoch. No rank can be two launches ahead.
+// gets no chunk may be late and still read them), slot lists (read by pulls only, all done) and flags (numbers of
+// launches). It writes answers only after that peer's inputs_ready of the new launch. No rank can be two launches
+// ahead.
 #pragma once
 
 #include <cstdint>
@@ -110,7 +111,7 @@ struct Release {
 // The waits before an item of the stream, and the release after it. An index below zero stands for no wait.
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
   return {Signal::kOutputsWritten, chunk.row_tile - schedule.ring_tiles,
-          static_cast<uint32_t>(output_tiles(shape, schedule.tile))};
+          static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
 }
 // A second one in backward passes: for the segment that held the ring slot, which the caller has to find.
 JAXMOE_ANY constexpr Wait wait_for_weight_gradients(const Shape& shape, const Schedule& schedule, int32_t first_tile) {
@@ -136,7 +137,7 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
       }
       [[fallthrough]];
     case Gemm::kDown:
-      return {Signal::kHiddenWritten, task.row_tile, all(hidden_tiles(shape, schedule.tile))};
+      return {Signal::kHiddenWritten, task.row_tile, all(h_tiles(shape, schedule.tile))};
     case Gemm::kTokenGradient:
       return {Signal::kHiddenGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};
     default: break;
@@ -154,7 +155,7 @@ JAXMOE_ANY constexpr Release release_after(const Task& task) {
   return {signal, task.row_tile, static_cast<uint32_t>(task.column_tiles)};
 }
 
-// Counters may wrap around after 2^32 launches' worth of epochs: "at least" is a signed distance.
+// Counters may wrap around after 2^32 launches: "at least" is a signed distance.
 JAXMOE_ANY constexpr bool has_reached(uint32_t seen, uint32_t target) {
   return static_cast<int32_t>(seen - target) >= 0;
 }

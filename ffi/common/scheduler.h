@@ -14,14 +14,14 @@
 //
 // The last tile of an expert may have few rows. Where two thread blocks share a task, each taking half of the rows, the
 // second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
-// every pair of columns it comes behind the wide tiles, whose weights it uses.
+// every pair of columns it comes after the wide tiles, whose weights it uses.
 //
-// A backward pass has more GEMMs, each behind the one whose results it reads by `lag_units` units:
+// A backward pass has more GEMMs, each `lag_units` units after the one whose results it reads:
 //
 //   gate_up(u2) hidden_gradient(u1) token_gradient(u0)  gate_up(u3) hidden_gradient(u2) token_gradient(u1)  ...
 //
 // (units whose gate and up the forward pass has saved have no gate_up) and, where a unit ends a segment of its expert
-// (at most `segment_tiles` row tiles), the weight gradients of that segment behind the unit's token_gradient:
+// (at most `segment_tiles` row tiles), the weight gradients of that segment after the unit's token_gradient:
 // gate_gradient, up_gradient, down_gradient. Their tiles are tiles of a weight matrix, and their sums go over the rows
 // of the segment, which therefore stay in the rings until then. Experts of several segments add up their weight
 // gradients from one to the next (Task::part).
@@ -62,7 +62,7 @@ struct Task {
   int32_t row_tile;     // over all local experts
   int32_t ring_slot;    // where the tile's rows lie in the rings
   int32_t rows;         // 1 .. tile.rows; of a weight gradient all rows of the segment
-  int32_t column_tile;  // of h or of the output
+  int32_t column_tile;  // of the result
   int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
   // Of weight gradients alone.
   int32_t weight_row_tile;  // of the matrix
@@ -198,13 +198,13 @@ class TaskWalk {
         middle_(schedule, rows_per_expert, shape.local_experts()),
         last_(schedule, rows_per_expert, shape.local_experts()) {}
 
-  // The task with that number; false behind the last. The numbers asked of one walk must not fall.
+  // The task with that number; false after the last. The numbers asked of one walk must not fall.
   JAXMOE_ANY bool seek(int32_t number, Task& task) {
-    while (number - passed_tasks_ >= section_tasks_) {
-      passed_tasks_ += section_tasks_;
+    while (number - earlier_tasks_ >= section_tasks_) {
+      earlier_tasks_ += section_tasks_;
       if (!next_section()) return false;
     }
-    const int32_t position = number - passed_tasks_;
+    const int32_t position = number - earlier_tasks_;
     if (kPass == Pass::kBackward && is_weight_gradient(gemm_)) {
       take_weight_gradient(position, task);
     } else {
@@ -214,7 +214,7 @@ class TaskWalk {
   }
 
  private:
-  static constexpr int32_t kStages = kPass == Pass::kForward ? 2 : 3;  // GEMMs of a unit
+  static constexpr int32_t kGemmsOfUnit = kPass == Pass::kForward ? 2 : 3;  // weight gradients are those of a segment
 
   // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile.
   JAXMOE_ANY void take_tile(int32_t position, Task& task) const {
@@ -258,36 +258,36 @@ class TaskWalk {
             segment.sums_tile};
   }
 
-  // A section is one GEMM of one unit, or the weight gradients of one segment. Moves to the next one; false behind the
+  // A section is one GEMM of one unit, or the weight gradients of one segment. Moves to the next one; false after the
   // last.
   JAXMOE_ANY bool next_section() {
     section_tasks_ = 0;
-    if (kPass == Pass::kBackward && stage_ == kStages - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
+    if (kPass == Pass::kBackward && nth_gemm_ == kGemmsOfUnit - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
         last_.segment_ends()) {
       gemm_ = Gemm::kGateGradient;
       section_tasks_ = weight_tasks(shape_, schedule_.tile);
       return true;
     }
-    if (++stage_ == kStages) {  // also before the first section
-      stage_ = 0;
+    if (++nth_gemm_ == kGemmsOfUnit) {  // also before the first section
+      nth_gemm_ = 0;
       ++step_;
     }
-    gemm_ = gemm_of_stage();
-    has_unit_ = step_ >= stage_ * schedule_.lag_units && next_unit();
+    gemm_ = gemm_of_unit();
+    has_unit_ = step_ >= nth_gemm_ * schedule_.lag_units && next_unit();
     if (has_unit_) begin_section();
-    // Behind the last unit the later stages still have some; before their first, they have none yet.
-    return has_unit_ || stage_ < kStages - 1 || step_ < stage_ * schedule_.lag_units;
+    // After the last unit the later GEMMs still have some; before their first, they have none yet.
+    return has_unit_ || nth_gemm_ < kGemmsOfUnit - 1 || step_ < nth_gemm_ * schedule_.lag_units;
   }
 
-  JAXMOE_ANY Gemm gemm_of_stage() const {
-    if (stage_ == 0) return Gemm::kGateUp;
+  JAXMOE_ANY Gemm gemm_of_unit() const {
+    if (nth_gemm_ == 0) return Gemm::kGateUp;
     if (kPass == Pass::kForward) return Gemm::kDown;
-    return stage_ == 1 ? Gemm::kHiddenGradient : Gemm::kTokenGradient;
+    return nth_gemm_ == 1 ? Gemm::kHiddenGradient : Gemm::kTokenGradient;
   }
 
   JAXMOE_ANY bool next_unit() {
-    if (stage_ == 0) return first_.next(unit_);
-    if (kPass == Pass::kBackward && stage_ == 1) return middle_.next(unit_);
+    if (nth_gemm_ == 0) return first_.next(unit_);
+    if (kPass == Pass::kBackward && nth_gemm_ == 1) return middle_.next(unit_);
     return last_.next(unit_);
   }
 
@@ -298,9 +298,9 @@ class TaskWalk {
 
   JAXMOE_ANY void begin_section() {
     if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
-    columns_ = gemm_ == Gemm::kGateUp           ? hidden_tiles(shape_, schedule_.tile)
+    columns_ = gemm_ == Gemm::kGateUp           ? h_tiles(shape_, schedule_.tile)
                : gemm_ == Gemm::kHiddenGradient ? gradient_tiles(shape_, schedule_.tile)
-                                                : output_tiles(shape_, schedule_.tile);
+                                                : answer_tiles(shape_, schedule_.tile);
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
     narrow_ = rows_left <= schedule_.narrow_rows ? 1 : 0;
@@ -315,12 +315,12 @@ class TaskWalk {
   Unit unit_{};
   bool has_unit_ = false;
   int32_t step_ = -1;
-  int32_t stage_ = kStages - 1;
+  int32_t nth_gemm_ = kGemmsOfUnit - 1;
   Gemm gemm_ = Gemm::kGateUp;
   int32_t columns_ = 0;  // column tiles of the section's GEMM
   int32_t narrow_ = 0;   // narrow tiles of the unit: its last one, or none
   int32_t section_tasks_ = 0;
-  int32_t passed_tasks_ = 0;  // of the sections before
+  int32_t earlier_tasks_ = 0;  // of the sections before
 };
 
 }  // namespace jaxmoe

@@ -48,11 +48,11 @@ struct Shape {
   JAXMOE_ANY constexpr int64_t max_rows() const { return int64_t{ranks} * slots(); }
 };
 
-// What one task computes. Gate and up of a column share an accumulator, so a gated tile has half as many columns of h.
+// The result of one task. Gate and up of a column share an accumulator, so a gated tile has half as many columns of h.
 struct TileSizes {
   int32_t rows;
-  int32_t hidden_columns;  // of h, for one gate/up task
-  int32_t output_columns;  // of the expert's output, for one down task
+  int32_t h_columns;  // of h, for one gate/up task
+  int32_t columns;    // of the result of any other task, such as an expert's answer
 };
 
 // How the work of a rank is ordered and how much memory it takes. Any legal value gives the same bits, but that weight
@@ -87,21 +87,21 @@ struct Schedule {
 JAXMOE_ANY constexpr int64_t max_row_tiles(const Shape& shape, const TileSizes& tile) {
   return shape.max_rows() / tile.rows + shape.local_experts();
 }
-JAXMOE_ANY constexpr int32_t hidden_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.intermediate, tile.hidden_columns);
+JAXMOE_ANY constexpr int32_t h_tiles(const Shape& shape, const TileSizes& tile) {
+  return ceil_div(shape.intermediate, tile.h_columns);
 }
-JAXMOE_ANY constexpr int32_t output_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.hidden, tile.output_columns);
+JAXMOE_ANY constexpr int32_t answer_tiles(const Shape& shape, const TileSizes& tile) {
+  return ceil_div(shape.hidden, tile.columns);
 }
-// Of a backward pass, whose tasks have as many columns of h as of the output behind the gate/up GEMM.
+// Of a backward pass, whose tasks have as many columns of h as of an answer after the gate/up GEMM.
 JAXMOE_ANY constexpr int32_t gradient_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.intermediate, tile.output_columns);
+  return ceil_div(shape.intermediate, tile.columns);
 }
 // Rows that the backward pass counts for an expert or a part of a tile that has `rows`.
 JAXMOE_ANY constexpr int32_t padded_rows(int32_t rows, int32_t multiple) { return ceil_div(rows, multiple) * multiple; }
 // Tasks of one weight gradient of one segment, and of all of them.
 JAXMOE_ANY constexpr int32_t weight_tiles(int32_t rows, int32_t columns, const TileSizes& tile) {
-  return ceil_div(rows, tile.rows) * ceil_div(columns, tile.output_columns);
+  return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns);
 }
 JAXMOE_ANY constexpr int32_t weight_tasks(const Shape& shape, const TileSizes& tile) {
   return shape.projections * weight_tiles(shape.hidden, shape.intermediate, tile) +

@@ -1,8 +1,8 @@
 // The timeline: what every role did when, as events that the GPU kernel (cuda/device/timeline.cuh, where it is compiled
 // in) and the host executor (host/timeline.h, where it is switched on) record alike, and that jaxmoe/profiling reads.
 //
-// A lane is a place where one thing happens at a time: a warp of dispatch, a math warpgroup. An event is a stretch of a
-// lane, and ends where the next one of that lane begins. Plain C++20, no CUDA.
+// A track is a place where one thing happens at a time: a warp of dispatch, a math warpgroup. An event is a stretch of
+// a track, and ends where the next one of that track begins. Plain C++20, no CUDA.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +16,9 @@
 
 namespace jaxmoe {
 
-enum class LaneRole : int32_t { kBlock = 0, kProducer, kDispatch, kMath, kAnswers, kCount };
-inline constexpr int32_t kNumLaneRoles = static_cast<int32_t>(LaneRole::kCount);
-inline constexpr const char* kLaneRoleNames[kNumLaneRoles] = {"block", "producer", "dispatch", "math", "answers"};
+enum class TrackRole : int32_t { kBlock = 0, kProducer, kDispatch, kMath, kAnswers, kCount };
+inline constexpr int32_t kNumTrackRoles = static_cast<int32_t>(TrackRole::kCount);
+inline constexpr const char* kTrackRoleNames[kNumTrackRoles] = {"block", "producer", "dispatch", "math", "answers"};
 
 enum class EventKind : int32_t {
   // block: before the roles part
@@ -114,27 +114,27 @@ struct TimelineEvent {
 };
 static_assert(sizeof(TimelineEvent) == 32);
 
-// Lanes of a thread block.
-inline constexpr int32_t kLanesOfRole[kNumLaneRoles] = {1, 1, 3, 2, 2};
-inline constexpr int32_t kBlockLanes = 9;
-JAXMOE_ANY constexpr int32_t first_lane_of(LaneRole role) {
+// Tracks of a thread block.
+inline constexpr int32_t kTracksOfRole[kNumTrackRoles] = {1, 1, 3, 2, 2};
+inline constexpr int32_t kBlockTracks = 9;
+JAXMOE_ANY constexpr int32_t first_track_of(TrackRole role) {
   // An array of the host cannot be indexed on a GPU, by a number that only the run knows.
   switch (role) {
-    case LaneRole::kBlock: return 0;
-    case LaneRole::kProducer: return 1;
-    case LaneRole::kDispatch: return 2;
-    case LaneRole::kMath: return 5;
+    case TrackRole::kBlock: return 0;
+    case TrackRole::kProducer: return 1;
+    case TrackRole::kDispatch: return 2;
+    case TrackRole::kMath: return 5;
     default: return 7;
   }
 }
-constexpr bool lanes_are_numbered_in_order() {
-  int32_t lane = 0;
-  for (int32_t role = 0; role < kNumLaneRoles; lane += kLanesOfRole[role++]) {
-    if (first_lane_of(static_cast<LaneRole>(role)) != lane) return false;
+constexpr bool tracks_are_numbered_in_order() {
+  int32_t track = 0;
+  for (int32_t role = 0; role < kNumTrackRoles; track += kTracksOfRole[role++]) {
+    if (first_track_of(static_cast<TrackRole>(role)) != track) return false;
   }
-  return lane == kBlockLanes;
+  return track == kBlockTracks;
 }
-static_assert(lanes_are_numbered_in_order());
+static_assert(tracks_are_numbered_in_order());
 
 // An SM has a clock of its own, fine but of no fixed frequency; the timer that all SMs share may move in steps of up to
 // a microsecond. Both are read when a block begins and when it ends, and its ticks turn into time on the line between.
@@ -142,28 +142,28 @@ struct TimelineBlock {
   uint64_t begin_ticks, begin_ns;
   uint64_t end_ticks, end_ns;
   int32_t sm;
-  uint32_t recorded[kBlockLanes];  // events of each lane; those beyond its capacity are dropped
+  uint32_t recorded[kBlockTracks];  // events of each track; those beyond its capacity are dropped
 };
 
-// A busy lane has, for 8192 tokens of deepseek-v3 on 4 GPUs, about 600 events in a forward pass and, counted from the
+// A busy track has, for 8192 tokens of deepseek-v3 on 4 GPUs, about 600 events in a forward pass and, counted from the
 // schedule, 2600 in a backward pass, which has three for every tile of the weights; on 2 GPUs, with twice the experts,
 // 4600. Several times that where experts are unevenly popular.
-inline constexpr int32_t kLaneEvents = 8192;
+inline constexpr int32_t kTrackEvents = 8192;
 
-// A buffer in GPU memory: [blocks] TimelineBlock, then [blocks, kBlockLanes, kLaneEvents] TimelineEvent.
+// A buffer in GPU memory: [blocks] TimelineBlock, then [blocks, kBlockTracks, kTrackEvents] TimelineEvent.
 JAXMOE_ANY constexpr int64_t timeline_events_offset(int32_t blocks) {
   return ceil_div(blocks * int64_t{sizeof(TimelineBlock)}, int64_t{1024}) * 1024;
 }
 JAXMOE_ANY constexpr int64_t timeline_bytes(int32_t blocks) {
   return timeline_events_offset(blocks) +
-         int64_t{blocks} * kBlockLanes * kLaneEvents * int64_t{sizeof(TimelineEvent)};
+         int64_t{blocks} * kBlockTracks * kTrackEvents * int64_t{sizeof(TimelineEvent)};
 }
 
 // As Python gets it, from either platform: one launch of one rank.
 struct TimelineRow {
   int32_t block;  // thread block; a worker of the host executor
-  int32_t role;   // LaneRole
-  int32_t nth;    // lane of that role in the block
+  int32_t role;   // TrackRole
+  int32_t nth;    // track of that role in the block
   int32_t kind;   // EventKind
   int32_t expert;
   int32_t row_tile;
@@ -191,23 +191,23 @@ struct LaunchTimeline {
 // What lies in a buffer of timeline_bytes(blocks) after a launch.
 inline LaunchTimeline decode_timeline(const std::byte* buffer, int32_t blocks) {
   LaunchTimeline launch{};
-  const std::byte* lane_events = buffer + timeline_events_offset(blocks);
+  const std::byte* track_events = buffer + timeline_events_offset(blocks);
   for (int32_t block = 0; block < blocks; ++block) {
     TimelineBlock header;
     std::memcpy(&header, buffer + block * sizeof(header), sizeof(header));
     TimelineClock clock{header.sm, 0, header.begin_ticks, header.begin_ns, header.end_ticks, header.end_ns};
-    for (int32_t role = 0; role < kNumLaneRoles; ++role) {
-      for (int32_t nth = 0; nth < kLanesOfRole[role]; ++nth) {
-        const uint32_t recorded = header.recorded[first_lane_of(static_cast<LaneRole>(role)) + nth];
-        const uint32_t kept = at_most(recorded, static_cast<uint32_t>(kLaneEvents));
+    for (int32_t role = 0; role < kNumTrackRoles; ++role) {
+      for (int32_t nth = 0; nth < kTracksOfRole[role]; ++nth) {
+        const uint32_t recorded = header.recorded[first_track_of(static_cast<TrackRole>(role)) + nth];
+        const uint32_t kept = at_most(recorded, static_cast<uint32_t>(kTrackEvents));
         clock.dropped += recorded - kept;
         for (uint32_t i = 0; i < kept; ++i) {
           TimelineEvent event;
-          std::memcpy(&event, lane_events + i * sizeof(event), sizeof(event));
+          std::memcpy(&event, track_events + i * sizeof(event), sizeof(event));
           launch.rows.push_back({block, role, nth, event.kind, event.expert, event.row_tile, event.part,
                                  event.stalled, event.begin, event.end});
         }
-        lane_events += kLaneEvents * sizeof(TimelineEvent);
+        track_events += kTrackEvents * sizeof(TimelineEvent);
       }
     }
     launch.clocks.push_back(clock);

@@ -44,16 +44,16 @@ class BackwardRank final : public Rank<Format> {
   using Base::row_width;
 
   // Tokens and the gradients of their outputs side by side, and routing weights, to where peers can read them.
-  void stage(int32_t worker) override {
+  void publish(int32_t worker) override {
     const Span tokens = share(shape_.tokens, worker, schedule_.workers);
     const int32_t hidden = shape_.hidden;
-    Number* weights = at<Number>(launch_, rank_, layout_.weights);
+    Number* routing_weights = at<Number>(launch_, rank_, layout_.routing_weights);
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       Storage* row = at<Storage>(launch_, rank_, layout_.tokens) + token * row_width();
       std::copy(arrays_.x + token * hidden, arrays_.x + (token + 1) * hidden, row);
       std::copy(arrays_.dy + token * hidden, arrays_.dy + (token + 1) * hidden, row + hidden);
       const int64_t slots = token * shape_.top_k;
-      std::copy(arrays_.topk_weights + slots, arrays_.topk_weights + slots + shape_.top_k, weights + slots);
+      std::copy(arrays_.topk_weights + slots, arrays_.topk_weights + slots + shape_.top_k, routing_weights + slots);
     }
   }
 
@@ -78,7 +78,8 @@ class BackwardRank final : public Rank<Format> {
   }
 
   void note_row(int32_t ring_slot, int32_t tile_row, int32_t source, int32_t slot) override {
-    *weight_of(ring_slot, tile_row) = source < 0 ? Number{0} : at<Number>(launch_, source, layout_.weights)[slot];
+    *routing_weight_of(ring_slot, tile_row) =
+        source < 0 ? Number{0} : at<Number>(launch_, source, layout_.routing_weights)[slot];
   }
 
   void compute(const Task& task) override {
@@ -93,7 +94,7 @@ class BackwardRank final : public Rank<Format> {
         return weight_gradient(task, {layout_.rows, row_width(), 0, shape_.hidden}, projection(1), arrays_.dw_up,
                                arrays_.db_up, matrix_size(), bias_sums() + shape_.intermediate);
       default:
-        return weight_gradient(task, {layout_.hidden, shape_.intermediate, 0, shape_.intermediate},
+        return weight_gradient(task, {layout_.h, shape_.intermediate, 0, shape_.intermediate},
                                {layout_.rows, row_width(), shape_.hidden, shape_.hidden}, arrays_.dw_down,
                                arrays_.db_down, shape_.projections * matrix_size(),
                                bias_sums() + shape_.projections * shape_.intermediate);
@@ -107,10 +108,11 @@ class BackwardRank final : public Rank<Format> {
       std::fill(sums.begin(), sums.end(), Number{0});
       for (int64_t slot = token * shape_.top_k; slot < (token + 1) * shape_.top_k; ++slot) {
         const bool used = shape_.has_expert(arrays_.topk_ids[slot]);
-        arrays_.dtopk_weights[slot] = used ? at<Number>(launch_, rank_, layout_.weight_answers)[slot] : Number{0};
+        arrays_.dtopk_weights[slot] =
+            used ? at<Number>(launch_, rank_, layout_.routing_weight_gradients)[slot] : Number{0};
         if (!used) continue;
-        const Storage* partial = at<Storage>(launch_, rank_, layout_.partials) + slot * shape_.hidden;
-        for (int32_t c = 0; c < shape_.hidden; ++c) sums[c] += Format::load(partial[c]);
+        const Storage* answer = at<Storage>(launch_, rank_, layout_.answers) + slot * shape_.hidden;
+        for (int32_t c = 0; c < shape_.hidden; ++c) sums[c] += Format::load(answer[c]);
       }
       std::transform(sums.begin(), sums.end(), arrays_.dx + token * shape_.hidden, Format::store);
     }
@@ -121,8 +123,8 @@ class BackwardRank final : public Rank<Format> {
   int64_t ring_index(int32_t ring_slot, int32_t tile_row) const {
     return int64_t{ring_slot} * schedule_.tile.rows + tile_row;
   }
-  Number* weight_of(int32_t ring_slot, int32_t tile_row) const {
-    return at<Number>(launch_, rank_, layout_.row_weights) + ring_index(ring_slot, tile_row);
+  Number* routing_weight_of(int32_t ring_slot, int32_t tile_row) const {
+    return at<Number>(launch_, rank_, layout_.row_routing_weights) + ring_index(ring_slot, tile_row);
   }
   Number* products_of(int32_t ring_slot, int32_t tile_row) const {
     return at<Number>(launch_, rank_, layout_.row_products) +
@@ -140,8 +142,8 @@ class BackwardRank final : public Rank<Format> {
 
   void gate_up(const Task& task) {
     const int32_t width = shape_.intermediate;
-    const int32_t first = task.column_tile * schedule_.tile.hidden_columns;
-    const int32_t columns = std::min(task.column_tiles * schedule_.tile.hidden_columns, width - first);
+    const int32_t first = task.column_tile * schedule_.tile.h_columns;
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.h_columns, width - first);
     std::vector<Number> sums(columns);
     for (int32_t i = 0; i < task.rows; ++i) {
       const Storage* row = ring_row(layout_.rows, task.ring_slot, i, row_width());
@@ -167,14 +169,14 @@ class BackwardRank final : public Rank<Format> {
   void hidden_gradient(const Task& task) {
     const Storage* weights = arrays_.w_down + task.expert * matrix_size();
     for (int32_t tile = task.column_tile; tile < task.column_tile + task.column_tiles; ++tile) {
-      const int32_t first = tile * schedule_.tile.output_columns;
-      const int32_t end = std::min(first + schedule_.tile.output_columns, shape_.intermediate);
+      const int32_t first = tile * schedule_.tile.columns;
+      const int32_t end = std::min(first + schedule_.tile.columns, shape_.intermediate);
       for (int32_t i = 0; i < task.rows; ++i) {
         const Storage* dy = ring_row(layout_.rows, task.ring_slot, i, row_width()) + shape_.hidden;
         Storage* gate = projection_row(task.ring_slot, i, 0);
         Storage* up = shape_.projections > 1 ? projection_row(task.ring_slot, i, 1) : nullptr;
-        Storage* hidden = ring_row(layout_.hidden, task.ring_slot, i, shape_.intermediate);
-        const Number weight = *weight_of(task.ring_slot, i);
+        Storage* h = ring_row(layout_.h, task.ring_slot, i, shape_.intermediate);
+        const Number routing_weight = *routing_weight_of(task.ring_slot, i);
         Number product = 0;
         const bool saved = task.part == kSavedPart;
         const Storage* gate_value = saved ? saved_row(task.row_tile, i, 0) : gate;
@@ -183,10 +185,10 @@ class BackwardRank final : public Rank<Format> {
           const Number gradient = multiply_line(dy, weights + int64_t{c} * shape_.hidden, shape_.hidden);
           const Slopes<Number> slopes = slopes_of(launch_.activation, Format::load(gate_value[c]),
                                                   up == nullptr ? Number{1} : Format::load(up_value[c]));
-          product += slopes.hidden * gradient;
-          hidden[c] = Format::store(weight * slopes.hidden);
-          gate[c] = Format::store(weight * gradient * slopes.gate);
-          if (up != nullptr) up[c] = Format::store(weight * gradient * slopes.up);
+          product += slopes.h * gradient;
+          h[c] = Format::store(routing_weight * slopes.h);
+          gate[c] = Format::store(routing_weight * gradient * slopes.gate);
+          if (up != nullptr) up[c] = Format::store(routing_weight * gradient * slopes.up);
         }
         products_of(task.ring_slot, i)[tile] = product;
       }
@@ -194,12 +196,12 @@ class BackwardRank final : public Rank<Format> {
   }
 
   void token_gradient(const Task& task) {
-    const int32_t first = task.column_tile * schedule_.tile.output_columns;
-    const int32_t end = std::min(first + task.column_tiles * schedule_.tile.output_columns, shape_.hidden);
+    const int32_t first = task.column_tile * schedule_.tile.columns;
+    const int32_t end = std::min(first + task.column_tiles * schedule_.tile.columns, shape_.hidden);
     for (int32_t i = 0; i < task.rows; ++i) {
       const RowTarget target{*target_of(task.ring_slot, i)};
       if (target.packed == RowTarget::kNone) continue;
-      Storage* out = at<Storage>(launch_, target.source(), layout_.partials) + int64_t{target.slot()} * shape_.hidden;
+      Storage* out = at<Storage>(launch_, target.source(), layout_.answers) + int64_t{target.slot()} * shape_.hidden;
       for (int32_t c = first; c < end; ++c) {
         Number sum = 0;
         for (int32_t which = 0; which < shape_.projections; ++which) {
@@ -210,13 +212,14 @@ class BackwardRank final : public Rank<Format> {
         out[c] = Format::store(sum);
       }
       if (task.column_tile == 0) {
-        at<Number>(launch_, target.source(), layout_.weight_answers)[target.slot()] = weight_gradient_of_row(task, i);
+        at<Number>(launch_, target.source(), layout_.routing_weight_gradients)[target.slot()] =
+            routing_weight_gradient(task, i);
       }
     }
   }
 
   // Of the routing weight of a row.
-  Number weight_gradient_of_row(const Task& task, int32_t tile_row) {
+  Number routing_weight_gradient(const Task& task, int32_t tile_row) {
     Number sum = 0;
     const Number* products = products_of(task.ring_slot, tile_row);
     for (int32_t tile = 0; tile < gradient_tiles(shape_, schedule_.tile); ++tile) sum += products[tile];
@@ -243,8 +246,8 @@ class BackwardRank final : public Rank<Format> {
                        int64_t sums, int64_t bias_sums) {
     const int32_t first_row = task.weight_row_tile * schedule_.tile.rows;
     const int32_t end_row = std::min(first_row + schedule_.tile.rows, rows.columns);
-    const int32_t first = task.column_tile * schedule_.tile.output_columns;
-    const int32_t count = std::min(schedule_.tile.output_columns, columns.columns - first);
+    const int32_t first = task.column_tile * schedule_.tile.columns;
+    const int32_t count = std::min(schedule_.tile.columns, columns.columns - first);
     std::vector<Number> line(count);
     const auto add_rows = [&](auto factor_of) {
       std::fill(line.begin(), line.end(), Number{0});
@@ -266,7 +269,9 @@ class BackwardRank final : public Rank<Format> {
     if (bias != nullptr && task.weight_row_tile == 0) {
       // Gradients of gate and up have their routing weight in them already; those of outputs have not.
       const bool weighted = task.gemm == Gemm::kDownGradient;
-      add_rows([&](int32_t slot, int32_t tile_row) { return weighted ? *weight_of(slot, tile_row) : Number{1}; });
+      add_rows([&](int32_t slot, int32_t tile_row) {
+        return weighted ? *routing_weight_of(slot, tile_row) : Number{1};
+      });
       finish(task, line, bias, int64_t{task.expert} * columns.columns + first, bias_sums + first);
     }
   }

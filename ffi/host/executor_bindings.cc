@@ -37,8 +37,8 @@ void need(bool holds, const std::string& what) {
 // where there is no backward pass.
 struct Inputs {
   Array<float> x;
-  Array<int32_t> ids;
-  Array<float> weights;
+  Array<int32_t> topk_ids;
+  Array<float> topk_weights;
   Array<float> w_gate, w_up, w_down;
   Array<float> dy;
 
@@ -46,12 +46,13 @@ struct Inputs {
 };
 
 void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs& in) {
-  need(in.x.ndim() == 4 && in.ids.ndim() == 4 && in.weights.ndim() == 4 && in.w_gate.ndim() == 3 &&
+  need(in.x.ndim() == 4 && in.topk_ids.ndim() == 4 && in.topk_weights.ndim() == 4 && in.w_gate.ndim() == 3 &&
            in.w_down.ndim() == 3,
        "x, ids and weights must be [launches, ranks, tokens, ...], weights of experts [experts, ..., ...]");
   const int64_t matrix = int64_t{shape.hidden} * shape.intermediate;
   need(in.x.size() == in.launches() * shape.ranks * shape.tokens * shape.hidden, "x does not have the shape's size");
-  need(in.ids.size() == in.launches() * shape.ranks * shape.slots() && in.weights.size() == in.ids.size(),
+  need(in.topk_ids.size() == in.launches() * shape.ranks * shape.slots() &&
+           in.topk_weights.size() == in.topk_ids.size(),
        "ids or weights do not have the shape's size");
   need(in.w_gate.size() == shape.num_experts * matrix && in.w_up.size() == in.w_gate.size() &&
            in.w_down.size() == in.w_gate.size(),
@@ -83,7 +84,7 @@ class Results {
     if (forward) add("y", y, tokens);
     if (!backward) return;
     add("dx", dx, tokens);
-    add("dweights", dweights, slots);
+    add("dweights", dtopk_weights, slots);
     add("dw_gate", dw_gate, up);
     add("dw_up", dw_up, up);
     add("dw_down", dw_down, down);
@@ -93,7 +94,7 @@ class Results {
 
   float* y = nullptr;
   float* dx = nullptr;
-  float* dweights = nullptr;
+  float* dtopk_weights = nullptr;
   float* dw_gate = nullptr;
   float* dw_up = nullptr;
   float* dw_down = nullptr;
@@ -110,15 +111,15 @@ host::LayerArrays<host::F32> arrays_of(const Shape& shape, const Inputs& in, con
   const int64_t experts = int64_t{shape.local_experts()} * shape.hidden * shape.intermediate;
   const auto from = [](auto* data, int64_t offset) { return data == nullptr ? nullptr : data + offset; };
   return {.x = in.x.data() + tokens,
-          .topk_ids = in.ids.data() + slots,
-          .topk_weights = in.weights.data() + slots,
+          .topk_ids = in.topk_ids.data() + slots,
+          .topk_weights = in.topk_weights.data() + slots,
           .w_gate = in.w_gate.data() + rank * experts,
           .w_up = in.w_up.data() + rank * experts,
           .w_down = in.w_down.data() + rank * experts,
           .y = from(out.y, tokens),
           .dy = in.dy.size() == 0 ? nullptr : in.dy.data() + tokens,
           .dx = from(out.dx, tokens),
-          .dtopk_weights = from(out.dweights, slots),
+          .dtopk_weights = from(out.dtopk_weights, slots),
           .dw_gate = from(out.dw_gate, nth * experts),
           .dw_up = from(out.dw_up, nth * experts),
           .dw_down = from(out.dw_down, nth * experts)};

@@ -34,7 +34,7 @@ class ForwardRank final : public Rank<Format> {
   using Base::target_of;
 
   // Tokens to where peers can read them.
-  void stage(int32_t worker) override {
+  void publish(int32_t worker) override {
     if (shape_.ranks == 1) return;
     const Span tokens = share(shape_.tokens, worker, schedule_.workers);
     std::copy(arrays_.x + tokens.begin * shape_.hidden, arrays_.x + tokens.end * shape_.hidden,
@@ -51,8 +51,8 @@ class ForwardRank final : public Rank<Format> {
 
   void gate_up(const Task& task) {
     const int32_t width = shape_.intermediate;
-    const int32_t first = task.column_tile * schedule_.tile.hidden_columns;
-    const int32_t columns = std::min(task.column_tiles * schedule_.tile.hidden_columns, width - first);
+    const int32_t first = task.column_tile * schedule_.tile.h_columns;
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.h_columns, width - first);
     const int64_t matrix = int64_t{task.expert} * shape_.hidden * width;
     const int64_t bias = int64_t{task.expert} * width + first;
     if (task.row_tile < schedule_.saved_tiles) {
@@ -70,7 +70,7 @@ class ForwardRank final : public Rank<Format> {
       if (arrays_.w_up != nullptr) {
         multiply_row(row, arrays_.w_up + matrix, shape_.hidden, width, first, columns, up.data());
       }
-      Storage* h = ring_row(layout_.hidden, task.ring_slot, i, width) + first;
+      Storage* h = ring_row(layout_.h, task.ring_slot, i, width) + first;
       for (int32_t c = 0; c < columns; ++c) {
         const Number g = gate[c] + bias_of(arrays_.b_gate, bias + c);
         const Number u = arrays_.w_up == nullptr ? 1 : up[c] + bias_of(arrays_.b_up, bias + c);
@@ -83,17 +83,17 @@ class ForwardRank final : public Rank<Format> {
   }
 
   void down(const Task& task) {
-    const int32_t first = task.column_tile * schedule_.tile.output_columns;
-    const int32_t columns = std::min(task.column_tiles * schedule_.tile.output_columns, shape_.hidden - first);
+    const int32_t first = task.column_tile * schedule_.tile.columns;
+    const int32_t columns = std::min(task.column_tiles * schedule_.tile.columns, shape_.hidden - first);
     const Storage* weights = arrays_.w_down + int64_t{task.expert} * shape_.intermediate * shape_.hidden;
     const int64_t bias = int64_t{task.expert} * shape_.hidden + first;
     std::vector<Number> sums(columns);
     for (int32_t i = 0; i < task.rows; ++i) {
-      multiply_row(ring_row(layout_.hidden, task.ring_slot, i, shape_.intermediate), weights, shape_.intermediate,
+      multiply_row(ring_row(layout_.h, task.ring_slot, i, shape_.intermediate), weights, shape_.intermediate,
                    shape_.hidden, first, columns, sums.data());
       const RowTarget target{*target_of(task.ring_slot, i)};
       Storage* out =
-          at<Storage>(launch_, target.source(), layout_.partials) + int64_t{target.slot()} * shape_.hidden + first;
+          at<Storage>(launch_, target.source(), layout_.answers) + int64_t{target.slot()} * shape_.hidden + first;
       for (int32_t c = 0; c < columns; ++c) out[c] = Format::store(sums[c] + bias_of(arrays_.b_down, bias + c));
     }
   }
@@ -106,9 +106,9 @@ class ForwardRank final : public Rank<Format> {
       std::fill(sums.begin(), sums.end(), Number{0});
       for (int64_t slot = token * shape_.top_k; slot < (token + 1) * shape_.top_k; ++slot) {
         if (!shape_.has_expert(arrays_.topk_ids[slot])) continue;
-        const Storage* partial = at<Storage>(launch_, rank_, layout_.partials) + slot * shape_.hidden;
+        const Storage* answer = at<Storage>(launch_, rank_, layout_.answers) + slot * shape_.hidden;
         for (int32_t c = 0; c < shape_.hidden; ++c) {
-          sums[c] += arrays_.topk_weights[slot] * Format::load(partial[c]);
+          sums[c] += arrays_.topk_weights[slot] * Format::load(answer[c]);
         }
       }
       std::transform(sums.begin(), sums.end(), arrays_.y + token * shape_.hidden, Format::store);

@@ -25,16 +25,16 @@ constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
                                         {"rows_from", &ArenaLayout::rows_from},
                                         {"source_slots", &ArenaLayout::source_slots}};
 constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
-                                        {"partials", &ArenaLayout::partials},
-                                        {"weights", &ArenaLayout::weights},
-                                        {"weight_answers", &ArenaLayout::weight_answers},
+                                        {"partials", &ArenaLayout::answers},
+                                        {"weights", &ArenaLayout::routing_weights},
+                                        {"weight_answers", &ArenaLayout::routing_weight_gradients},
                                         {"histograms", &ArenaLayout::histograms},
                                         {"kept_tokens", &ArenaLayout::kept_tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
                                         {"row_targets", &ArenaLayout::row_targets},
                                         {"rows", &ArenaLayout::rows},
-                                        {"hidden", &ArenaLayout::hidden},
-                                        {"row_weights", &ArenaLayout::row_weights},
+                                        {"hidden", &ArenaLayout::h},
+                                        {"row_weights", &ArenaLayout::row_routing_weights},
                                         {"row_products", &ArenaLayout::row_products},
                                         {"projections", &ArenaLayout::projections},
                                         {"weight_sums", &ArenaLayout::weight_sums}};
@@ -67,14 +67,15 @@ uint64_t agreement_for(const Shape& shape, const Schedule& schedule, const HeadC
   return agreement_of(shape, schedule, head, itemsize);
 }
 
-int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, Signal signal, int32_t index) {
+int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t launch_number, Signal signal,
+                    int32_t index) {
   require_range("index", index, 0, is_from_peers(signal) ? head.ranks : is_per_tile(signal) ? head.row_tiles : 1);
-  return word_of(layout, head, epoch, signal, index);
+  return word_of(layout, head, launch_number, signal, index);
 }
 
-int64_t rows_from_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t epoch, int32_t source) {
+int64_t rows_from_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t launch_number, int32_t source) {
   require_range("source", source, 0, head.ranks);
-  return rows_from_source(layout, head, epoch, source);
+  return rows_from_source(layout, head, launch_number, source);
 }
 
 int64_t slots_from_offset(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
@@ -105,12 +106,12 @@ void define_layout(py::module_& module) {
         py::arg("shape"), py::arg("schedule"));
   };
   counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
-  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return hidden_tiles(shape, s.tile); });
-  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return output_tiles(shape, s.tile); });
+  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return h_tiles(shape, s.tile); });
+  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return answer_tiles(shape, s.tile); });
   counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
   counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
-  counted("most_planners", [](const Shape& shape, const Schedule&) { return most_planners(shape); });
-  counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_planners(shape, schedule); });
+  counted("most_planners", [](const Shape& shape, const Schedule&) { return most_sorters(shape); });
+  counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_sorters(shape, schedule); });
   counted("needed_head", needed_head);
 
   module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));

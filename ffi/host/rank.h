@@ -1,5 +1,5 @@
 // One rank of the host executor: the roles that forward and backward passes share, each the CPU's version of the file
-// of the same name in cuda/kernel/. What differs between the passes is virtual: host/forward_rank.h,
+// of the same name in cuda/kernel/ (exchange/, gemm/). What differs between the passes is virtual: host/forward_rank.h,
 // host/backward_rank.h.
 //
 // Caller: host/executor.cc.
@@ -41,8 +41,9 @@ class Rank {
   Rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays, LaunchTimeline* timeline)
       : launch_(launch), shape_(launch.shape), schedule_(launch.schedule), arrays_(arrays), rank_(rank),
         layout_(layout_of(shape_, schedule_, launch.head, sizeof(Storage))),
-        planners_(num_planners(shape_, schedule_)),
-        epoch_(at<Control>(launch, rank, layout_.control)->epoch + 1), signals_(launch, rank, layout_, epoch_),
+        sorters_(num_sorters(shape_, schedule_)),
+        launch_number_(at<Control>(launch, rank, layout_.control)->launch_number + 1),
+        signals_(launch, rank, layout_, launch_number_),
         timeline_(timeline), recorder_(timeline != nullptr, schedule_.workers, schedule_.dispatchers) {}
 
   virtual ~Rank() = default;
@@ -57,9 +58,9 @@ class Rank {
     }
     for (std::thread& thread : threads) thread.join();
     if (!signals_.failures().empty()) return signals_.failures();
-    at<Control>(launch_, rank_, layout_.control)->epoch = epoch_;
+    at<Control>(launch_, rank_, layout_.control)->launch_number = launch_number_;
     if (timeline_ != nullptr) {
-      *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, epoch_, schedule_.backward());
+      *timeline_ = recorder_.collect(rank_, shape_.ranks, rank_, launch_number_, schedule_.backward());
     }
     return "";
   }
@@ -67,8 +68,8 @@ class Rank {
  protected:
   // --- what a pass does its own way
 
-  // Behind clear_other_bank(): what peers will read, by every worker its share.
-  virtual void stage(int32_t worker) = 0;
+  // After clear_other_bank(): what peers will read, by every worker its share.
+  virtual void publish(int32_t worker) = 0;
   // Once the counts are known, by every worker its share.
   virtual void begin(const std::vector<int32_t>& /*rows_per_expert*/, int32_t /*worker*/) {}
   virtual void compute(const Task& task) = 0;
@@ -92,62 +93,63 @@ class Rank {
   struct RowCounts {
     std::vector<int32_t> from_source;      // [ranks][local_experts]
     std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros; marked where none
-    std::vector<int32_t> segment_start;    // [ranks][local_experts] of an expert's slots in a source's list
+    std::vector<int32_t> first_slot;    // [ranks][local_experts] of an expert's slots in a source's list
   };
 
   // --- a worker -----------------------------------------------------------------------------------------------------
 
   void work(int32_t worker) {
-    LaneRecorder lane = recorder_.of_worker(worker);
+    TrackRecorder track = recorder_.of_worker(worker);
     clear_other_bank(worker);
-    plan(worker);
-    lane.mark(EventKind::kPlan);
+    sort_slots(worker);
+    track.mark(EventKind::kPlan);
     forget_kept_tokens(worker);
-    stage(worker);
-    lane.mark(EventKind::kStage);
+    publish(worker);
+    track.mark(EventKind::kStage);
     signals_.release({Signal::kInputsStaged, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
       signals_.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
       signals_.release_to_all(Signal::kInputsReady);
     }
-    lane.mark(EventKind::kPublish);
+    track.mark(EventKind::kPublish);
     const RowCounts counts = wait_for_counts(worker);
-    lane.mark(EventKind::kWaitInputs);
-    lane.move_to(LaneRole::kMath);
+    track.mark(EventKind::kWaitInputs);
+    track.move_to(TrackRole::kMath);
     begin(counts.rows_per_expert, worker);
     if (schedule_.backward()) {
-      take_tasks<Pass::kBackward>(counts, worker, lane);
+      take_tasks<Pass::kBackward>(counts, worker, track);
     } else {
-      take_tasks<Pass::kForward>(counts, worker, lane);
+      take_tasks<Pass::kForward>(counts, worker, track);
     }
     signals_.release({Signal::kTasksDone, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
       signals_.wait({Signal::kTasksDone, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kAnnounce, worker);
       signals_.release_to_all(Signal::kPartialsWritten);
-      lane.mark(EventKind::kWaitTasks);
+      track.mark(EventKind::kWaitTasks);
     }
     wait_for_answers(worker);
-    lane.mark(EventKind::kWaitAnswers);
+    track.mark(EventKind::kWaitAnswers);
     combine(worker);
-    lane.mark(EventKind::kCombine);
+    track.mark(EventKind::kCombine);
   }
 
   template <Pass kPass>
-  void take_tasks(const RowCounts& counts, int32_t worker, LaneRecorder& lane) {
+  void take_tasks(const RowCounts& counts, int32_t worker, TrackRecorder& track) {
     TaskWalk<kPass> walk(shape_, schedule_, counts.rows_per_expert.data());
-    const std::atomic_ref<uint32_t> taken(at<Control>(launch_, rank_, layout_.control)->tasks_taken[epoch_ & 1]);
+    Control& control = *at<Control>(launch_, rank_, layout_.control);
+    const std::atomic_ref<uint32_t> taken(control.tasks_taken[launch_number_ & 1]);
     for (Task task; walk.seek(static_cast<int32_t>(taken.fetch_add(1, std::memory_order_relaxed)), task);) {
       for (int32_t nth = 0; nth < num_waits(schedule_, task); ++nth) {
         // Gate/up pairs with the release in dispatch, every other GEMM with that of the one before it, below.
         const Wait wait = wait_before(shape_, schedule_, task, nth);
         if (wait.index >= 0) signals_.wait(wait, site_of(task.gemm), worker);
       }
-      lane.mark(wait_event_of(task.gemm), task);
+      track.mark(wait_event_of(task.gemm), task);
       compute(task);
       signals_.release(release_after(task));
-      lane.mark(event_of(task.gemm), task);
+      track.mark(event_of(task.gemm), task);
     }
   }
 
@@ -161,40 +163,40 @@ class Rank {
 
   void clear_other_bank(int32_t worker) {
     const Span words = share(counter_words(launch_.head), worker, schedule_.workers);
-    const int64_t first = word_of(layout_, launch_.head, epoch_ + 1, Signal::kHistogramsWritten, 0);
+    const int64_t first = word_of(layout_, launch_.head, launch_number_ + 1, Signal::kHistogramsWritten, 0);
     uint32_t* bank = at<uint32_t>(launch_, rank_, first);
     std::fill(bank + words.begin, bank + words.end, 0);
-    if (worker == 0) at<Control>(launch_, rank_, layout_.control)->tasks_taken[(epoch_ + 1) & 1] = 0;
+    if (worker == 0) at<Control>(launch_, rank_, layout_.control)->tasks_taken[(launch_number_ + 1) & 1] = 0;
   }
 
-  // --- plan: sorts this rank's slots by expert, stably, and writes each owner its list and counts --------------------
+  // --- sort: sorts this rank's slots by expert, stably, and writes each owner its list and counts --------------------
 
-  void plan(int32_t planner) {
-    if (planner >= planners_) return;
-    const Span slots = share(shape_.slots(), planner, planners_);
+  void sort_slots(int32_t sorter) {
+    if (sorter >= sorters_) return;
+    const Span slots = share(shape_.slots(), sorter, sorters_);
     int32_t* histograms = at<int32_t>(launch_, rank_, layout_.histograms);
-    int32_t* own = histograms + int64_t{planner} * shape_.num_experts;
+    int32_t* own = histograms + int64_t{sorter} * shape_.num_experts;
     std::fill(own, own + shape_.num_experts, 0);
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
       if (shape_.has_expert(arrays_.topk_ids[slot])) ++own[arrays_.topk_ids[slot]];
     }
     signals_.release({Signal::kHistogramsWritten, 0, 1});
-    // Pairs with the release that every planner has just done.
-    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners_)}, Site::kPlan, planner);
+    // Pairs with the release that every sorter has just done.
+    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters_)}, Site::kPlan, sorter);
 
     const int32_t local = shape_.local_experts();
-    std::vector<int32_t> next(shape_.num_experts);  // position in the owner's list of this planner's next slot
+    std::vector<int32_t> next(shape_.num_experts);  // position in the owner's list of this sorter's next slot
     for (int32_t owner = 0; owner < shape_.ranks; ++owner) {
       int32_t before = 0;
       for (int32_t expert = owner * local; expert < (owner + 1) * local; ++expert) {
         int32_t total = 0;
-        for (int32_t other = 0; other < planners_; ++other) {
-          if (other == planner) next[expert] = before + total;
+        for (int32_t other = 0; other < sorters_; ++other) {
+          if (other == sorter) next[expert] = before + total;
           total += histograms[int64_t{other} * shape_.num_experts + expert];
         }
         before += total;
-        if (planner == 0) {
-          const int64_t ends = rows_from_source(layout_, launch_.head, epoch_, rank_);
+        if (sorter == 0) {
+          const int64_t ends = rows_from_source(layout_, launch_.head, launch_number_, rank_);
           at<int32_t>(launch_, owner, ends)[expert - owner * local] = before;
         }
       }
@@ -207,7 +209,7 @@ class Rank {
     }
   }
 
-  // --- stage ---------------------------------------------------------------------------------------------------------
+  // --- publish -------------------------------------------------------------------------------------------------------
 
   // Before this rank says that its inputs are ready, which its own dispatchers wait for too.
   void forget_kept_tokens(int32_t worker) {
@@ -232,12 +234,13 @@ class Rank {
                      std::vector<int32_t>(shape_.ranks * local)};
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kInputsReady) of the source's first worker.
-      signals_.wait({Signal::kInputsReady, source, epoch_}, Site::kWalk, worker);
-      const int32_t* ends = at<int32_t>(launch_, rank_, rows_from_source(layout_, launch_.head, epoch_, source));
+      signals_.wait({Signal::kInputsReady, source, launch_number_}, Site::kWalk, worker);
+      const int64_t offset = rows_from_source(layout_, launch_.head, launch_number_, source);
+      const int32_t* ends = at<int32_t>(launch_, rank_, offset);
       int32_t start = 0;
       for (int32_t expert = 0; expert < local; ++expert) {
         counts.from_source[source * local + expert] = ends[expert] - start;
-        counts.segment_start[source * local + expert] = start;
+        counts.first_slot[source * local + expert] = start;
         counts.rows_per_expert[expert] += ends[expert] - start;
         start = ends[expert];
       }
@@ -252,12 +255,12 @@ class Rank {
 
   void dispatch(int32_t dispatcher) {
     const int32_t worker = dispatcher / launch_.dispatchers_per_worker;
-    LaneRecorder lane = recorder_.of_dispatcher(dispatcher, launch_.dispatchers_per_worker);
+    TrackRecorder track = recorder_.of_dispatcher(dispatcher, launch_.dispatchers_per_worker);
     const RowCounts counts = wait_for_counts(worker);
-    lane.mark(EventKind::kWaitInputs);
+    track.mark(EventKind::kWaitInputs);
     const int32_t local = shape_.local_experts();
     ChunkWalk walk(shape_, schedule_, counts.rows_per_expert.data(), dispatcher);
-    SegmentWalk passed(schedule_, counts.rows_per_expert.data(), local);
+    SegmentWalk overwritten(schedule_, counts.rows_per_expert.data(), local);
     Segment segment{};  // that had the ring slot before
     for (Chunk chunk; walk.next(chunk);) {
       // The slot is free once its last tile has left. Pairs with the release after its tasks, in take_tasks().
@@ -265,10 +268,10 @@ class Rank {
       const Wait wait = wait_before(shape_, schedule_, chunk);
       signals_.wait(wait, Site::kDispatch, worker);
       if (schedule_.backward() && wait.index >= 0) {
-        while (segment.first_tile + segment.tiles <= wait.index) passed.next(segment);
+        while (segment.first_tile + segment.tiles <= wait.index) overwritten.next(segment);
         signals_.wait(wait_for_weight_gradients(shape_, schedule_, segment.first_tile), Site::kDispatch, worker);
       }
-      lane.mark(EventKind::kWaitSlot, subject);
+      track.mark(EventKind::kWaitSlot, subject);
       for (int32_t i = 0; i < chunk.rows; ++i) {
         const RowSource from = source_of_row(counts.from_source.data() + chunk.expert, local, shape_.ranks, rank_,
                                              chunk.first_row + i);
@@ -280,15 +283,15 @@ class Rank {
           continue;
         }
         const int32_t slot = at<int32_t>(launch_, rank_, slots_from_source(layout_, launch_.head, from.source))
-            [counts.segment_start[from.source * local + chunk.expert] + from.position];
+            [counts.first_slot[from.source * local + chunk.expert] + from.position];
         const Storage* tokens =
-            stages_tokens(shape_, schedule_) ? at<Storage>(launch_, from.source, layout_.tokens) : arrays_.x;
+            publishes_tokens(shape_, schedule_) ? at<Storage>(launch_, from.source, layout_.tokens) : arrays_.x;
         copy_token(tokens + int64_t{slot / shape_.top_k} * row_width(), from.source, slot / shape_.top_k, row);
         *target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
         note_row(chunk.ring_slot, chunk.tile_row + i, from.source, slot);
       }
       signals_.release(release_after(chunk));
-      lane.mark(EventKind::kDispatch, subject);
+      track.mark(EventKind::kDispatch, subject);
     }
   }
 
@@ -333,7 +336,7 @@ class Rank {
   void wait_for_answers(int32_t worker) {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
       // Pairs with release_to_all(kPartialsWritten) of the source's first worker.
-      signals_.wait({Signal::kPartialsWritten, source, epoch_}, Site::kCombine, worker);
+      signals_.wait({Signal::kPartialsWritten, source, launch_number_}, Site::kCombine, worker);
     }
   }
 
@@ -343,8 +346,8 @@ class Rank {
   const LayerArrays<Format>& arrays_;
   const int32_t rank_;
   const ArenaLayout layout_;
-  const int32_t planners_;
-  const uint32_t epoch_;
+  const int32_t sorters_;
+  const uint32_t launch_number_;
   Signals signals_;
   LaunchTimeline* const timeline_;
   RankTimeline recorder_;

@@ -45,8 +45,8 @@ void define_structs(py::module_& module) {
       .def_property_readonly("slots", &Shape::slots)
       .def_property_readonly("max_rows", &Shape::max_rows);
   define_struct(module, "TileSizes", "What one task computes.", Field{"rows", &TileSizes::rows},
-                Field{"hidden_columns", &TileSizes::hidden_columns},
-                Field{"output_columns", &TileSizes::output_columns});
+                Field{"hidden_columns", &TileSizes::h_columns},
+                Field{"output_columns", &TileSizes::columns});
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},

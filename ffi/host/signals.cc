@@ -10,8 +10,8 @@ namespace jaxmoe::host {
 
 using Clock = std::chrono::steady_clock;
 
-Signals::Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t epoch)
-    : launch_(launch), rank_(rank), layout_(layout), epoch_(epoch),
+Signals::Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t launch_number)
+    : launch_(launch), rank_(rank), layout_(layout), launch_number_(launch_number),
       timeout_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(launch.timeout_seconds))) {}
 
 void Signals::wait(const Wait& wait, Site site, int32_t worker) {
@@ -52,7 +52,7 @@ void Signals::release(const Release& release) {
 void Signals::release_to_all(Signal signal) {
   for (int32_t peer = 0; peer < launch_.shape.ranks; ++peer) {
     delay();
-    if (!is_dropped(signal, peer)) word(peer, signal, rank_).store(epoch_, std::memory_order_release);
+    if (!is_dropped(signal, peer)) word(peer, signal, rank_).store(launch_number_, std::memory_order_release);
   }
 }
 
@@ -65,7 +65,7 @@ void Signals::delay() const {
 }
 
 std::atomic_ref<uint32_t> Signals::word(int32_t rank, Signal signal, int32_t index) const {
-  std::byte* address = launch_.arenas[rank] + word_of(layout_, launch_.head, epoch_, signal, index);
+  std::byte* address = launch_.arenas[rank] + word_of(layout_, launch_.head, launch_number_, signal, index);
   return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address));
 }
 

@@ -18,7 +18,7 @@ namespace jaxmoe::host {
 class Signals {
  public:
   // Launch and layout have to outlive it.
-  Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t epoch);
+  Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t launch_number);
 
   // Runs a thread's work, which ends where one of its waits is given up.
   template <class Body>
@@ -34,13 +34,13 @@ class Signals {
 
   void release(const Release& release);
 
-  // Tells every rank, this one too, that the epoch's `signal` of this rank has happened.
+  // Tells every rank, this one too, that this launch's `signal` of this rank has happened.
   void release_to_all(Signal signal);
 
   // As tests ask for it.
   void delay() const;
 
-  // A line for each thread that gave up; behind all threads.
+  // A line for each thread that gave up; after all threads.
   const std::string& failures() const { return failures_; }
 
  private:
@@ -53,7 +53,7 @@ class Signals {
   const Launch& launch_;
   const int32_t rank_;
   const ArenaLayout& layout_;
-  const uint32_t epoch_;
+  const uint32_t launch_number_;
   const std::chrono::steady_clock::duration timeout_;
   std::mutex failures_mutex_;
   std::string failures_;

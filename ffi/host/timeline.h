@@ -1,6 +1,6 @@
 // The timeline of one rank of the host executor: the same events as those of a GPU (common/timeline.h), of its threads.
-// A worker is a block of three lanes that never overlap in time: `block` until all inputs are there, then `math`;
-// `dispatch` is that of its dispatchers. Nothing is asynchronous here: there are no lanes for producers and answers.
+// A worker is a block of three tracks that never overlap in time: `block` until all inputs are there, then `math`;
+// `dispatch` is that of its dispatchers. Nothing is asynchronous here: there are no tracks for producers and answers.
 //
 // Recording is a switch of the process, for tests and for jaxmoe.profiling; a launch looks at it once.
 #pragma once
@@ -25,11 +25,11 @@ bool record_timelines(bool on);
 void keep_timeline(LaunchTimeline launch);
 std::vector<LaunchTimeline> kept_timelines();
 
-// The events of one thread, on one lane at a time. Without `rows` nothing is recorded.
-class LaneRecorder {
+// The events of one thread, on one track at a time. Without `rows` nothing is recorded.
+class TrackRecorder {
  public:
-  LaneRecorder() = default;
-  LaneRecorder(std::vector<TimelineRow>* rows, int32_t block, LaneRole role, int32_t nth)
+  TrackRecorder() = default;
+  TrackRecorder(std::vector<TimelineRow>* rows, int32_t block, TrackRole role, int32_t nth)
       : rows_(rows), block_(block), role_(role), nth_(nth), since_(rows == nullptr ? 0 : nanoseconds()) {}
 
   // What has passed since the last mark was this.
@@ -42,8 +42,8 @@ class LaneRecorder {
   }
   void mark(EventKind kind, const Task& task) { mark(kind, {task.expert, task.row_tile, task.column_tile}); }
 
-  // What follows is on another lane of the same thread.
-  void move_to(LaneRole role) { role_ = role; }
+  // What follows is on another track of the same thread.
+  void move_to(TrackRole role) { role_ = role; }
 
   static uint64_t nanoseconds() {
     return static_cast<uint64_t>(
@@ -54,7 +54,7 @@ class LaneRecorder {
  private:
   std::vector<TimelineRow>* rows_ = nullptr;
   int32_t block_ = 0;
-  LaneRole role_ = LaneRole::kBlock;
+  TrackRole role_ = TrackRole::kBlock;
   int32_t nth_ = 0;
   uint64_t since_ = 0;
 };
@@ -64,19 +64,21 @@ class RankTimeline {
  public:
   RankTimeline(bool on, int32_t workers, int32_t dispatchers)
       : on_(on), workers_(workers), of_thread_(on ? workers + dispatchers : 0),
-        begin_(on ? LaneRecorder::nanoseconds() : 0) {}
+        begin_(on ? TrackRecorder::nanoseconds() : 0) {}
 
   bool on() const { return on_; }
-  LaneRecorder of_worker(int32_t worker) { return {on_ ? &of_thread_[worker] : nullptr, worker, LaneRole::kBlock, 0}; }
-  LaneRecorder of_dispatcher(int32_t dispatcher, int32_t dispatchers_per_worker) {
+  TrackRecorder of_worker(int32_t worker) {
+    return {on_ ? &of_thread_[worker] : nullptr, worker, TrackRole::kBlock, 0};
+  }
+  TrackRecorder of_dispatcher(int32_t dispatcher, int32_t dispatchers_per_worker) {
     return {on_ ? &of_thread_[workers_ + dispatcher] : nullptr, dispatcher / dispatchers_per_worker,
-            LaneRole::kDispatch, dispatcher % dispatchers_per_worker};
+            TrackRole::kDispatch, dispatcher % dispatchers_per_worker};
   }
 
-  // Behind all threads.
+  // After all threads.
   LaunchTimeline collect(int32_t device, int32_t ranks, int32_t rank, int64_t launch, bool backward) const {
     LaunchTimeline result{device, ranks, rank, launch, backward, {}, {}};
-    const uint64_t end = LaneRecorder::nanoseconds();
+    const uint64_t end = TrackRecorder::nanoseconds();
     for (int32_t worker = 0; worker < workers_; ++worker) {
       result.clocks.push_back({worker, 0, begin_, begin_, end, end});
     }

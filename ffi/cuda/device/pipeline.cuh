@@ -33,11 +33,11 @@ class Pipeline {
 
   // One number, since math warps have no register to spare.
   struct Position {
-    uint32_t steps = 0;  // that were taken; as many as 32 bits hold are whole passes through the ring
+    uint32_t steps = 0;  // that were taken; as many as 32 bits hold are whole rounds of the ring
     static_assert((kStages & (kStages - 1)) == 0);
 
     __device__ int stage() const { return steps % kStages; }
-    __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this pass through the ring
+    __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this round of the ring
     __device__ void advance() { ++steps; }
     __device__ Position before() const { return {steps - 1}; }
   };
@@ -56,7 +56,7 @@ class Pipeline {
   __device__ Stage& stage(Position position) const { return storage_.stages[position.stage()]; }
   __device__ uint64_t* full(Position position) const { return &storage_.full[position.stage()]; }
 
-  // Pairs with release() of every consumer warp, one pass earlier; in the first pass all stages are empty.
+  // Pairs with release() of every consumer warp, one round earlier; in the first round all stages are empty.
   __device__ void acquire(Position position) const {
     while (!ptx::mbarrier_try_wait(&storage_.empty[position.stage()], position.parity() ^ 1)) {}
   }

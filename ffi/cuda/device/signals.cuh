@@ -24,15 +24,17 @@ inline constexpr unsigned kLongNapNs = 500;
 
 class Signals {
  public:
-  // `epoch` lies in shared memory, since roles without a register to spare need it now and then. It is there behind a
-  // barrier of the block that follows read_epoch().
-  __device__ Signals(const RankParams& params, uint32_t& epoch)
-      : params_(params), peers_(params), epoch_(epoch) {}
+  // `launch_number` lies in shared memory, since roles without a register to spare need it now and then. It is there
+  // after a barrier of the block that follows read_launch_number().
+  __device__ Signals(const RankParams& params, uint32_t& launch_number)
+      : params_(params), peers_(params), launch_number_(launch_number) {}
 
   // By one thread of the block.
-  __device__ void read_epoch() const { epoch_ = *const_cast<const volatile uint32_t*>(&control()->epoch) + 1; }
+  __device__ void read_launch_number() const {
+    launch_number_ = *const_cast<const volatile uint32_t*>(&control()->launch_number) + 1;
+  }
 
-  __device__ uint32_t epoch() const { return epoch_; }
+  __device__ uint32_t launch_number() const { return launch_number_; }
 
   // By one thread. Returns once the word has reached its target, or the wait was given up.
   __device__ __forceinline__ void wait(const Wait& wait, Site site, uint32_t parts = 1,
@@ -56,17 +58,17 @@ class Signals {
     give_up({params_.rank, ptx::sm_index(), site, {wait.signal, wait.index, target}, seen});
   }
 
-  // By one thread, behind whatever orders the work of others before it (a barrier of the warp or block).
+  // By one thread, after whatever orders the work of others before it (a barrier of the warp or block).
   __device__ __forceinline__ void release(const Release& release) const {
     ptx::add_release_gpu(word_at(params_.rank, release.signal, release.index), release.amount);
   }
 
-  // By one thread, behind an acquire of all that the flag announces.
+  // By one thread, after an acquire of all that the flag announces.
   __device__ void release_to_all(Signal signal) const {
     if (given_up()) return;  // peers that wait for it will not take rubbish for results
     Peers::fence();
     for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
-      Peers::raise(word_at(peer, signal, params_.rank), epoch_);
+      Peers::raise(word_at(peer, signal, params_.rank), launch_number_);
     }
   }
 
@@ -78,11 +80,10 @@ class Signals {
   // Time and failure are looked at every quarter of a millisecond or so.
   static constexpr int kPollsPerCheck = 256;
 
-  // The address of the arena first: with it behind the offset the compiler loads it later, at the end of a longer
-  // chain.
+  // The address of the arena first: otherwise the compiler loads it after the offset, at the end of a longer chain.
   __device__ __forceinline__ uint32_t* word_at(int32_t rank, Signal signal, int32_t index) const {
     return reinterpret_cast<uint32_t*>(peers_.arena(rank) +
-                                       word_of(params_.layout, params_.head, epoch_, signal, index));
+                                       word_of(params_.layout, params_.head, launch_number_, signal, index));
   }
 
   __device__ void give_up(const WaitFailure& failure) const {
@@ -95,7 +96,7 @@ class Signals {
 
   const RankParams& params_;
   const Peers peers_;
-  uint32_t& epoch_;
+  uint32_t& launch_number_;
 };
 
 }  // namespace jaxmoe

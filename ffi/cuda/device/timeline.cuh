@@ -1,9 +1,9 @@
 // Records what the roles of a block do when (common/timeline.h). Without Variant::config.timeline everything here is
 // empty, and the kernel's machine code is that of a kernel without it.
 //
-// Every lane has one thread that records. mark(kind) says what the time since that thread's last mark went into, so
-// that the events of a lane leave no gap; start() begins anew. What has to be remembered from one mark to the next lies
-// in shared memory: the roles have no registers for it.
+// Every track has one thread that records. mark(kind) says what the time since that thread's last mark went into, so
+// that the events of a track leave no gap; start() begins anew. What has to be remembered from one mark to the next
+// lies in shared memory: the roles have no registers for it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,14 +21,14 @@ template <bool kOn>
 struct TimelineStorage {};
 template <>
 struct TimelineStorage<true> {
-  uint64_t since[kBlockLanes];     // when the running event began; 0 where a lane has none
-  uint32_t stalled[kBlockLanes];   // ticks of it, see stall()
-  uint32_t recorded[kBlockLanes];
+  uint64_t since[kBlockTracks];     // when the running event began; 0 where a track has none
+  uint32_t stalled[kBlockTracks];   // ticks of it, see stall()
+  uint32_t recorded[kBlockTracks];
 };
 
-// A lane as its threads see it. Of every kThreads neighbouring ones the first records.
+// A track as its threads see it. Of every kThreads neighbouring ones the first records.
 template <bool kOn, int kThreads>
-class TimelineLane {
+class TimelineTrack {
  public:
   __device__ void start() const {}
   __device__ void mark(EventKind, const EventSubject& = {}) const {}
@@ -41,16 +41,16 @@ class TimelineLane {
 };
 
 template <int kThreads>
-class TimelineLane<true, kThreads> {
+class TimelineTrack<true, kThreads> {
  public:
-  __device__ __forceinline__ TimelineLane(TimelineStorage<true>& storage, std::byte* const& buffer, int32_t lane)
-      : storage_(storage), buffer_(buffer), lane_(lane) {}
+  __device__ __forceinline__ TimelineTrack(TimelineStorage<true>& storage, std::byte* const& buffer, int32_t track)
+      : storage_(storage), buffer_(buffer), track_(track) {}
 
   // An event begins now, whatever came before.
   __device__ __forceinline__ void start() const {
     if (!records()) return;
-    storage_.since[lane_] = ptx::clock_ticks();
-    storage_.stalled[lane_] = 0;
+    storage_.since[track_] = ptx::clock_ticks();
+    storage_.stalled[track_] = 0;
   }
 
   // What has passed since start() or the last mark was this.
@@ -63,9 +63,9 @@ class TimelineLane<true, kThreads> {
 
   // The same, and no event follows until start(). Nothing where none was started.
   __device__ __forceinline__ void finish(EventKind kind, const EventSubject& subject) const {
-    if (!records() || storage_.since[lane_] == 0) return;
+    if (!records() || storage_.since[track_] == 0) return;
     write(kind, subject);
-    storage_.since[lane_] = 0;
+    storage_.since[track_] = 0;
   }
 
   // Waits, and notes how long that was in the running event.
@@ -74,7 +74,7 @@ class TimelineLane<true, kThreads> {
     const uint32_t begin = ptx::clock_ticks_low();
     wait();
     const uint32_t ticks = ptx::clock_ticks_low() - begin;
-    if (ticks > kNoWaitTicks && records()) atomicAdd(&storage_.stalled[lane_], ticks);
+    if (ticks > kNoWaitTicks && records()) atomicAdd(&storage_.stalled[track_], ticks);
   }
 
  private:
@@ -91,25 +91,25 @@ class TimelineLane<true, kThreads> {
 
   __device__ __forceinline__ void write(EventKind kind, const EventSubject& subject) const {
     const uint64_t end = ptx::clock_ticks();
-    const uint32_t nth = storage_.recorded[lane_]++;
-    if (nth < kLaneEvents) {
+    const uint32_t nth = storage_.recorded[track_]++;
+    if (nth < kTrackEvents) {
       auto* events = reinterpret_cast<TimelineEvent*>(buffer_ + timeline_events_offset(gridDim.x)) +
-                     (int64_t{blockIdx.x} * kBlockLanes + lane_) * kLaneEvents;
-      events[nth] = {storage_.since[lane_],
+                     (int64_t{blockIdx.x} * kBlockTracks + track_) * kTrackEvents;
+      events[nth] = {storage_.since[track_],
                      end,
                      static_cast<int16_t>(kind),
                      static_cast<int16_t>(subject.expert),
                      subject.row_tile,
                      subject.part,
-                     storage_.stalled[lane_]};
+                     storage_.stalled[track_]};
     }
-    storage_.since[lane_] = end;
-    storage_.stalled[lane_] = 0;
+    storage_.since[track_] = end;
+    storage_.stalled[track_] = 0;
   }
 
   TimelineStorage<true>& storage_;
   std::byte* const& buffer_;  // where the launch's parameters have it: no register is held for it
-  const int32_t lane_;
+  const int32_t track_;
 };
 
 template <bool kOn>
@@ -117,7 +117,7 @@ class Timeline {
  public:
   __device__ Timeline(TimelineStorage<kOn>&, std::byte* const&) {}
   template <int kThreads>
-  __device__ TimelineLane<kOn, kThreads> lane(LaneRole, int32_t = 0) const {
+  __device__ TimelineTrack<kOn, kThreads> track(TrackRole, int32_t = 0) const {
     return {};
   }
   __device__ void begin() const {}
@@ -131,25 +131,25 @@ class Timeline<true> {
       : storage_(storage), buffer_(buffer) {}
 
   template <int kThreads>
-  __device__ __forceinline__ TimelineLane<true, kThreads> lane(LaneRole role, int32_t nth = 0) const {
-    return {storage_, buffer_, first_lane_of(role) + nth};
+  __device__ __forceinline__ TimelineTrack<true, kThreads> track(TrackRole role, int32_t nth = 0) const {
+    return {storage_, buffer_, first_track_of(role) + nth};
   }
 
   // Before anything is recorded, and a barrier of the block ahead of what other threads than the first record.
   __device__ void begin() const {
     if (threadIdx.x != 0) return;
-    for (int32_t lane = 0; lane < kBlockLanes; ++lane) storage_.since[lane] = storage_.recorded[lane] = 0;
+    for (int32_t track = 0; track < kBlockTracks; ++track) storage_.since[track] = storage_.recorded[track] = 0;
     TimelineBlock& block = this_block();
     block.sm = ptx::sm_index();
     read_clocks(block.begin_ticks, block.begin_ns);
   }
 
-  // A barrier of the block behind all that was recorded.
+  // A barrier of the block after all that was recorded.
   __device__ void end() const {
     if (threadIdx.x != 0) return;
     TimelineBlock& block = this_block();
     read_clocks(block.end_ticks, block.end_ns);
-    for (int32_t lane = 0; lane < kBlockLanes; ++lane) block.recorded[lane] = storage_.recorded[lane];
+    for (int32_t track = 0; track < kBlockTracks; ++track) block.recorded[track] = storage_.recorded[track];
   }
 
  private:

@@ -120,7 +120,7 @@ ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& 
   }
   offer({}, 0);
   body_bytes_ = 0;
-  const int64_t ring_bytes = layout.rows.bytes + layout.hidden.bytes;
+  const int64_t ring_bytes = layout.rows.bytes + layout.h.bytes;
   const WantedArena wanted{rank_, bytes, agreement_of(shape, schedule, head, itemsize)};
   if (ffi::Error error = replace_memory(link, wanted, schedule, ring_bytes); error.failure()) return error;
   offer(head, memory_.bytes);
@@ -154,7 +154,7 @@ ffi::Error Arena::replace_memory(const Link& link, const WantedArena& wanted, co
     if (ffi::Error error = meet(gpu_, link, wanted, memory_, "leave", true, &notes); error.failure()) return error;
   }
   release(&memory_);
-  // Zeros before any peer can reach it: epochs and counters start from there.
+  // Zeros before any peer can reach it: launch numbers and counters start from there.
   const std::string shortage = allocate(wanted.bytes, link.stream, &memory_);
   ffi::Error others = ffi::Error::Success();
   if (!alone) others = meet(gpu_, link, wanted, memory_, "allocate", shortage.empty(), &notes);
@@ -199,7 +199,7 @@ ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weight
     const std::lock_guard state(state_mutex_);
     timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
   }
-  // The program's own kernels come behind this one: on the stream of the collectives it is in line with those, but one
+  // The program's own kernels come after this one: on the stream of the collectives it is in line with those, but one
   // that XLA has made synchronous runs on the program's stream. Beside the kernel it could hold multiprocessors of one
   // GPU while the kernel holds those of another, each waiting for its peer for ever.
   cudaError_t status = gpu_.launch(stream, program_stream_, [&] {

@@ -33,7 +33,7 @@ class Gpu {
   // Makes events. Returns what went wrong, empty where nothing did.
   std::string prepare();
 
-  // Enqueues a launch on `stream`, behind all launches of layers on this GPU whatever arena and stream they were on:
+  // Enqueues a launch on `stream`, after all launches of layers on this GPU whatever arena and stream they were on:
   // XLA has more than one stream for what communicates, and kernels that wait for peers must come in one order on all
   // GPUs. What the program enqueues on its own stream, `program`, comes after it.
   cudaError_t launch(cudaStream_t stream, cudaStream_t program, const std::function<cudaError_t()>& enqueue);

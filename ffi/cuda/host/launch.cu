@@ -125,13 +125,13 @@ static_assert(kBox == gradient_producer::kBox);
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string schedule_error(const LaunchParams& p) {
   const TileSizes tile = p.schedule.tile;
-  const int32_t hidden_columns = p.gated ? kConfig.tile_columns / 2 : kConfig.tile_columns;
-  if (tile.rows != kConfig.tile_rows * kConfig.cluster_size || tile.hidden_columns != hidden_columns ||
-      tile.output_columns != kConfig.tile_columns || p.schedule.narrow_rows > kConfig.tile_rows) {
+  const int32_t h_columns = p.gated ? kConfig.tile_columns / 2 : kConfig.tile_columns;
+  if (tile.rows != kConfig.tile_rows * kConfig.cluster_size || tile.h_columns != h_columns ||
+      tile.columns != kConfig.tile_columns || p.schedule.narrow_rows > kConfig.tile_rows) {
     return "jaxmoe: the schedule's tiles are " + std::to_string(tile.rows) + " rows, " +
-           std::to_string(tile.hidden_columns) + " columns of h, " + std::to_string(tile.output_columns) +
+           std::to_string(tile.h_columns) + " columns of h, " + std::to_string(tile.columns) +
            " output columns; this kernel has " + std::to_string(kConfig.tile_rows * kConfig.cluster_size) + ", " +
-           std::to_string(hidden_columns) + ", " + std::to_string(kConfig.tile_columns) + ".";
+           std::to_string(h_columns) + ", " + std::to_string(kConfig.tile_columns) + ".";
   }
   // A lane of a warp for each row of a chunk, and for each slot of a token.
   constexpr int32_t kLanes = 32;
@@ -195,8 +195,8 @@ std::string complete_params(ForwardParams* params, ElementType type, const Weigh
   MapMaker maker(type);
   maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
   maker.make(&p.few_rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
-  maker.make(&p.hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {kBox, rows});
-  maker.make(&p.few_hidden, "hidden", arena + p.layout.hidden.offset, {intermediate, ring_rows}, {kBox, few});
+  maker.make(&p.h, "h", arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, rows});
+  maker.make(&p.few_h, "h", arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, few});
   make_weight_maps(maker, p, weights);
   return maker.error();
 }
@@ -219,9 +219,9 @@ std::string complete_params(BackwardParams* params, ElementType type, const Weig
   }
   maker.make(&p.few_projections, "projections", of_projections, {intermediate, projections, ring_rows},
              {kBox, 1, few});
-  const std::byte* of_hidden = arena + p.layout.hidden.offset;
-  maker.make(&p.hidden, "hidden", of_hidden, {intermediate, ring_rows}, {kBox, kBox});
-  maker.make(&p.few_hidden, "hidden", of_hidden, {intermediate, ring_rows}, {kBox, few});
+  const std::byte* of_h = arena + p.layout.h.offset;
+  maker.make(&p.h, "h", of_h, {intermediate, ring_rows}, {kBox, kBox});
+  maker.make(&p.few_h, "h", of_h, {intermediate, ring_rows}, {kBox, few});
   make_weight_maps(maker, p, weights);
   return maker.error();
 }

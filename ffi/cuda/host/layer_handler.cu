@@ -205,7 +205,7 @@ ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, ElementType type) {
 }
 
 // A call as initialize and execute see it.
-struct Call {
+struct KernelCall {
   ElementType type;
   Shape shape;
   Schedule schedule;
@@ -244,7 +244,7 @@ ffi::Error on_device(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
 Pass pass_of(const LayerBuffers& buffers) { return buffers.backward() ? Pass::kBackward : Pass::kForward; }
 
 // `device` is current.
-ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
+ffi::ErrorOr<KernelCall> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
   const bool is_bf16 = buffers[LayerBuffers::kX].element_type() == ffi::BF16;
   const ElementType type = is_bf16 ? ElementType::kBf16 : ElementType::kF16;
   ffi::ErrorOr<int32_t> workers = workers_of(device, pass_of(buffers), type);
@@ -253,9 +253,9 @@ ffi::ErrorOr<Call> call_of(int device, const LayerBuffers& buffers, const LayerA
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
                                                        "; this device has room for " + std::to_string(*workers) + "."));
   }
-  return Call{.type = type,
-              .shape = shape_of(buffers, attributes),
-              .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
+  return KernelCall{.type = type,
+                    .shape = shape_of(buffers, attributes),
+                    .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
 }
 
 ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) {
@@ -287,7 +287,7 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
 // All that may fail on one device alone, which is current.
 ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& context, cudaStream_t stream,
                       const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  ffi::ErrorOr<Call> call = call_of(device, buffers, attributes);
+  ffi::ErrorOr<KernelCall> call = call_of(device, buffers, attributes);
   if (call.has_error()) return call.error();
   ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
   if (link.has_error()) return link.error();
@@ -332,7 +332,7 @@ ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId
 }
 
 // What both passes are given.
-void fill(LaunchParams* params, const Call& call, const LayerBuffers& b, const LayerAttributes& attributes) {
+void fill(LaunchParams* params, const KernelCall& call, const LayerBuffers& b, const LayerAttributes& attributes) {
   using Buffers = LayerBuffers;
   params->shape = call.shape;
   params->schedule = call.schedule;
@@ -356,7 +356,7 @@ ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cuda
   if (const std::shared_ptr<Run> run = instruction->runs.find(run_id, device); run != nullptr) {
     if (ffi::Error error = run->error(); error.failure()) return error;
   }
-  ffi::ErrorOr<Call> call = call_of(device, buffers, attributes);
+  ffi::ErrorOr<KernelCall> call = call_of(device, buffers, attributes);
   if (call.has_error()) return call.error();
   Arena* arena = instruction->arena_of(device);
   if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");

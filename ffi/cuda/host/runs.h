@@ -1,6 +1,6 @@
 // What the devices of this process tell each other in a run of one instruction (one call of the layer in a program), so
 // that all of them do the same. XLA needs that: it lets the devices of a process wait for each other, for 40 s between
-// initialize and execute and at the first collective behind it, and then ends the process. So
+// initialize and execute and at the first collective after it, and then ends the process. So
 //
 //   an error of one device    is returned by execute on all of them. XLA passes it on as the error of the results.
 //   a device that has to wait for ranks of other processes, which may still compile, keeps all of them in initialize,

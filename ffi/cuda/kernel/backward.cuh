@@ -5,7 +5,7 @@
 //                                                      where peers reach them; zeros for experts without rows
 //   gradient_producer     warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
-//   gradient_math,        the two warpgroups behind    five products, their results to rings, owners and the layer's
+//   gradient_math,        the other two warpgroups     five products, their results to rings, owners and the layer's
 //   then combine                                       results; sums of token gradients
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the

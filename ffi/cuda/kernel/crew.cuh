@@ -76,7 +76,7 @@ __device__ inline Crew await_crew(Control* control, const Enlisted& self) {
   return {static_cast<int32_t>(size), worker, tasks_left, 0};
 }
 
-// All threads of all blocks of a worker: behind it every block knows the crew. `self` is that of the first thread.
+// All threads of all blocks of a worker: after it every block knows the crew. `self` is that of the first thread.
 template <uint32_t kClusterSize>
 __device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank, const Enlisted& self) {
   if (threadIdx.x == 0 && cta_rank == 0) shared = await_crew(signals.control(), self);

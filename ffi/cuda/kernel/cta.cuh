@@ -17,7 +17,7 @@
 namespace jaxmoe {
 
 // Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
-// task is written before the commit of its first stage and read behind the wait for that stage; the producer is never
+// task is written before the commit of its first stage and read after the wait for that stage; the producer is never
 // more tasks ahead than there are stages.
 inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
@@ -29,7 +29,7 @@ struct KernelStorage {
   typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
-  uint32_t epoch;                                           // of this launch
+  uint32_t launch_number;                                   // of this launch
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
@@ -48,10 +48,10 @@ struct Cta {
   static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
 
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
-      : params(params), peers(params), shared(shared), signals(params, shared.epoch),
+      : params(params), peers(params), shared(shared), signals(params, shared.launch_number),
         timeline(shared.timeline, params.timeline), cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
 
-  // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known behind
+  // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known after
   // crew::muster().
   __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * config.cluster_size; }
   __device__ __forceinline__ int32_t block() const {

@@ -11,7 +11,7 @@
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/sort.cuh"
-#include "cuda/kernel/exchange/stage.cuh"
+#include "cuda/kernel/exchange/publish.cuh"
 
 namespace jaxmoe::ends {
 
@@ -23,52 +23,52 @@ template <class Variant>
 __device__ void clear_other_bank(const Cta<Variant>& cta) {
   const auto& p = cta.params;
   uint32_t* bank = cta.peers.template here<uint32_t>(
-      word_of(p.layout, p.head, cta.signals.epoch() + 1, Signal::kHistogramsWritten, 0));
+      word_of(p.layout, p.head, cta.signals.launch_number() + 1, Signal::kHistogramsWritten, 0));
   const int64_t words = counter_words(p.head);
   for (int64_t i = thread_of(cta); i < words; i += threads_of(cta)) {
     bank[i] = 0;
   }
-  if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.epoch() + 1) & 1] = 0;
+  if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.launch_number() + 1) & 1] = 0;
 }
 
 // Everything before the roles part: the same in both passes.
 template <class Variant>
 __device__ void prepare(const Cta<Variant>& cta) {
-  const auto lane = cta.timeline.template lane<1024>(LaneRole::kBlock);
+  const auto track = cta.timeline.template track<1024>(TrackRole::kBlock);
   cta.timeline.begin();
-  lane.start();
+  track.start();
   crew::Enlisted self{};
   if (threadIdx.x == 0) {
     if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Variant::config.cluster_size);
-    cta.signals.read_epoch();
+    cta.signals.read_launch_number();
   }
   // Dealt to all blocks of the launch, which nearly always are the crew, while they start. A crew that is not complete
   // copies everything once more; what others copy as well is the same. Not in backward passes: a second copy of the
   // code makes registers spill there.
   constexpr bool kCopiesEarly = !Cta<Variant>::kBackward;
   if constexpr (kCopiesEarly) {
-    stage::copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
+    publish::copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
   }
   crew::muster<Variant::config.cluster_size>(cta.shared.crew, cta.signals, cta.cta_rank, self);
   if (!cta.is_latecomer()) {
     const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
-    if (!is_copied) stage::copy_inputs(cta, {threads_of(cta), thread_of(cta)});
+    if (!is_copied) publish::copy_inputs(cta, {threads_of(cta), thread_of(cta)});
     clear_other_bank(cta);
-    stage::forget_kept_tokens(cta);
-    lane.mark(EventKind::kStage);
-    plan::run(cta);
-    lane.mark(EventKind::kPlan);
-    stage::publish(cta);
-    lane.mark(EventKind::kPublish);
+    publish::forget_kept_tokens(cta);
+    track.mark(EventKind::kStage);
+    sort::run(cta);
+    track.mark(EventKind::kPlan);
+    publish::tell_peers(cta);
+    track.mark(EventKind::kPublish);
   }
   if (threadIdx.x == 0) {
     GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
     ptx::fence_mbarrier_init();
     for (int32_t& number : cta.shared.task_numbers) number = -1;
   }
-  ptx::fence_proxy_async_shared();  // the planner's scratch lies where the stages will
-  stage::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
-  lane.mark(EventKind::kWaitInputs);
+  ptx::fence_proxy_async_shared();  // the sorter's scratch lies where the stages will
+  publish::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
+  track.mark(EventKind::kWaitInputs);
 }
 
 // No task writes the gradients of an expert without rows.
@@ -154,7 +154,7 @@ __device__ void leave(const Cta<Variant>& cta) {
   control->workers_started = 0;
   control->crew = 0;
   control->tasks_ended = 0;
-  control->epoch = cta.signals.epoch();
+  control->launch_number = cta.signals.launch_number();
 }
 
 }  // namespace jaxmoe::ends

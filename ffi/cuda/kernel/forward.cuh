@@ -3,7 +3,7 @@
 //   plan, stage        all warps of every block     slots sorted by expert, tokens where peers reach them
 //   producer           warp 0, one thread           what the GEMMs read, into shared memory
 //   dispatch           warps 1 to 3                 rows from their owners into the ring
-//   math, then combine the two warpgroups behind    both GEMMs, answers to their owners; sums of answers
+//   math, then combine the other two warpgroups     both GEMMs, answers to their owners; sums of answers
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
 // crew wait for each other.

@@ -45,8 +45,8 @@ struct ForwardParams : LaunchParams {
 
   CUtensorMap rows;         // [ring rows, hidden], box {64, 128}
   CUtensorMap few_rows;     // the same, box {64, 16}
-  CUtensorMap hidden;       // [ring rows, intermediate], box {64, 128}
-  CUtensorMap few_hidden;   // the same, box {64, 16}
+  CUtensorMap h;            // [ring rows, intermediate], box {64, 128}
+  CUtensorMap few_h;        // the same, box {64, 16}
 };
 
 struct BackwardParams : LaunchParams {
@@ -64,10 +64,10 @@ struct BackwardParams : LaunchParams {
   // A factor of a product, 64 x 64 whichever way it is turned; and the same tensors 16 rows at a time, to be written.
   CUtensorMap rows;             // [ring rows, 2, hidden], box {64, 1, 64}: tokens, gradients of their outputs
   CUtensorMap projections;      // [ring rows, projections, intermediate], box {64, 1, 64}
-  CUtensorMap hidden;           // [ring rows, intermediate], box {64, 64}
+  CUtensorMap h;                // [ring rows, intermediate], box {64, 64}
   CUtensorMap saved_rows;       // [saved rows, projections, intermediate], box {64, 1, 64}; unused where none are
   CUtensorMap few_projections;  // box {64, 1, 16}
-  CUtensorMap few_hidden;       // box {64, 16}
+  CUtensorMap few_h;            // box {64, 16}
 };
 
 }  // namespace jaxmoe

@@ -51,7 +51,7 @@ __device__ __forceinline__ int32_t load_cluster(const int32_t* word) {
   return value;
 }
 
-// The word at the same place in the shared memory of block `cta_rank` of the cluster, behind a barrier that orders its
+// The word at the same place in the shared memory of block `cta_rank` of the cluster, after a barrier that orders its
 // write before.
 __device__ __forceinline__ int32_t load_cluster(const int32_t* word, uint32_t cta_rank) {
   int32_t value;
@@ -65,7 +65,7 @@ __device__ __forceinline__ int32_t load_cluster(const int32_t* word, uint32_t ct
   return value;
 }
 
-// Every thread of every block of the cluster; release before, acquire behind. The instruction wants the lanes of a warp
+// Every thread of every block of the cluster; release before, acquire after. The instruction wants the lanes of a warp
 // to come together, which a branch on the lane before it does not promise.
 __device__ __forceinline__ void cluster_sync() {
   __syncwarp();

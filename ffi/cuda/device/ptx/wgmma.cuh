@@ -2,7 +2,7 @@
 // product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm/multiply.cuh
 // through the precision policies.
 //
-// Order of calls: wgmma_fence() before the first product of a group, commit_products() behind the last,
+// Order of calls: wgmma_fence() before the first product of a group, commit_products() after the last,
 // wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
 #pragma once
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Behind wait_products<0>(): keeps the compiler from reading accumulators before that wait, of which it knows nothing.
+// After wait_products<0>(): keeps the compiler from reading accumulators before that wait, of which it knows nothing.
 __device__ __forceinline__ void own_accumulators(Accumulators& accumulators) {
 #pragma unroll
   for (float& value : accumulators.values) asm volatile("" : "+f"(value)::"memory");

@@ -16,8 +16,8 @@ namespace jaxmoe::combine {
 template <class Variant>
 __device__ void announce(const Cta<Variant>& cta) {
   const uint32_t workers = cta.shared.crew.workers;
-  const auto lane = cta.timeline.template lane<32>(LaneRole::kDispatch);
-  lane.start();
+  const auto track = cta.timeline.template track<32>(TrackRole::kDispatch);
+  track.start();
   // Pairs with the release of every math warp in TaskQueue::finish().
   cta.signals.wait({Signal::kTasksDone, 0, workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
   // The same of latecomers, some of whose tasks may not be done.
@@ -25,7 +25,7 @@ __device__ void announce(const Cta<Variant>& cta) {
   if (all_workers > workers) {
     cta.signals.wait({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
   }
-  lane.mark(EventKind::kWaitTasks);
+  track.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kPartialsWritten);
 }
 
@@ -37,11 +37,11 @@ inline constexpr int kGroups = 4;
 // Vectors of a token that a warp adds up at a time.
 inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
 
-// y[token] = sum over its slots of weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
-// `weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer.
+// y[token] = sum over its slots of routing weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
+// `routing_weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer.
 template <class Variant>
 __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
-                                       int32_t top_k, float weight, uint32_t used, int lane) {
+                                       int32_t top_k, float routing_weight, uint32_t used, int lane) {
   using Precision = typename Variant::Precision;
   for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t b
       }
 #pragma unroll
       for (int i = 0; i < kSlotsAtOnce; ++i) {
-        const float w = __shfl_sync(0xffffffff, weight, slot + i);
+        const float w = __shfl_sync(0xffffffff, routing_weight, slot + i);
         if (!(used >> (slot + i) & 1)) continue;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
@@ -98,14 +98,14 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
   if (cta.is_latecomer()) return;  // tokens are dealt in advance
   const auto& p = cta.params;
-  const auto timeline = cta.timeline.template lane<128>(LaneRole::kMath, math_warp / 4);
+  const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / 4);
   if (math_warp == 0 && lane < p.shape.ranks) {
     // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
-    cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.epoch()}, Site::kCombine, 1, kLongNapNs);
+    cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.launch_number()}, Site::kCombine, 1, kLongNapNs);
   }
   ptx::named_barrier<1, 32 * kMathWarps>();
-  timeline.mark(EventKind::kWaitAnswers);
-  const uint4* partials = cta.template at<uint4>(p.layout.partials);
+  track.mark(EventKind::kWaitAnswers);
+  const uint4* all_answers = cta.template at<uint4>(p.layout.answers);
   const int32_t vectors = p.shape.hidden / 8;
   const int32_t top_k = p.shape.top_k;
   // Where there are more warps than tokens, several share a token, on as many multiprocessors as there are.
@@ -119,18 +119,19 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
     const int64_t slot = int64_t{token} * top_k + lane;
     const bool is_used = has_slot && p.shape.has_expert(p.topk_ids[slot]);
     const uint32_t used = __ballot_sync(0xffffffff, is_used);
-    float weight = 1.0f;  // in a backward pass the answers have their weight in them
+    float routing_weight = 1.0f;  // in a backward pass the answers have it in them
     if constexpr (Cta<Variant>::kBackward) {
-      const float* answers = cta.template at<float>(p.layout.weight_answers);
-      if (has_slot && part == 0) p.dtopk_weights[slot] = is_used ? __ldcg(answers + slot) : 0.0f;
+      const float* gradients = cta.template at<float>(p.layout.routing_weight_gradients);
+      if (has_slot && part == 0) p.dtopk_weights[slot] = is_used ? __ldcg(gradients + slot) : 0.0f;
     } else {
-      weight = has_slot ? p.topk_weights[slot] : 0.0f;
+      routing_weight = has_slot ? p.topk_weights[slot] : 0.0f;
     }
-    const uint4* answers = partials + int64_t{token} * top_k * vectors;
+    const uint4* answers = all_answers + int64_t{token} * top_k * vectors;
     uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
-    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, weight, used, lane);
+    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, routing_weight, used,
+                    lane);
   }
-  timeline.mark(EventKind::kCombine);
+  track.mark(EventKind::kCombine);
 }
 
 }  // namespace jaxmoe::combine

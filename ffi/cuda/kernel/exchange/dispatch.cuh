@@ -28,17 +28,17 @@ __device__ __forceinline__ SlotsOfExpert slots_of_expert(const Cta<Variant>& cta
   const auto& p = cta.params;
   if (lane >= p.shape.ranks) return {0, 0};
   const int32_t* end =
-      cta.peers.template here<int32_t>(rows_from_source(p.layout, p.head, cta.signals.epoch(), lane)) + expert;
+      cta.peers.template here<int32_t>(rows_from_source(p.layout, p.head, cta.signals.launch_number(), lane)) + expert;
   const int32_t start = expert > 0 ? __ldcg(end - 1) : 0;
   return {start, __ldcg(end) - start};
 }
 
-// In a backward pass a ring slot is also held by the weight gradients of the segment that its tile belongs to. A
-// dispatcher asks for tiles in order. A forward pass has none of this.
+// The segments whose ring slots a dispatcher overwrites: in a backward pass a slot is also held by the weight gradients
+// of the segment that its tile belongs to. A dispatcher asks for tiles in order. A forward pass has none of this.
 template <class Variant>
-class PassedSegments {
+class OverwrittenSegments {
  public:
-  explicit __device__ PassedSegments(const Cta<Variant>& cta)
+  explicit __device__ OverwrittenSegments(const Cta<Variant>& cta)
       : cta_(cta), walk_(cta.params.schedule, cta.shared.rows_per_expert, cta.params.shape.local_experts()) {}
 
   // By one thread.
@@ -46,7 +46,7 @@ class PassedSegments {
     bool moved = false;
     while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
     if (!moved) return;  // it has waited for that segment before
-    // Pairs with the releases behind weight gradients in TaskQueue::announce_stored().
+    // Pairs with the releases after weight gradients in TaskQueue::announce_stored().
     cta_.signals.wait(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
                       Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
   }
@@ -69,13 +69,13 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   int32_t* counts = cta.shared.source_counts[dispatch_warp];
   uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
   uint4* ring = cta.template at<uint4>(p.layout.rows);
-  const auto timeline = cta.timeline.template lane<32>(LaneRole::kDispatch, dispatch_warp);
-  timeline.start();
+  const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
+  track.start();
 
   if (cta.is_latecomer()) return;  // chunks are dealt in advance
   ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * kDispatchWarps + dispatch_warp,
                  cta.shared.crew.dispatchers);
-  PassedSegments passed(cta);
+  OverwrittenSegments overwritten(cta);
   for (Chunk chunk; walk.next(chunk);) {
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
@@ -92,7 +92,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     }
     const bool is_row = slot >= 0;
     const void* tokens = !is_row ? nullptr
-                         : stages_tokens(p.shape, schedule)
+                         : publishes_tokens(p.shape, schedule)
                              ? cta.peers.template at<void>(from.source, p.layout.tokens.offset)
                              : p.x;
     unsigned long long source =
@@ -101,17 +101,17 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
                : 0;
 
     const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
-    timeline.mark(EventKind::kFindRows, subject);
+    track.mark(EventKind::kFindRows, subject);
 
-    // The ring slot is free once the tile that had it has left. Pairs with the releases behind down tasks in
+    // The ring slot is free once the tile that had it has left. Pairs with the releases after down tasks in
     // TaskQueue::announce_stored().
     const Wait freed = wait_before(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) {
         cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
-        if constexpr (Cta<Variant>::kBackward) passed.wait(freed.index);
+        if constexpr (Cta<Variant>::kBackward) overwritten.wait(freed.index);
       }
-      timeline.mark(EventKind::kWaitSlot, subject);
+      track.mark(EventKind::kWaitSlot, subject);
       __syncwarp();
     }
     uint4* kept = nullptr;
@@ -126,13 +126,13 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       if (seen == static_cast<uint32_t>(KeptState::kKept)) source = reinterpret_cast<unsigned long long>(kept);
       if (seen != static_cast<uint32_t>(KeptState::kAbsent)) kept = nullptr;  // not this warp's to keep
     }
-    __syncwarp();  // behind one lane's acquire, since all lanes read the kept token
+    __syncwarp();  // after one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
       targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
       if constexpr (Cta<Variant>::kBackward) {
-        cta.template at<float>(p.layout.row_weights)[ring_row + lane] =
-            is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.weights.offset) + slot) : 0.0f;
+        cta.template at<float>(p.layout.row_routing_weights)[ring_row + lane] =
+            is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.routing_weights.offset) + slot) : 0.0f;
       }
     }
     for (int32_t i = 0; i < chunk.rows; ++i) {
@@ -148,7 +148,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     __syncwarp();
     if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));
     if (lane == 0) cta.signals.release(release_after(chunk));
-    timeline.mark(EventKind::kDispatch, subject);
+    track.mark(EventKind::kDispatch, subject);
   }
 }
 

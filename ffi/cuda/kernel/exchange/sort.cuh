@@ -1,9 +1,9 @@
 // Sorts this rank's slots by expert and tells every owner of experts which slots are coming: a stable counting sort
-// over a few blocks (planners), so that the same routing gives the same lists in every run. All threads of a block call
+// over a few blocks (sorters), so that the same routing gives the same lists in every run. All threads of a block call
 // it, before the roles part.
 //
-//   count     each planner counts its slots by expert          -> histograms, histograms_written
-//   position  sums over planners and over an owner's experts give each its first position; planner 0 tells the owner
+//   count     each sorter counts its slots by expert           -> histograms, histograms_written
+//   position  sums over sorters and over an owner's experts give each its first position; sorter 0 tells the owner
 //                                                              -> rows_from
 //   write     slots into the owners' lists                     -> source_slots
 #pragma once
@@ -15,19 +15,19 @@
 #include "common/layout.h"
 #include "cuda/kernel/cta.cuh"
 
-namespace jaxmoe::plan {
+namespace jaxmoe::sort {
 
 inline constexpr int kWarps = 12;  // of a block
 
 // Lies where the stages of the GEMMs will be.
 struct Scratch {
-  int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this planner
-  int32_t total[kMaxExperts];                 // of all planners
-  uint16_t slots_of_warp[kWarps][kMaxExperts];  // of one pass of the block over its slots; all zero between passes
+  int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this sorter
+  int32_t total[kMaxExperts];                 // of all sorters
+  uint16_t slots_of_warp[kWarps][kMaxExperts];  // of one round of the block over its slots; all zero between rounds
 };
 
 template <class Variant>
-__device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, int32_t planner) {
+__device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, int32_t sorter) {
   const Shape& shape = cta.params.shape;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
   __syncthreads();
@@ -36,18 +36,18 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
     if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
-  int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{planner} * shape.num_experts;
+  int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{sorter} * shape.num_experts;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) histogram[e] = scratch.next[e];
   __syncthreads();
   if (threadIdx.x == 0) cta.signals.release({Signal::kHistogramsWritten, 0, 1});
 }
 
 template <class Variant>
-__device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t planner, int32_t planners) {
+__device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sorter, int32_t sorters) {
   const auto& p = cta.params;
   if (threadIdx.x == 0) {
-    // Pairs with the release at the end of count() of every planner.
-    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(planners)}, Site::kPlan);
+    // Pairs with the release at the end of count() of every sorter.
+    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kPlan);
   }
   __syncthreads();
   const int32_t* histograms = cta.template at<int32_t>(p.layout.histograms);
@@ -55,9 +55,9 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
     int32_t before = 0;
     int32_t total = 0;
 #pragma unroll 4
-    for (int32_t other = 0; other < planners; ++other) {
+    for (int32_t other = 0; other < sorters; ++other) {
       const int32_t count = __ldcg(histograms + int64_t{other} * p.shape.num_experts + e);
-      before += other < planner ? count : 0;
+      before += other < sorter ? count : 0;
       total += count;
     }
     scratch.next[e] = before;
@@ -74,8 +74,9 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
     const int32_t local = p.shape.local_experts();
     int32_t* const ends =
         cta.peers.template at<int32_t>(owner,
-                                       rows_from_source(p.layout, p.head, cta.signals.epoch(), cta.peers.rank()));
-    int32_t passed = 0;  // slots of the experts before those of this round
+                                       rows_from_source(p.layout, p.head, cta.signals.launch_number(),
+                                                        cta.peers.rank()));
+    int32_t earlier = 0;  // slots of the experts before those of this round
     for (int32_t first = 0; first < local; first += 32 * kExpertsOfLane) {
       const int32_t of_lane = first + kExpertsOfLane * lane;
       const int32_t experts = at_most(local - of_lane, kExpertsOfLane);
@@ -87,13 +88,13 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t plan
         const int32_t before = __shfl_up_sync(0xffffffff, sum, distance);
         sum += lane >= distance ? before : 0;
       }
-      int32_t end = passed + sum - slots;
+      int32_t end = earlier + sum - slots;
       for (int i = 0; i < experts; ++i) {
         scratch.next[owner * local + of_lane + i] += end;
         end += scratch.total[owner * local + of_lane + i];
-        if (planner == 0) ends[of_lane + i] = end;
+        if (sorter == 0) ends[of_lane + i] = end;
       }
-      passed += __shfl_sync(0xffffffff, sum, 31);
+      earlier += __shfl_sync(0xffffffff, sum, 31);
     }
   }
   __syncthreads();
@@ -133,15 +134,15 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
 
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta) {
-  const int32_t planner = cta.block();
-  const int32_t planners = num_planners(cta.params.shape, cta.shared.crew.workers);
-  if (planner >= planners) return;
+  const int32_t sorter = cta.block();
+  const int32_t sorters = num_sorters(cta.params.shape, cta.shared.crew.workers);
+  if (sorter >= sorters) return;
   Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
   static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));
-  const Share slots = share_of(cta.params.shape.slots(), planner, planners);
-  count(cta, scratch, slots, planner);
-  position(cta, scratch, planner, planners);
+  const Share slots = share_of(cta.params.shape.slots(), sorter, sorters);
+  count(cta, scratch, slots, sorter);
+  position(cta, scratch, sorter, sorters);
   write(cta, scratch, slots);
 }
 
-}  // namespace jaxmoe::plan
+}  // namespace jaxmoe::sort

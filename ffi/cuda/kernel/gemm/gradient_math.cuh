@@ -50,7 +50,7 @@ __device__ __forceinline__ typename Cta<Variant>::Element* answer_of(const Cta<V
   using Element = typename Cta<Variant>::Element;
   const BackwardParams& p = cta.params;
   if (target.source() >= p.shape.ranks || target.slot() >= p.shape.slots()) return nullptr;
-  return cta.peers.template at<Element>(target.source(), p.layout.partials.offset) +
+  return cta.peers.template at<Element>(target.source(), p.layout.answers.offset) +
          int64_t{target.slot()} * p.shape.hidden;
 }
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   const BackwardParams& p = cta.params;
   std::byte* staging = cta.shared.gemm.staging.of_warp(thread.warp);
   if (task.gemm == Gemm::kTokenGradient) {
-    const TileColumns columns{task.column_tile * p.schedule.tile.output_columns, p.shape.hidden};
+    const TileColumns columns{task.column_tile * p.schedule.tile.columns, p.shape.hidden};
     store_plain_tile<Variant>(sums, thread, staging, columns, answer_of(cta, target));
     return;
   }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
     return;
   }
   const int32_t width = p.shape.intermediate;
-  const TileColumns columns{task.column_tile * p.schedule.tile.hidden_columns, width};
+  const TileColumns columns{task.column_tile * p.schedule.tile.h_columns, width};
   const auto bias_of = [&](const void* bias) {
     return static_cast<const Element*>(bias) + int64_t{task.expert} * width;
   };
@@ -105,8 +105,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const Ring ring(cta.shared.gemm.ring);
   typename Ring::Position position;
 
-  const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
-  lane.start();
+  const auto track = cta.timeline.template track<128>(TrackRole::kMath, thread.warpgroup);
+  track.start();
 
   // Recording leaves no register for what the epilogues could keep from one task to the next.
   const auto in_epilogue = [&] { return Variant::config.timeline ? thread.anew() : thread; };
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   for (;;) {
     const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
-    lane.mark(EventKind::kWaitStages, task);
+    track.mark(EventKind::kWaitStages, task);
     const int32_t steps = depth_steps(p, task, Variant::config.tile_depth);
     const int32_t rows = rows_left(cta, task, thread);
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
@@ -122,26 +122,28 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     bool computed;
     if (task.gemm == Gemm::kGateUp) {
       computed = multiply_tile<Variant, Major::kDepth, Major::kWidth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, lane);
+                                                                      meanwhile, track);
     } else if (is_weight_gradient(task.gemm)) {
       computed = multiply_tile<Variant, Major::kWidth, Major::kWidth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, lane);
+                                                                      meanwhile, track);
     } else {
       computed = multiply_tile<Variant, Major::kDepth, Major::kDepth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, lane);
+                                                                      meanwhile, track);
     }
-    lane.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
+    track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     const RowTarget target = target_of(cta, task, thread.tile_row());
     if (task.gemm == Gemm::kHiddenGradient) {
       finish_hidden_gradient(cta, ring, position, task, in_epilogue(), computed, sums);
     } else if (computed) {
-      if (task.gemm == Gemm::kTokenGradient) answers_lane(cta, thread).start();
+      if (task.gemm == Gemm::kTokenGradient) answers_track(cta, thread).start();
       finish_tile(cta, task, in_epilogue(), target, sums);
     }
     // What is not a tile: gradients of routing weights and biases, by the tasks of the first column or row of tiles.
-    if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) answer_weights(cta, task, in_epilogue(), target);
+    if (task.gemm == Gemm::kTokenGradient && task.column_tile == 0) {
+      answer_routing_weights(cta, task, in_epilogue(), target);
+    }
     if (is_weight_gradient(task.gemm)) store_bias_gradient(cta, task, in_epilogue());
-    lane.mark(EventKind::kEpilogue, task);  // also without rows: stages and biases are left
+    track.mark(EventKind::kEpilogue, task);  // also without rows: stages and biases are left
     queue.stored();
   }
   queue.finish(ring, position);

@@ -9,7 +9,7 @@
 //   up_gradient       the same                             gradients of up                    the same
 //   down_gradient     h times routing weights              gradients of outputs               the same
 //
-// Behind the depth of hidden_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each,
+// After the depth of hidden_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each,
 // from their ring or from what the forward pass has saved.
 #pragma once
 
@@ -27,7 +27,7 @@ namespace jaxmoe::gradient_producer {
 inline constexpr int32_t kBox = 64;
 
 // One task's way through the ring of stages. Both blocks of a cluster take the same steps.
-template <class Variant, class Lane>
+template <class Variant, class Track>
 class Loader {
   using Shape = GemmShape<Variant>;
   using Ring = typename Shape::Ring;
@@ -39,9 +39,9 @@ class Loader {
 
  public:
   // `row_boxes` of rows are loaded, and the weights of this block alone (`own_weights`) or a part for all blocks.
-  __device__ Loader(const Cta<Variant>& cta, const Ring& ring, typename Ring::Position& position, const Lane& lane,
+  __device__ Loader(const Cta<Variant>& cta, const Ring& ring, typename Ring::Position& position, const Track& track,
                     int32_t row_boxes, bool own_weights, uint64_t weights_policy, uint64_t rows_policy)
-      : cta_(cta), ring_(ring), position_(position), lane_(lane), row_boxes_(row_boxes), own_weights_(own_weights),
+      : cta_(cta), ring_(ring), position_(position), track_(track), row_boxes_(row_boxes), own_weights_(own_weights),
         weights_policy_(weights_policy), rows_policy_(rows_policy) {}
 
   // The next stage. load_rows(target, full, box) and load_weights(box, load) name the coordinates; the latter calls
@@ -50,7 +50,7 @@ class Loader {
   __device__ __forceinline__ void step(const LoadRows& load_rows, const LoadWeights& load_weights) const {
     // A block without rows has no use for weights, but its copy of shared ones arrives all the same.
     const bool any_weights = row_boxes_ > 0 || !own_weights_;
-    lane_.stall([&] { ring_.acquire(position_); });
+    track_.stall([&] { ring_.acquire(position_); });
     ring_.commit(position_, row_boxes_ * kBoxBytes + (any_weights ? Shape::kBoxes * kBoxBytes : 0));
     Stage& stage = ring_.stage(position_);
     uint64_t* full = ring_.full(position_);
@@ -78,7 +78,7 @@ class Loader {
   // A stage that is not multiplied: `boxes` boxes, of which load(stage, full) starts the loads.
   template <class Load>
   __device__ __forceinline__ void step_of_boxes(int32_t boxes, const Load& load) const {
-    lane_.stall([&] { ring_.acquire(position_); });
+    track_.stall([&] { ring_.acquire(position_); });
     ring_.commit(position_, boxes * kBoxBytes);
     load(ring_.stage(position_), ring_.full(position_));
     position_.advance();
@@ -91,7 +91,7 @@ class Loader {
   const Cta<Variant>& cta_;
   const Ring& ring_;
   typename Ring::Position& position_;
-  const Lane& lane_;
+  const Track& track_;
   const int32_t row_boxes_;
   const bool own_weights_;
   const uint64_t weights_policy_;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_weight_tile(const Cta<Variant>& cta, const 
         [&](void* target, uint64_t* full, int box) {
           const int32_t x = first_row + kBox * box;
           if (is_down) {
-            ptx::load_box(target, &p.hidden, full, loader.rows_policy(), x, ring_row);
+            ptx::load_box(target, &p.h, full, loader.rows_policy(), x, ring_row);
           } else {
             ptx::load_box(target, &p.rows, full, loader.rows_policy(), x, 0, ring_row);
           }
@@ -198,8 +198,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   typename Ring::Position position;
   const uint64_t keep = ptx::evict_normal_policy();
   const uint64_t once = ptx::evict_first_policy();
-  const auto lane = cta.timeline.template lane<1>(LaneRole::kProducer);
-  lane.start();
+  const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
+  track.start();
   TaskWalk<Pass::kBackward> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   int32_t number = -1;
@@ -207,9 +207,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   for (Task task;;) {
     number = producer::next_number(cta, queued, number);
     if (!walk.seek(number, task)) break;
-    lane.mark(EventKind::kTakeTask, task);
+    track.mark(EventKind::kTakeTask, task);
     const bool is_weight = is_weight_gradient(task.gemm);
-    // Gate/up pairs with the release at the end of a chunk in dispatch::run(), the others with those behind the tasks
+    // Gate/up pairs with the release at the end of a chunk in dispatch::run(), the others with those after the tasks
     // before them in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the
     // loads.
     if (!is_weight || complete_segment != task.row_tile) {
@@ -223,12 +223,12 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
     }
-    lane.mark(wait_event_of(task.gemm), task);
+    track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
     const int32_t row_boxes = is_weight ? Variant::config.tile_rows / kBox : ceil_div(own.rows, kBox);
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
-    const Loader<Variant, decltype(lane)> loader(cta, ring, position, lane, row_boxes,
+    const Loader<Variant, decltype(track)> loader(cta, ring, position, track, row_boxes,
                                                  Variant::config.cluster_size == 1 || cta.is_narrow(task),
                                                  one_tile && !is_weight ? once : keep, keep);
     if (is_weight) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     } else {
       load_tile(cta, loader, own);
     }
-    lane.mark(load_event_of(task.gemm), own);
+    track.mark(load_event_of(task.gemm), own);
   }
   producer::end_tasks(cta, ring, position, queued);
 }

@@ -35,13 +35,13 @@ __device__ __forceinline__ uint32_t stage_bytes(int32_t row_boxes, bool full_til
 // `position` moves on by source.depth_steps. `own_weights`: the blocks of the cluster multiply other columns (or there
 // is one block); otherwise all need the same weights, and each loads a part of them for all. The policies are those of
 // ptx/tma.cuh. For weights: evict_first where their expert has a single row tile, evict_normal where row tiles share
-// them, which then find each other's lines in L2. `lane` is that of the timeline.
-template <class Variant, class Lane>
+// them, which then find each other's lines in L2. `track` is that of the timeline.
+template <class Variant, class Track>
 __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position,
                                           const GemmSource& source, const Task& task, uint32_t cta_rank,
                                           bool own_weights, uint64_t weights_policy, uint64_t rows_policy,
-                                          const Lane& lane) {
+                                          const Track& track) {
   using Shape = GemmShape<Variant>;
   // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
   const bool full_tile = task.rows > Shape::kTileRows / 2;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Rin
   constexpr int kSharedBoxes = Shape::kBoxes / Shape::kClusterSize;
 
   for (int32_t step = 0; step < source.depth_steps; ++step) {
-    lane.stall([&] { ring.acquire(position); });
+    track.stall([&] { ring.acquire(position); });
     ring.commit(position, bytes);
     typename Shape::Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
@@ -99,8 +99,9 @@ __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Rin
   }
 }
 
-// Behind the last tile, in clusters: waits until the stages of this block's last pass have been released by all blocks,
-// so that no copy or arrival is on its way to a block that has ended. Every block calls it before it leaves the kernel.
+// After the last tile, in clusters: waits until the stages of this block's last round have been released by all
+// blocks, so that no copy or arrival is on its way to a block that has ended. Every block calls it before it leaves the
+// kernel.
 template <class Variant>
 __device__ __forceinline__ void drain_stages(const typename GemmShape<Variant>::Ring& ring,
                                              typename GemmShape<Variant>::Ring::Position position) {

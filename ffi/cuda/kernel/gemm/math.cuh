@@ -24,7 +24,7 @@ __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Ta
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row)};
 }
 
-// Where this thread's row of the tile goes: its row of h, or of the partials of the rank that owns the token. Null
+// Where this thread's row of the tile goes: its row of h, or of the answers of the rank that owns the token. Null
 // where there is no such row.
 template <class Variant>
 __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Variant>& cta, const Task& task,
@@ -34,11 +34,11 @@ __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Vari
   if (tile_row >= task.rows) return nullptr;
   if (task.gemm == Gemm::kGateUp) {
     const int64_t ring_row = int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
-    return cta.template at<Element>(p.layout.hidden) + ring_row * p.shape.intermediate;
+    return cta.template at<Element>(p.layout.h) + ring_row * p.shape.intermediate;
   }
   // Out of range only where a wait was given up.
   if (target.source() >= p.shape.ranks || target.slot() >= p.shape.slots()) return nullptr;
-  return cta.peers.template at<Element>(target.source(), p.layout.partials.offset) +
+  return cta.peers.template at<Element>(target.source(), p.layout.answers.offset) +
          int64_t{target.slot()} * p.shape.hidden;
 }
 
@@ -74,12 +74,12 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
     return static_cast<const Element*>(bias) + int64_t{task.expert} * width;
   };
   if (task.gemm == Gemm::kDown) {
-    const TileColumns columns{task.column_tile * p.schedule.tile.output_columns, p.shape.hidden};
+    const TileColumns columns{task.column_tile * p.schedule.tile.columns, p.shape.hidden};
     if (p.b_down != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_down, p.shape.hidden));
     store_plain_tile<Variant>(sums, thread, staging, columns, row);
     return;
   }
-  const TileColumns columns{task.column_tile * p.schedule.tile.hidden_columns, p.shape.intermediate};
+  const TileColumns columns{task.column_tile * p.schedule.tile.h_columns, p.shape.intermediate};
   if (p.gated) {
     if (p.b_gate != nullptr) add_bias<Variant, 0, 128>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
     if (p.b_up != nullptr) add_bias<Variant, 128, 128>(sums, thread, columns, bias_of(p.b_up, p.shape.intermediate));
@@ -106,25 +106,25 @@ __device__ void run(const Cta<Variant>& cta) {
   const int32_t gate_up_steps = ceil_div(p.shape.hidden, Variant::config.tile_depth);
   const int32_t down_steps = ceil_div(p.shape.intermediate, Variant::config.tile_depth);
 
-  const auto lane = cta.timeline.template lane<128>(LaneRole::kMath, thread.warpgroup);
-  lane.start();
+  const auto track = cta.timeline.template track<128>(TrackRole::kMath, thread.warpgroup);
+  track.start();
 
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
     const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
-    lane.mark(EventKind::kWaitStages, task);
+    track.mark(EventKind::kWaitStages, task);
     const int32_t depth_steps = task.gemm == Gemm::kGateUp ? gate_up_steps : down_steps;
     const RowTarget target = target_of(cta, task, thread.tile_row());
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, depth_steps); };
     ptx::Accumulators sums;
     const bool computed = multiply_tile<Variant>(ring, position, thread, task.rows - 64 * thread.warpgroup, depth_steps,
-                                                 sums, meanwhile, lane);
-    lane.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
+                                                 sums, meanwhile, track);
+    track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if (computed) {
-      if (task.gemm == Gemm::kDown) answers_lane(cta, thread).start();
+      if (task.gemm == Gemm::kDown) answers_track(cta, thread).start();
       finish_tile(cta, task, thread, target, sums);
-      lane.mark(EventKind::kEpilogue, task);
+      track.mark(EventKind::kEpilogue, task);
     }
     queue.stored();
   }

@@ -46,15 +46,15 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step while its products run. `lane` is that of the timeline. Rows and weights lie
+// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Rows and weights lie
 // in the stages as kRows and kWeights say: forward, rows along K and weights along N.
 template <class Variant, ptx::Major kRows = ptx::Major::kDepth, ptx::Major kWeights = ptx::Major::kWidth,
-          class Meanwhile, class Lane>
+          class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>::Ring& ring,
                                               typename GemmShape<Variant>::Ring::Position& position,
                                               const MathThread& thread, int32_t rows, int32_t depth_steps,
                                               ptx::Accumulators& sums, const Meanwhile& meanwhile,
-                                              const Lane& lane) {
+                                              const Track& track) {
   using Shape = GemmShape<Variant>;
   using Stage = typename Shape::Stage;
   constexpr int kSliceDepth = 16;
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>:
   // Invariant: the products of stages before position.before() are complete and released, those of that one under way.
   ptx::clear_accumulators(sums);
   for (int32_t step = 0; step < depth_steps; ++step) {
-    lane.stall([&] { ring.wait(position); });
+    track.stall([&] { ring.wait(position); });
     Stage& stage = ring.stage(position);
     // 64 rows of 64 are as many bytes either way round.
     const void* rows_of_warpgroup = stage.rows[64 * thread.warpgroup];

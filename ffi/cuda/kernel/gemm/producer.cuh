@@ -15,8 +15,8 @@ namespace jaxmoe::producer {
 template <class Variant>
 __device__ __forceinline__ GemmSource source_of(const ForwardParams& p, bool is_gate_up) {
   constexpr int32_t kDepth = Variant::config.tile_depth;
-  return {.rows = is_gate_up ? &p.rows : &p.hidden,
-          .few_rows = is_gate_up ? &p.few_rows : &p.few_hidden,
+  return {.rows = is_gate_up ? &p.rows : &p.h,
+          .few_rows = is_gate_up ? &p.few_rows : &p.few_h,
           .weights = is_gate_up ? &p.w_gate : &p.w_down,
           .second_weights = is_gate_up ? &p.w_up : &p.w_down,
           .depth_steps = ceil_div(is_gate_up ? p.shape.hidden : p.shape.intermediate, kDepth),
@@ -28,7 +28,7 @@ __device__ __forceinline__ GemmSource source_of(const ForwardParams& p, bool is_
 template <class Variant>
 __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth, int32_t last) {
   if (cta.cta_rank == 0) {
-    uint32_t* const taken = &cta.signals.control()->tasks_taken[cta.signals.epoch() & 1];
+    uint32_t* const taken = &cta.signals.control()->tasks_taken[cta.signals.launch_number() & 1];
     const int32_t number = static_cast<int32_t>(atomicAdd(taken, 1u));
     for (uint32_t other = 1; other < Variant::config.cluster_size; ++other) {
       ptx::store_cluster(&cta.shared.task_numbers[nth % kQueuedTasks], other, number);
@@ -40,12 +40,12 @@ __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth,
   return number;
 }
 
-// Behind the last task, the `queued`th. The end takes a stage too, of no bytes.
+// After the last task, the `queued`th. The end takes a stage too, of no bytes.
 template <class Variant>
 __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position position, int queued) {
   if (cta.cta_rank == 0) {
-    // Behind the draw of a number that no task has. With the fence of a latecomer between its count and its first draw:
+    // After the draw of a number that no task has. With the fence of a latecomer between its count and its first draw:
     // who has seen the end of all tasks has seen every worker that took one.
     __threadfence();
     *const_cast<volatile uint32_t*>(&cta.signals.control()->tasks_ended) = 1;
@@ -65,8 +65,8 @@ __device__ void run(const Cta<Variant>& cta) {
   typename Ring::Position position;
   const uint64_t keep = ptx::evict_normal_policy();
   const uint64_t once = ptx::evict_first_policy();
-  const auto lane = cta.timeline.template lane<1>(LaneRole::kProducer);
-  lane.start();
+  const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
+  track.start();
   TaskWalk<Pass::kForward> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   int32_t number = -1;
@@ -75,22 +75,22 @@ __device__ void run(const Cta<Variant>& cta) {
     number = next_number(cta, queued, number);
     if (!walk.seek(number, task)) break;
     const bool is_gate_up = task.gemm == Gemm::kGateUp;
-    lane.mark(EventKind::kTakeTask, task);
-    // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those behind gate/up tasks in
+    track.mark(EventKind::kTakeTask, task);
+    // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those after gate/up tasks in
     // TaskQueue::announce_stored(). Rows and h were written by ordinary stores and by bulk stores; the fence orders
     // both before the loads.
     cta.signals.wait(wait_before(p.shape, p.schedule, task), site_of(task.gemm),
                      is_gate_up ? 1 : Cta<Variant>::kTaskParts);
     ptx::fence_proxy_async_global();
-    lane.mark(wait_event_of(task.gemm), task);
+    track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     load_tile<Variant>(ring, position, source_of<Variant>(p, is_gate_up), own, cta.cta_rank,
                        Variant::config.cluster_size == 1 || cta.is_narrow(task),
-                       one_tile ? once : keep, keep, lane);
-    lane.mark(load_event_of(task.gemm), own);
+                       one_tile ? once : keep, keep, track);
+    track.mark(load_event_of(task.gemm), own);
   }
   end_tasks(cta, ring, position, queued);
 }

@@ -19,8 +19,8 @@ namespace jaxmoe {
 
 // Where the timeline shows answers on their way, beside what the warpgroup does meanwhile.
 template <class Variant>
-__device__ __forceinline__ auto answers_lane(const Cta<Variant>& cta, const MathThread& thread) {
-  return cta.timeline.template lane<128>(LaneRole::kAnswers, thread.warpgroup);
+__device__ __forceinline__ auto answers_track(const Cta<Variant>& cta, const MathThread& thread) {
+  return cta.timeline.template track<128>(TrackRole::kAnswers, thread.warpgroup);
 }
 
 // There is no register left for what is needed once a task. So it is counted in shared memory how many tasks this warp
@@ -34,7 +34,7 @@ class TaskQueue {
   __device__ TaskQueue(const Cta<Variant>& cta, const MathThread& thread) : cta_(cta), thread_(thread) { begun() = 0; }
 
   // The next task, once its first stage is there. Valid until the one after it has been taken and begun. Its rows are
-  // kNoMoreTasks behind the last.
+  // kNoMoreTasks after the last.
   __device__ __forceinline__ const Task& next(const Ring& ring, typename Ring::Position position) {
     // Where the next task is not there yet, it may be waiting for this very release.
     if (!announced_ && !ring.is_full(position)) announce_stored(1);
@@ -55,7 +55,7 @@ class TaskQueue {
   // Everything of the task in hand has been computed, and its stores are under way.
   __device__ __forceinline__ void stored() { announced_ = false; }
 
-  // Behind the end mark, which has a stage too. What this warp has stored may lie at peers: all of it comes before what
+  // After the end mark, which has a stage too. What this warp has stored may lie at peers: all of it comes before what
   // is announced after it.
   __device__ __forceinline__ void finish(const Ring& ring, typename Ring::Position position) {
     if (!announced_) announce_stored(2);
@@ -80,7 +80,7 @@ class TaskQueue {
   __device__ __forceinline__ void announce_stored(int32_t back) {
     wait_rows_stored();
     const Task& before = in_queue(back);
-    answers_lane(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
+    answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
     if (thread_.lane == 0) cta_.signals.release(release_after(before));
     announced_ = true;
   }

@@ -1,4 +1,4 @@
-// What becomes of the sums of hidden_gradient: with gate and up, which lie in the stages behind its products, they turn
+// What becomes of the sums of hidden_gradient: with gate and up, which come in the stages after its products, they turn
 // into the gradients of both, and h is computed again.
 #pragma once
 
@@ -31,41 +31,41 @@ __device__ __forceinline__ int32_t swizzled_offset(int first_block, int lane) {
 inline constexpr int32_t kBoxOf64Columns = 128 * 128;
 
 // The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them. `products` are
-// sums over columns of h times its gradient, of the thread's two rows; `weights` their routing weights.
+// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs.
 template <ActivationKind kKind, class Precision, int kStep>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
-                                              std::byte* gate, bool gated, const float (&weights)[2],
+                                              std::byte* gate, bool gated, const float (&routing_weights)[2],
                                               float (&products)[2], int lane) {
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
     std::byte* const gate_row = gate + swizzled_offset(block, lane);
     std::byte* const up_row = gate_row + kBoxOf64Columns;
-    std::byte* const hidden_row = up_row + kBoxOf64Columns;
-    uint32_t gates[4], ups[4], hiddens[4];
+    std::byte* const h_row = up_row + kBoxOf64Columns;
+    uint32_t gates[4], ups[4], h_values[4];
     ptx::load_tiles(gates, gate_row);
     if (gated) ptx::load_tiles(ups, up_row);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* pair = sums.values + 4 * (8 * kStep + block + i / 2) + 2 * (i % 2);
-      const float weight = weights[i % 2];
+      const float routing_weight = routing_weights[i % 2];
       const float2 g = Precision::unpack(gates[i]);
       const float2 u = gated ? Precision::unpack(ups[i]) : float2{1.0f, 1.0f};
       const Slopes<float> first = slopes_as<kKind>(activation, g.x, u.x);
       const Slopes<float> second = slopes_as<kKind>(activation, g.y, u.y);
-      products[i % 2] += first.hidden * pair[0];
-      products[i % 2] += second.hidden * pair[1];
-      const float of_first = weight * pair[0], of_second = weight * pair[1];
-      hiddens[i] = Precision::pack(weight * first.hidden, weight * second.hidden);
+      products[i % 2] += first.h * pair[0];
+      products[i % 2] += second.h * pair[1];
+      const float of_first = routing_weight * pair[0], of_second = routing_weight * pair[1];
+      h_values[i] = Precision::pack(routing_weight * first.h, routing_weight * second.h);
       gates[i] = Precision::pack(of_first * first.gate, of_second * second.gate);
       if (gated) ups[i] = Precision::pack(of_first * first.up, of_second * second.up);
     }
     ptx::store_tiles(gate_row, gates);
     if (gated) ptx::store_tiles(up_row, ups);
-    ptx::store_tiles(hidden_row, hiddens);
+    ptx::store_tiles(h_row, h_values);
   }
 }
 
-// The 4 stages behind the products of hidden_gradient; each warp turns its 16 rows of them into gradients in place and
+// The 4 stages after the products of hidden_gradient; each warp turns its 16 rows of them into gradients in place and
 // sends them off. A warpgroup without rows (`computed` false) takes part in the hand-over alone.
 template <class Variant>
 __device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
@@ -86,8 +86,8 @@ __device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
   }
   const int32_t first_row = 16 * thread.warp;
   const auto first_ring_row = [&] { return ring_row_of<Variant>(task, first_row + thread.lane / 4); };
-  const float* row_weights = cta.template at<float>(p.layout.row_weights) + first_ring_row();
-  const float weights[2] = {__ldcg(row_weights), __ldcg(row_weights + 8)};
+  const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights) + first_ring_row();
+  const float routing_weights[2] = {__ldcg(row_routing_weights), __ldcg(row_routing_weights + 8)};
   float products[2] = {0.0f, 0.0f};
   // The step is a number that the compiler knows: accumulators are registers.
   const auto finish_step = [&](auto step) {
@@ -95,8 +95,8 @@ __device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
     ring.wait(position);
     std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * 128;
     with_activation_kind(p.activation.kind, [&](auto kind) {
-      differentiate<decltype(kind)::value, Precision, kStep>(sums, p.activation, gate, p.gated, weights, products,
-                                                             thread.lane);
+      differentiate<decltype(kind)::value, Precision, kStep>(sums, p.activation, gate, p.gated, routing_weights,
+                                                             products, thread.lane);
     });
     ptx::fence_proxy_async_shared();
     __syncwarp();
@@ -106,7 +106,7 @@ __device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
       const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
       ptx::store_box(&p.few_projections, gate, column, 0, row);
       if (p.gated) ptx::store_box(&p.few_projections, gate + kBoxOf64Columns, column, 1, row);
-      ptx::store_box(&p.few_hidden, gate + 2 * kBoxOf64Columns, column, row);
+      ptx::store_box(&p.few_h, gate + 2 * kBoxOf64Columns, column, row);
       ptx::commit_stores();
       ptx::wait_stores_read<1>();
     }

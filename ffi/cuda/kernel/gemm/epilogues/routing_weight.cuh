@@ -15,8 +15,8 @@ namespace jaxmoe::gradient_math {
 // Gradients of routing weights to the ranks that own them: h times its gradient, summed tile by tile in order, and the
 // gradient of the output times the bias that was added to it. `target` is that of the lane's row.
 template <class Variant>
-__device__ __forceinline__ void answer_weights(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
-                                               RowTarget target) {
+__device__ __forceinline__ void answer_routing_weights(const Cta<Variant>& cta, const Task& task,
+                                                       const MathThread& thread, RowTarget target) {
   using Element = typename Cta<Variant>::Element;
   using Precision = typename Variant::Precision;
   const BackwardParams& p = cta.params;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void answer_weights(const Cta<Variant>& cta, const Ta
       cta.template at<float>(p.layout.row_products) + ring_row_of<Variant>(task, thread.tile_row()) * tiles;
 #pragma unroll 8
   for (int32_t tile = 0; tile < tiles; ++tile) answer += __ldcg(products + tile);
-  cta.peers.template at<float>(target.source(), p.layout.weight_answers.offset)[target.slot()] = answer;
+  cta.peers.template at<float>(target.source(), p.layout.routing_weight_gradients.offset)[target.slot()] = answer;
 }
 
 }  // namespace jaxmoe::gradient_math

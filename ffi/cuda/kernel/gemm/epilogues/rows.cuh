@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileCo
   constexpr int kColumns = Shape::kTileColumns / kRowsPerLine;
   constexpr int kStores = kLines * kRowsPerLine;
   ptx::fence_proxy_async_shared();
-  // Also where all lanes meet, behind their fences.
+  // Also where all lanes meet, after their fences.
   auto* target = reinterpret_cast<Element*>(
       __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), first_row + lane % kStores));
   if (lane < kStores && target != nullptr) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums,
       ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
     }
     ptx::fence_proxy_async_shared();
-    // Also where all lanes meet, behind their fences.
+    // Also where all lanes meet, after their fences.
     auto* target = reinterpret_cast<Element*>(
         __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), 8 * half + thread.lane % kLines));
     if (thread.lane < 2 * kLines && target != nullptr) {
@@ -213,7 +213,7 @@ __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, 
 }
 
 // All rows that this warp has stored are in memory and visible to the lanes that stored them. A release by one lane
-// behind this orders them before whatever acquires it; readers by bulk copy put ptx::fence_proxy_async_global() behind
+// after this orders them before whatever acquires it; readers by bulk copy put ptx::fence_proxy_async_global() after
 // their acquire.
 __device__ __forceinline__ void wait_rows_stored() {
   ptx::wait_stores_complete<0>();

@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
   const int64_t width = is_down ? 2 * p.shape.hidden : p.shape.projections * p.shape.intermediate;
   const int64_t first = is_down ? p.shape.hidden : task.gemm == Gemm::kUpGradient ? p.shape.intermediate : 0;
   const Element* ring = cta.template at<Element>(is_down ? p.layout.rows : p.layout.projections) + first + column;
-  const float* row_weights = cta.template at<float>(p.layout.row_weights);
+  const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights);
   const int64_t ring_rows = int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows;
   const int64_t first_ring_row = int64_t{task.ring_slot} * p.schedule.tile.rows;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -116,12 +116,12 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
       if (row >= ring_rows) row -= ring_rows;
       const uint2 values = __ldcg(reinterpret_cast<const uint2*>(ring + row * width));
       // Gradients of gate and up have the routing weight in them already; those of outputs have not.
-      const float weight = is_down ? __ldcg(row_weights + row) : 1.0f;
+      const float routing_weight = is_down ? __ldcg(row_routing_weights + row) : 1.0f;
       const float2 low = Precision::unpack(values.x), high = Precision::unpack(values.y);
-      sums[0] += weight * low.x;
-      sums[1] += weight * low.y;
-      sums[2] += weight * high.x;
-      sums[3] += weight * high.y;
+      sums[0] += routing_weight * low.x;
+      sums[1] += routing_weight * low.y;
+      sums[2] += routing_weight * high.x;
+      sums[3] += routing_weight * high.y;
     }
   }
 #pragma unroll

@@ -1,5 +1,5 @@
-// Staging: inputs go where peers reach them, all ranks are told that they and the slot lists are there, and every block
-// waits for everyone else's. All threads of a block call these together.
+// Publishing: inputs go where peers reach them, all ranks are told that they and the slot lists are there, and every
+// block waits for everyone else's. All threads of a block call these together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,14 +11,14 @@
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
 
-namespace jaxmoe::stage {
+namespace jaxmoe::publish {
 
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
 // it, and the routing weights. One rank alone reads the tokens of a forward pass where they are.
 template <class Variant>
 __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
   const auto& p = cta.params;
-  if (!stages_tokens(p.shape, p.schedule)) return;
+  if (!publishes_tokens(p.shape, p.schedule)) return;
   uint4* tokens = cta.template at<uint4>(p.layout.tokens);
   if constexpr (Cta<Variant>::kBackward) {
     using Element = typename Cta<Variant>::Element;
@@ -30,9 +30,9 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
       copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
       copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
     }
-    float* weights = cta.template at<float>(p.layout.weights);
+    float* routing_weights = cta.template at<float>(p.layout.routing_weights);
     for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) {
-      weights[i] = p.topk_weights[i];
+      routing_weights[i] = p.topk_weights[i];
     }
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
@@ -53,7 +53,7 @@ __device__ void forget_kept_tokens(const Cta<Variant>& cta) {
 
 // This block's part of tokens and lists is written; the first block tells all ranks once every block's is.
 template <class Variant>
-__device__ void publish(const Cta<Variant>& cta) {
+__device__ void tell_peers(const Cta<Variant>& cta) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
@@ -66,14 +66,14 @@ __device__ void publish(const Cta<Variant>& cta) {
 
 // Waits for the inputs of all ranks and adds up how many rows each local expert gets. Blocks of a cluster walk the same
 // tasks and wait for each other's stages without a limit of time, so where the wait is given up they all have to know:
-// the first block decides for its cluster. Also the barrier behind which blocks use each other's shared memory.
+// the first block decides for its cluster. Also the barrier after which blocks use each other's shared memory.
 template <class Variant>
 __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   const auto& p = cta.params;
   if (threadIdx.x < static_cast<uint32_t>(p.shape.ranks)) {
-    // Pairs with release_to_all(kInputsReady) in publish() of that source.
+    // Pairs with release_to_all(kInputsReady) in tell_peers() of that source.
     const int32_t source = threadIdx.x;
-    cta.signals.wait({Signal::kInputsReady, source, cta.signals.epoch()}, Site::kWalk);
+    cta.signals.wait({Signal::kInputsReady, source, cta.signals.launch_number()}, Site::kWalk);
   }
   __syncthreads();
   if (threadIdx.x == 0 && cta.cta_rank == 0) {
@@ -96,7 +96,7 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
     const int32_t expert = first + lane;
     int32_t rows = 0;
     for (int32_t source = 0; source < p.shape.ranks && expert < local; ++source) {
-      const int64_t ends = rows_from_source(p.layout, p.head, cta.signals.epoch(), source);
+      const int64_t ends = rows_from_source(p.layout, p.head, cta.signals.launch_number(), source);
       const int32_t* end = cta.peers.template here<int32_t>(ends) + expert;
       rows += __ldcg(end) - (expert > 0 ? __ldcg(end - 1) : 0);
     }
@@ -110,4 +110,4 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   __syncthreads();
 }
 
-}  // namespace jaxmoe::stage
+}  // namespace jaxmoe::publish
