@@ -2,7 +2,7 @@
 
 `call.py` asks for GPUs where no implementation is named. All processes of a job compile one program, so all of them
 have to get the same answer: it follows from what JAX tells each of them about all devices, and from the GPUs of its
-host. A group that turns out not to reach its peers gets an error from compiled code (ffi/cuda/symmetric_memory.h).
+host. A group that turns out not to reach its peers gets an error from compiled code (ffi/cuda/host/symmetric_memory.h).
 """
 
 import itertools

@@ -2,7 +2,7 @@
 // executor. Every device of the group blocks here until the layer is done; XLA:CPU needs a thread for each
 // (jaxmoe.testing.use_virtual_devices).
 //
-// Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
+// Python side: jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
 #include "host/layer_handler.h"
 
 #include <memory>

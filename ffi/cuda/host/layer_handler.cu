@@ -12,7 +12,7 @@
 // What goes wrong on one device is returned by execute on all of this process (cuda/host/runs.h). A wait of the kernel
 // that takes too long ends the kernel; the next run reports it.
 //
-// Python side: jaxmoe/megakernel.py, which checks sizes before anything is lowered.
+// Python side: jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
 #include "cuda/host/layer_handler.h"
 
 #include <cuda_runtime.h>
