@@ -1,6 +1,6 @@
-// The FFI targets jaxmoe_forward and jaxmoe_backward as they arrive from jaxmoe/implementations/megakernel/: buffers, attributes, and
-// what must hold of them. The same on both platforms; host/layer_handler.cc and cuda/host/layer_handler.cu decode their
-// calls with it, one handler for both targets.
+// The FFI targets jaxmoe_forward and jaxmoe_backward as they arrive from jaxmoe/implementations/megakernel/layer.py:
+// buffers, attributes, and what must hold of them. The same on both platforms; host/layer_handler.cc and
+// cuda/host/layer_handler.cu decode their calls with it, one handler for both targets.
 #pragma once
 
 #include <cstddef>
@@ -100,7 +100,8 @@ struct LayerAttributes {
   int32_t saved_tiles;
   float timeout_seconds;  // at most kLongestTimeoutSeconds
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
-  // The same devices as all processes know them (jaxmoe/implementations/megakernel/lowering.py); -1 alone where Python could not tell.
+  // The same devices as all processes know them (jaxmoe/implementations/megakernel/lowering.py); -1 alone where Python
+  // could not tell.
   xla::ffi::Span<const int64_t> devices;
 };
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_when_a_rank_raises_between_two_layers_the_others_get_an_error_within_th
 @several_gpus
 def test_a_process_that_is_late_when_memory_grows_ends_no_other():
     """Three processes that share all GPUs: a group of each two of them."""
-    ranks = {"processes": 3, "devices_per_process": 2, "shared_gpus": 1}
+    ranks: dict[str, Any] = {"processes": 3, "devices_per_process": 2, "shared_gpus": 1}
     for output in start("faults", "late", waits_s=120, **ranks):
         assert "6144 tokens: right" in output
 

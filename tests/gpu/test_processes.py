@@ -50,7 +50,7 @@ def start(
     )
 
 
-def in_processes_of(devices: int) -> dict[str, int]:
+def in_processes_of(devices: int) -> dict[str, Any]:
     return {"processes": GPUS // devices, "devices_per_process": devices}
 
 
