@@ -31,6 +31,9 @@ settings.register_profile(
 )
 settings.load_profile("jaxmoe")
 
+# Their assertions say the values that they compared, as those of test files do.
+pytest.register_assert_rewrite("tests.unit.flax_layers", "tests.unit.layout_model")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

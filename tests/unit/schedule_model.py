@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+import pytest
 
 from jaxmoe import native
 
@@ -29,6 +30,7 @@ RANKS = st.integers(1, 8)
 TILE_ROWS = st.sampled_from([1, 2, 3, 8, 16])
 FORWARD = st.just(0)  # segment_tiles
 BACKWARD = st.integers(1, 6)
+both_passes = pytest.mark.parametrize("segment_tiles", [FORWARD, BACKWARD], ids=["forward", "backward"])
 
 
 class Problem(NamedTuple):
@@ -113,6 +115,30 @@ def problems(draw, *, ranks=RANKS, most=40, huge=150, segment_tiles=FORWARD | BA
     )
     schedule = draw(schedules(shape, segment_tiles=st.just(segment), **schedule_options))
     return Problem(shape, schedule, filled_up(schedule, rows))
+
+
+# --- tiles of a rank, worked out from the sizes alone -----------------------------------------------------------------
+
+
+def rows_of_tiles(problem: Problem) -> list[tuple[int, int]]:
+    """(expert, rows) of each row tile, worked out from the counts alone."""
+    tile_rows = problem.schedule.tile.rows
+    return [
+        (expert, min(tile_rows, rows - first))
+        for expert, rows in enumerate(problem.rows_per_expert)
+        for first in range(0, rows, tile_rows)
+    ]
+
+
+def column_tiles(problem: Problem) -> dict:
+    """Column tiles of the GEMMs of a row tile, in the order in which they follow each other."""
+    shape, schedule, _ = problem
+    gate_up = {Gemm.gate_up: math.ceil(shape.intermediate / schedule.tile.hidden_columns)}
+    outputs = math.ceil(shape.hidden / schedule.tile.output_columns)
+    if not schedule.backward:
+        return gate_up | {Gemm.down: outputs}
+    gradients = math.ceil(shape.intermediate / schedule.tile.output_columns)
+    return gate_up | {Gemm.hidden_gradient: gradients, Gemm.token_gradient: outputs}
 
 
 def weight_matrices(shape) -> dict[Any, tuple[int, int]]:

@@ -7,7 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, example, given, settings
 
-from tests.unit.agents_model import NO_FAULTS, Faults, Group, Launch, Order, StaleRead, Stuck, orders
+from tests.unit.agents_model import Group
+from tests.unit.agents_order import Order, StaleRead, Stuck, orders
+from tests.unit.agents_rank import NO_FAULTS, Faults, Launch
 from tests.unit.schedule_model import (
     BACKWARD,
     FORWARD,

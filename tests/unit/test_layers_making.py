@@ -1,0 +1,108 @@
+"""How Flax layers are made: first weights, variables, and what arguments, inputs and a missing library are told."""
+
+import importlib.util
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxmoe
+import jaxmoe.linen
+import jaxmoe.nnx
+from jaxmoe import RouterConfig, SwiGLU
+from tests.unit.blocks_by_hand import BLOCKS, fill
+from tests.unit.flax_layers import LinenLayer, NNXLayer, make_mesh
+
+
+class Behaviours:
+    """How a layer of either library is made."""
+
+    layer: Any
+
+    def test_every_expert_draws_its_own_weights_of_variance_one_over_fan_in(self):
+        arguments = {"intermediate": 64, "num_experts": 32, "shared_intermediate": 256, "biases": True, "gated": False}
+        parameters = self.layer().initial(**arguments)
+        for name, array in parameters.items():
+            if array.ndim >= 2 and "b_" not in name:
+                assert abs(np.std(array) * array.shape[-2] ** 0.5 - 1) < 0.06, name
+            else:
+                np.testing.assert_array_equal(array, 0)
+        assert np.unique(np.asarray(parameters["w_gate"][:, 0, 0])).size == 32
+        assert set(self.layer().names(**arguments).values()) == {None}  # without mesh axes no sharding metadata
+
+    @pytest.mark.usefixtures("unchecked_shapes")
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"hidden": 0}, ValueError, "MoE: hidden=0 must be an integer of at least 1"),
+            ({"num_experts": 8.0}, TypeError, r"MoE: num_experts=8\.0 must be an integer"),
+            ({"shared_intermediate": -1}, ValueError, "MoE: shared_intermediate=-1 must be"),
+            ({"router": 2}, TypeError, r"MoE: router is a int; pass jaxmoe.RouterConfig\(top_k=...\)"),
+            ({"router": RouterConfig(top_k=9)}, ValueError, "top_k=9 exceeds num_experts=8"),
+            ({"router": RouterConfig(top_k=1, num_groups=3)}, ValueError, "num_experts=8 cannot be split"),
+            ({"activation": "swish"}, ValueError, "activation='swish' is not known. Use one of 'silu'"),
+            ({"shared_activation": "silu"}, ValueError, "there is no shared expert. Set shared_intermediate="),
+            ({"activation": SwiGLU(), "gated": False}, ValueError, "gated=False: SwiGLU multiplies two projections"),
+            ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
+            ({"axis_name": "expert", "num_experts": 6}, ValueError, "num_experts=6 cannot be spread over the 4 ranks"),
+            ({"axis_name": "ep"}, ValueError, "axis 'ep' is not in the mesh"),
+        ],
+    )
+    def test_arguments_that_do_not_fit_are_refused_before_parameters_exist(self, arguments, error, message):
+        with jax.set_mesh(make_mesh(AxisType.Auto)), pytest.raises(error, match=message):
+            self.layer().shapes(**arguments)
+
+    @pytest.mark.usefixtures("unchecked_shapes")
+    @pytest.mark.parametrize(
+        ("x", "token_valid", "error", "message"),
+        [
+            (jnp.zeros((4, 15)), None, ValueError, r"MoE: x has shape \(4, 15\); it must be .* with hidden=16"),
+            (jnp.zeros(16), None, ValueError, r"MoE: x has shape \(16,\)"),
+            (jnp.zeros((4, 16), int), None, TypeError, "MoE: x is int32; it must be a float array"),
+            ([1.0], None, TypeError, "MoE: x is a list; it must be an array"),
+            (jnp.zeros((4, 16)), jnp.ones(4), TypeError, "MoE: token_valid is float32; it must be bool"),
+            (jnp.zeros((4, 16)), jnp.ones(3, bool), ValueError, r"MoE: token_valid has shape \(3,\)"),
+            (jnp.zeros((4, 16)), [True], TypeError, "MoE: token_valid is a list"),
+        ],
+    )
+    def test_inputs_that_do_not_fit_are_refused(self, x, token_valid, error, message):
+        parameters = fill(self.layer().shapes())
+        with pytest.raises(error, match=message):
+            self.layer().calling()(parameters, None, x, token_valid)
+
+
+class TestNNX(Behaviours):
+    layer = NNXLayer
+
+    def test_the_selection_bias_is_a_variable_of_its_own_kind(self):
+        moe = self.layer().abstract(selection_bias=True)
+        assert set(nnx.state(moe, jaxmoe.nnx.SelectionBias)) == {"selection_bias"}
+        assert "selection_bias" not in nnx.state(moe, nnx.Param)
+        assert moe.selection_bias.dtype == jnp.float32
+
+    def test_layers_of_equal_arguments_have_equal_graphs(self):
+        graphs = [nnx.graphdef(self.layer().abstract(**BLOCKS["everything"].arguments)) for _ in range(2)]
+        assert graphs[0] == graphs[1]
+        assert hash(graphs[0]) == hash(graphs[1])
+
+
+class TestLinen(Behaviours):
+    layer = LinenLayer
+
+
+@pytest.mark.parametrize("module", [jaxmoe.nnx, jaxmoe.linen])
+def test_without_flax_the_import_says_how_to_install_it(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.setitem(sys.modules, "flax.linen", None)
+    spec = importlib.util.spec_from_file_location("without_flax", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs Flax, which is not installed. Run: pip install 'jaxmoe\[flax"
+    ):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,180 @@
+"""Flax layers on meshes: where their parameters lie, and that they compute there what they compute on one device."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmoe.testing import relative_error
+from tests.unit.blocks_by_hand import BIAS, BLOCKS, HIDDEN, SHARED, VALID, X, fill
+from tests.unit.flax_layers import MESHES, LinenLayer, NNXLayer, assert_equal, expected, make_mesh, place, run
+
+
+class Behaviours:
+    """What a layer of either library does on a mesh."""
+
+    layer: Any
+
+    @pytest.mark.parametrize("mesh_name", [name for name in MESHES if name != "no mesh"])
+    def test_on_a_mesh_it_computes_what_it_computes_on_one_device(self, mesh_name):
+        assert_equal(run(self.layer, "everything", mesh_name, masked=True), expected("everything", masked=True))
+
+    @pytest.mark.parametrize("mesh_name", [name for name in MESHES if name.startswith("explicit")])
+    def test_with_explicit_axes_the_output_is_split_as_the_input_and_the_losses_are_scalars_of_all_tokens(
+        self, mesh_name
+    ):
+        result, spec = run(self.layer, "everything", mesh_name, masked=True), MESHES[mesh_name][2]
+        assert jax.typeof(result.y).sharding.spec == P(*spec, None, None)
+        for scalar in (result.aux.load_balancing_loss, result.aux.router_z_loss, result.aux.stats.unused_slots):
+            assert scalar.shape == ()
+            assert scalar.sharding.is_fully_replicated
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_parameters_carry_their_axes_and_lie_where_these_say(self, axis_type):
+        arguments = {
+            **BLOCKS["everything"].arguments,
+            "axis_name": "expert",
+            "data_axes": "data",
+            "hidden_axis": "data",
+        }
+        ones = jax.nn.initializers.ones
+        mesh = make_mesh(axis_type)
+        with jax.set_mesh(mesh):
+            names = self.layer().names(**arguments)
+            parameters = self.layer().initial(**arguments, kernel_init=ones, router_init=ones)
+        assert names == {
+            "router_kernel": (None, None),
+            "router_bias": (None,),
+            "w_gate": ("expert", "data", None),
+            "w_up": ("expert", "data", None),
+            "w_down": ("expert", None, "data"),
+            "b_gate": ("expert", None),
+            "b_up": ("expert", None),
+            "b_down": ("expert", "data"),
+            "shared_w_gate": ("data", None),
+            "shared_w_up": ("data", None),
+            "shared_w_down": (None, "data"),
+            "shared_b_gate": (None,),
+            "shared_b_up": (None,),
+            "shared_b_down": ("data",),
+        }
+        for name, array in parameters.items():
+            assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*names[name])), array.ndim), name
+        for shard in parameters["w_gate"].addressable_shards:
+            expert_rank = np.argwhere(mesh.devices == shard.device)[0][1]
+            assert shard.index[0] == slice(2 * expert_rank, 2 * expert_rank + 2)
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_a_layer_made_under_jit_never_has_all_experts_on_one_device(self, axis_type):
+        arguments = {"axis_name": "expert", "intermediate": 256, "num_experts": 64, "gated": False}
+        with jax.set_mesh(make_mesh(axis_type)):
+            memory = jax.jit(lambda: self.layer().initial(**arguments)).lower().compile().memory_analysis()
+        all_experts = 2 * 64 * HIDDEN * 256 * 4
+        assert memory is not None
+        assert memory.output_size_in_bytes + memory.temp_size_in_bytes < all_experts
+
+    def test_parameters_may_be_split_over_their_hidden_dimension_too(self):
+        mesh = make_mesh(AxisType.Explicit)
+        arguments = {
+            **BLOCKS["everything"].arguments,
+            "axis_name": "expert",
+            "data_axes": "data",
+            "hidden_axis": "data",
+        }
+        with jax.set_mesh(mesh):
+            parameters, names = fill(self.layer().shapes(**arguments)), self.layer().names(**arguments)
+            placed = {name: place(array, mesh, P(*names[name])) for name, array in parameters.items()}
+            # The tokens' hidden dimension is split as well, over the axis that the experts use.
+            x = place(X(), mesh, P("data", None, "expert"))
+            y, _ = jax.jit(self.layer().calling(**arguments))(placed, BIAS(), x)
+        assert jax.typeof(y).sharding.spec == P("data", None, "expert")
+        assert relative_error(y, expected("everything").y) < 1e-5
+
+    def test_a_layer_spread_over_an_axis_asks_for_a_mesh_when_it_is_called(self):
+        parameters = fill(self.layer().shapes())
+        with pytest.raises(ValueError, match=r"axis_name=.* needs a mesh and none is set"):
+            self.layer().calling(axis_name="expert")(parameters, None, X())
+
+
+class TestNNX(Behaviours):
+    layer = NNXLayer
+
+    def test_inside_shard_map_a_split_layer_gives_what_it_gives_outside(self):
+        arguments = {**BLOCKS["everything"].arguments, "axis_name": "expert", "data_axes": "data"}
+        mesh = make_mesh(AxisType.Auto)
+        with jax.set_mesh(mesh):
+            moe = self.layer().filled(fill(self.layer().shapes(**arguments)), BIAS(), **arguments)
+            graphdef, state = nnx.split(moe)
+            tokens = P(("data", "expert"))
+
+            def on_rank(state, x, token_valid):
+                moe: Any = nnx.merge(graphdef, state)
+                return moe(x, token_valid)
+
+            specs = (nnx.get_partition_spec(state), tokens, tokens)
+            inside = jax.jit(jax.shard_map(on_rank, in_specs=specs, out_specs=(tokens, P())))
+            y, aux = inside(state, X(), jnp.asarray(VALID))
+        truth = expected("everything", masked=True)
+        assert relative_error(y, truth.y) < 1e-5
+        assert relative_error(aux.load_balancing_loss, truth.aux[0]) < 1e-5
+        assert relative_error(aux.router_z_loss, truth.aux[1]) < 1e-5
+        np.testing.assert_array_equal(aux.stats.rows_per_expert, truth.aux[2])
+
+    def test_a_layer_made_without_a_mesh_keeps_its_names_for_later(self):
+        moe = self.layer().make(axis_name="expert", selection_bias=True, kernel_init=jax.nn.initializers.ones)
+        assert moe.w_gate.get_metadata()["out_sharding"] == ("expert", None, None)
+        mesh = make_mesh(AxisType.Auto)
+        with jax.set_mesh(mesh):
+            state = nnx.state(moe)
+            nnx.update(moe, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+        assert moe.w_gate[...].sharding.spec == P("expert", None, None)
+        assert moe.selection_bias[...].sharding.is_fully_replicated
+
+    def test_a_mesh_may_be_passed(self):
+        mesh = make_mesh(AxisType.Explicit)
+        arguments = {"axis_name": "expert", "data_axes": "data", "shared_intermediate": SHARED, "mesh": mesh}
+        moe = self.layer().make(**arguments, kernel_init=jax.nn.initializers.ones)
+        assert moe.w_gate[...].sharding.spec == P("expert", None, None)
+        y, _ = nnx.jit(lambda moe, x: moe(x))(moe, place(X(), mesh, P("data")))
+        assert y.sharding.spec == P("data", None, None)
+
+    def test_axis_names_may_be_logical(self):
+        with jax.set_mesh(make_mesh(AxisType.Auto)), nnx.logical_axis_rules([("embed", "data"), ("mlp", None)]):
+            arguments = {"axis_name": "expert", "hidden_axis": "embed", "intermediate_axis": "mlp"}
+            moe = self.layer().make(**arguments, kernel_init=jax.nn.initializers.ones)
+        assert moe.w_gate.get_metadata()["out_sharding"] == ("expert", "embed", "mlp")
+        assert moe.w_gate[...].sharding.spec == P("expert", "data", None)
+
+
+class TestLinen(Behaviours):
+    layer = LinenLayer
+
+    def test_axis_names_may_be_logical(self):
+        moe = self.layer().make(
+            axis_name="expert",
+            hidden_axis="embed",
+            partitioning=nn.with_logical_partitioning,
+            kernel_init=jax.nn.initializers.ones,
+        )
+        rules = [("expert", "expert"), ("embed", "data")]
+        with jax.set_mesh(make_mesh(AxisType.Explicit)), nn.logical_axis_rules(rules):
+            variables: Any = jax.jit(moe.init)(jax.random.key(0), X())
+            y = jax.eval_shape(moe.apply, variables, X())
+        assert variables["params"]["w_gate"].names == ("expert", "embed", None)
+        assert variables["params"]["w_gate"].value.sharding.spec == P("expert", "data", None)
+        assert y.shape == X().shape
+
+    def test_inside_shard_map_over_the_experts_it_says_what_to_call_instead(self):
+        moe = self.layer().make(axis_name="expert")
+        with jax.set_mesh(make_mesh(AxisType.Auto)):
+            inside = jax.shard_map(
+                lambda x: moe.init_with_output(jax.random.key(0), x)[0], in_specs=P("expert"), out_specs=P("expert")
+            )
+            with pytest.raises(NotImplementedError, match=r"shard_map over \['expert'\].* use jaxmoe.nnx.MoE or"):
+                jax.eval_shape(inside, X())

@@ -1,0 +1,120 @@
+"""`route`, the balance losses and the load statistics under jit, vmap and shard_map: the same numbers on every mesh."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxmoe
+from tests.unit.router_inputs import GROUPED, random_logits
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+def everything(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> Any:
+    token_valid = logits[..., 0] > -1
+    routing = jaxmoe.route(logits, GROUPED, token_valid=token_valid, selection_bias=jnp.linspace(0, 0.1, 12))
+    replicated = (
+        jaxmoe.load_balancing_loss(routing, axis_name=axis_name),
+        jaxmoe.router_z_loss(logits, token_valid=token_valid, axis_name=axis_name),
+        jaxmoe.load_stats(routing.topk_ids, 12, token_valid=token_valid, axis_name=axis_name),
+        jaxmoe.router_aux(routing, logits, token_valid=token_valid, axis_name=axis_name),
+    )
+    return routing, replicated
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, wanted)
+
+
+def test_a_config_is_a_static_argument_of_jit_and_equal_ones_share_a_compilation() -> None:
+    traced = []
+
+    @jax.jit
+    def route(logits: jax.Array, config: jaxmoe.RouterConfig) -> jaxmoe.Routing:
+        traced.append(config)
+        return jaxmoe.route(logits, config)
+
+    logits = random_logits(4, 12)
+    assert_close(route(logits, GROUPED), jaxmoe.route(logits, GROUPED))
+    route(logits, dataclasses.replace(GROUPED))
+    assert traced == [GROUPED]
+    route(logits, dataclasses.replace(GROUPED, top_k=2))
+    assert len(traced) == 2
+
+
+def test_vmap_equals_a_loop() -> None:
+    logits = random_logits(3, 4, 12)
+    one = jax.jit(everything)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *[one(row) for row in logits])
+    assert_close(jax.jit(jax.vmap(everything))(logits), stacked)
+
+
+def sum_of_losses(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], jax.Array]:
+    def total(logits: jax.Array) -> jax.Array:
+        routing, (balance, z_loss, _, aux) = function(logits)
+        together = aux.load_balancing_loss + aux.router_z_loss
+        return balance + z_loss + 0.5 * together + routing.topk_weights[..., 0].sum()
+
+    return total
+
+
+@pytest.mark.parametrize("names", [("expert",), ("data", "expert")])
+def test_inside_shard_map_the_axis_makes_losses_and_counts_those_of_the_global_batch(names: tuple[str, ...]) -> None:
+    logits = random_logits(16, 12)
+    split = PartitionSpec(names)
+    sharded = jax.shard_map(
+        lambda rows: everything(rows, names),
+        mesh=mesh_of((4,) if len(names) == 1 else (2, 2), names),
+        in_specs=split,
+        out_specs=(split, PartitionSpec()),
+    )
+    assert_close(jax.jit(sharded)(logits), jax.jit(everything)(logits))
+    gradient, wanted = (jax.jit(jax.grad(sum_of_losses(function)))(logits) for function in (sharded, everything))
+    assert_close(gradient, wanted)
+
+
+def test_a_gradient_taken_inside_shard_map_is_that_of_the_global_loss() -> None:
+    logits = random_logits(16, 12)
+
+    def loss(logits: jax.Array, axis_name: str | None) -> jax.Array:
+        return jaxmoe.load_balancing_loss(jaxmoe.route(logits, GROUPED), axis_name=axis_name)
+
+    split = PartitionSpec("expert")
+    inside = jax.shard_map(
+        jax.grad(lambda rows: loss(rows, "expert")), mesh=mesh_of((4,), ("expert",)), in_specs=split, out_specs=split
+    )
+    assert_close(jax.jit(inside)(logits), jax.jit(jax.grad(lambda logits: loss(logits, None)))(logits))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_arrays_need_no_axis_name_under_jit(kind: AxisType) -> None:
+    mesh = mesh_of((2, 2), ("data", "expert"), kind)
+    logits = random_logits(8, 4, 12)
+    functions = everything, jax.grad(sum_of_losses(everything))
+    wanted = [jax.jit(function)(logits) for function in functions]
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "expert")))
+        got = [jax.jit(function)(sharded) for function in functions]
+    assert_close(jax.device_get(got), wanted)
+
+
+def test_an_axis_that_the_surrounding_shard_map_leaves_automatic_is_refused() -> None:
+    shard = jax.shard_map(
+        lambda ids: jaxmoe.load_stats(ids, 4, axis_name=("expert", "data")).rows_per_expert,
+        mesh=mesh_of((2, 2), ("data", "expert")),
+        in_specs=PartitionSpec("expert"),
+        out_specs=PartitionSpec(),
+        axis_names={"expert"},
+    )
+    with pytest.raises(ValueError, match="names 'data', which is not a manual mesh axis here"):
+        jax.jit(shard)(jnp.zeros((4, 1), jnp.int32))
