@@ -15,6 +15,7 @@
 #include "common/protocol.h"
 #include "common/scheduler.h"
 #include "common/shape.h"
+#include "common/tiling.h"
 #include "host/argument_checks.h"
 #include "host/executor_bindings.h"
 #include "host/layout_bindings.h"
@@ -47,6 +48,7 @@ void define_structs(py::module_& module) {
   define_struct(module, "TileSizes", "What one task computes.", Field{"rows", &TileSizes::rows},
                 Field{"hidden_columns", &TileSizes::h_columns},
                 Field{"output_columns", &TileSizes::columns});
+  module.def("kernel_tiles", &kernel_tiles, py::arg("gated"), "The tiles that the GPU kernels are compiled for.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},

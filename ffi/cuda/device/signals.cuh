@@ -4,7 +4,7 @@
 // of such rubbish is checked), and the host reports the record.
 //
 // On a GPU every warp of a task releases its own part, so hidden_written, outputs_written and tasks_done count warps:
-// their amounts and targets are those of protocol.h times `parts`.
+// targets are those of protocol.h times the number of those warps, amounts are as they stand there.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,8 @@ namespace jaxmoe {
 inline constexpr unsigned kShortNapNs = 32;
 inline constexpr unsigned kLongNapNs = 500;
 
+// `kTaskParts` warps release a task, each its own part.
+template <uint32_t kTaskParts>
 class Signals {
  public:
   // `launch_number` lies in shared memory, since roles without a register to spare need it now and then. It is there
@@ -37,25 +39,17 @@ class Signals {
   __device__ uint32_t launch_number() const { return launch_number_; }
 
   // By one thread. Returns once the word has reached its target, or the wait was given up.
-  __device__ __forceinline__ void wait(const Wait& wait, Site site, uint32_t parts = 1,
-                                       unsigned nap_ns = kShortNapNs) const {
-    const uint32_t* word = word_at(params_.rank, wait.signal, wait.index);
-    const uint32_t target = wait.target * parts;
-    const bool from_peer = is_from_peers(wait.signal);
-    uint32_t seen = from_peer ? Peers::seen(word) : ptx::load_acquire_gpu(word);
-    if (has_reached(seen, target)) return;
-    const uint64_t begin = ptx::nanoseconds();
-    for (;;) {
-#pragma unroll 1
-      for (int poll = 0; poll < kPollsPerCheck; ++poll) {
-        seen = from_peer ? Peers::seen(word) : ptx::load_acquire_gpu(word);
-        if (has_reached(seen, target)) return;
-        __nanosleep(nap_ns);
-      }
-      if (given_up()) return;
-      if (ptx::nanoseconds() - begin > params_.timeout_ns) break;
-    }
-    give_up({params_.rank, ptx::sm_index(), site, {wait.signal, wait.index, target}, seen});
+  __device__ __forceinline__ void wait(const Wait& wait, Site site, unsigned nap_ns = kShortNapNs) const {
+    wait_for_parts(wait, site, 1, nap_ns);
+  }
+
+  // The same for what tasks release, all parts of each.
+  __device__ __forceinline__ void wait_for_tasks(const Wait& wait, Site site, unsigned nap_ns = kShortNapNs) const {
+    wait_for_parts(wait, site, kTaskParts, nap_ns);
+  }
+  // Before a task, which waits for rows or for other tasks.
+  __device__ __forceinline__ void wait_before_task(const Wait& wait, Site site, bool for_rows) const {
+    wait_for_parts(wait, site, for_rows ? 1 : kTaskParts, kShortNapNs);
   }
 
   // By one thread, after whatever orders the work of others before it (a barrier of the warp or block).
@@ -79,6 +73,26 @@ class Signals {
  private:
   // Time and failure are looked at every quarter of a millisecond or so.
   static constexpr int kPollsPerCheck = 256;
+
+  __device__ __forceinline__ void wait_for_parts(const Wait& wait, Site site, uint32_t parts, unsigned nap_ns) const {
+    const uint32_t* word = word_at(params_.rank, wait.signal, wait.index);
+    const uint32_t target = wait.target * parts;
+    const bool from_peer = is_from_peers(wait.signal);
+    uint32_t seen = from_peer ? Peers::seen(word) : ptx::load_acquire_gpu(word);
+    if (has_reached(seen, target)) return;
+    const uint64_t begin = ptx::nanoseconds();
+    for (;;) {
+#pragma unroll 1
+      for (int poll = 0; poll < kPollsPerCheck; ++poll) {
+        seen = from_peer ? Peers::seen(word) : ptx::load_acquire_gpu(word);
+        if (has_reached(seen, target)) return;
+        __nanosleep(nap_ns);
+      }
+      if (given_up()) return;
+      if (ptx::nanoseconds() - begin > params_.timeout_ns) break;
+    }
+    give_up({params_.rank, ptx::sm_index(), site, {wait.signal, wait.index, target}, seen});
+  }
 
   // The address of the arena first: otherwise the compiler loads it after the offset, at the end of a longer chain.
   __device__ __forceinline__ uint32_t* word_at(int32_t rank, Signal signal, int32_t index) const {

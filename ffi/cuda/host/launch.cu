@@ -19,8 +19,7 @@ struct ForwardBf16 {
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
   // Recording takes the math warps a few registers.
-  static constexpr KernelConfig config{.control_registers = kTimeline ? 88 : 104,
-                                       .math_registers = kTimeline ? 208 : 200,
+  static constexpr KernelConfig config{.registers = kTimeline ? RoleRegisters{88, 208} : RoleRegisters{},
                                        .timeline = kTimeline};
 };
 struct ForwardF16 : ForwardBf16 {
@@ -62,9 +61,9 @@ struct LaunchShape {
 
   explicit LaunchShape(int32_t workers) {
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(Variant::config.cluster_size), 1, 1};
-    config.gridDim = dim3(workers * Variant::config.cluster_size);
-    config.blockDim = dim3(Variant::config.threads());
+    cluster.val.clusterDim = {static_cast<unsigned>(Tiling::kBlocks), 1, 1};
+    config.gridDim = dim3(workers * Tiling::kBlocks);
+    config.blockDim = dim3(Roles::kThreads);
     config.dynamicSmemBytes = sizeof(KernelStorage<Variant>);
     config.attrs = &cluster;
     config.numAttrs = 1;
@@ -91,7 +90,7 @@ std::string prepare_kernel(Pass pass, ElementType type, int32_t* workers) {
     if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
     if (status != cudaSuccess) return cuda_error("the kernel could not be loaded", status);
     if (clusters < 1) {
-      return "jaxmoe: " + std::to_string(Variant::config.cluster_size) +
+      return "jaxmoe: " + std::to_string(Tiling::kBlocks) +
              " neighbouring blocks of the kernel do not fit on this device; each needs a multiprocessor with " +
              std::to_string(kSharedBytes) + " bytes of shared memory.";
     }
@@ -118,24 +117,22 @@ class MapMaker {
   std::string error_;
 };
 
-constexpr KernelConfig kConfig = ForwardBf16::config;
-constexpr int32_t kBox = kConfig.tile_depth;
+constexpr int32_t kBox = Tiling::kDepth;
 static_assert(kBox == gradient_producer::kBox);
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string schedule_error(const LaunchParams& p) {
-  const TileSizes tile = p.schedule.tile;
-  const int32_t h_columns = p.gated ? kConfig.tile_columns / 2 : kConfig.tile_columns;
-  if (tile.rows != kConfig.tile_rows * kConfig.cluster_size || tile.h_columns != h_columns ||
-      tile.columns != kConfig.tile_columns || p.schedule.narrow_rows > kConfig.tile_rows) {
+  const TileSizes tile = p.schedule.tile, own = kernel_tiles(p.gated);
+  if (tile.rows != own.rows || tile.h_columns != own.h_columns || tile.columns != own.columns ||
+      p.schedule.narrow_rows > Tiling::kRows) {
     return "jaxmoe: the schedule's tiles are " + std::to_string(tile.rows) + " rows, " +
            std::to_string(tile.h_columns) + " columns of h, " + std::to_string(tile.columns) +
-           " output columns; this kernel has " + std::to_string(kConfig.tile_rows * kConfig.cluster_size) + ", " +
-           std::to_string(h_columns) + ", " + std::to_string(kConfig.tile_columns) + ".";
+           " output columns; this kernel has " + std::to_string(own.rows) + ", " + std::to_string(own.h_columns) +
+           ", " + std::to_string(own.columns) + ".";
   }
   // A lane of a warp for each row of a chunk, and for each slot of a token.
   constexpr int32_t kLanes = 32;
-  const int32_t dispatchers = p.schedule.workers * kConfig.cluster_size * kDispatchWarps;
+  const int32_t dispatchers = p.schedule.workers * Tiling::kBlocks * Roles::kDispatchWarps;
   if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
     return "jaxmoe: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
            std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
@@ -190,7 +187,7 @@ std::string complete_params(ForwardParams* params, ElementType type, const Weigh
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const std::byte* arena = p.arenas[p.rank];
-  constexpr int32_t rows = kConfig.tile_rows;
+  constexpr int32_t rows = Tiling::kRows;
   constexpr int32_t few = GemmShape<ForwardBf16>::kFewRows;
   MapMaker maker(type);
   maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
@@ -227,7 +224,7 @@ std::string complete_params(BackwardParams* params, ElementType type, const Weig
 }
 
 int32_t timeline_blocks(const Schedule& schedule) {
-  return kTimeline ? schedule.workers * kConfig.cluster_size : 0;
+  return kTimeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 namespace {

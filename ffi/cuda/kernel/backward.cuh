@@ -22,11 +22,12 @@
 #include "cuda/kernel/exchange/dispatch.cuh"
 #include "cuda/kernel/gemm/gradient_math.cuh"
 #include "cuda/kernel/gemm/gradient_producer.cuh"
+#include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
 
 template <class Variant>
-__global__ void __launch_bounds__(Variant::config.threads(), 1)
+__global__ void __launch_bounds__(Roles::kThreads, 1)
     moe_backward(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
@@ -34,21 +35,21 @@ __global__ void __launch_bounds__(Variant::config.threads(), 1)
   ends::prepare(cta);
   ends::clear_unused_gradients(cta);
 
-  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp < 4) {
-    ptx::release_registers<Variant::config.control_registers>();
-    if (warp == 0) {
+  const int warp = Roles::warp();
+  if (warp < Roles::kFirstMathWarp) {
+    ptx::release_registers<Variant::config.registers.control>();
+    if (warp == Roles::kProducerWarp) {
       if (ptx::elect_lane()) gradient_producer::run(cta);
     } else {
-      dispatch::run(cta, warp - 1);
-      if (cta.block() == 0 && warp == 1 && ptx::elect_lane()) combine::announce(cta);
+      dispatch::run(cta, warp - Roles::kFirstDispatchWarp);
+      if (cta.block() == 0 && warp == Roles::kFirstDispatchWarp && ptx::elect_lane()) combine::announce(cta);
     }
   } else {
-    ptx::take_registers<Variant::config.math_registers>();
+    ptx::take_registers<Variant::config.registers.math>();
     gradient_math::run(cta);
-    combine::run(cta, warp - 4, threadIdx.x % 32);
+    combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
   }
-  if constexpr (Variant::config.cluster_size > 1) ptx::cluster_sync();
+  if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
   cta.timeline.end();
 }

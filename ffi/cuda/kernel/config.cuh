@@ -12,26 +12,16 @@
 
 #include <cstddef>
 
+#include "common/tiling.h"
 #include "cuda/device/pipeline.cuh"
+#include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
 
 struct KernelConfig {
-  int tile_rows = 128;      // of an output tile: 64 for each math warpgroup
-  int tile_columns = 256;   // accumulator columns: 256 outputs, or 128 of the gate and the same 128 of up
-  int tile_depth = 64;      // of K, for each stage: 128 bytes, the width of the swizzle
   int stages = 4;
-  int math_warpgroups = 2;
-  // Blocks that take neighbouring row tiles and share their loads of weights: 1 or 2. A single block loads 48 KiB a
-  // step through L2, which then is the limit.
-  int cluster_size = 2;
-  // Registers of a thread. The kernel is compiled for 168 (65536 over 384 threads); all together stay within that. With
-  // fewer for the control warps the walk over the schedule spills, with fewer for the math warps the epilogues do.
-  int control_registers = 104;  // warpgroup 0: producer, dispatch
-  int math_registers = 200;
+  RoleRegisters registers{};
   bool timeline = false;  // records what every role does when, see device/timeline.cuh
-
-  constexpr int threads() const { return 128 * (1 + math_warpgroups); }
 };
 
 // Most dynamic shared memory of a block on sm_90.
@@ -43,18 +33,18 @@ struct GemmShape {
   static constexpr KernelConfig config = Variant::config;
   using Element = typename Variant::Precision::Element;
 
-  static constexpr int kTileRows = config.tile_rows;
-  static constexpr int kTileColumns = config.tile_columns;
-  static constexpr int kTileDepth = config.tile_depth;
-  static constexpr int kClusterSize = config.cluster_size;
+  static constexpr int kTileRows = Tiling::kRows;
+  static constexpr int kTileColumns = Tiling::kColumns;
+  static constexpr int kTileDepth = Tiling::kDepth;
+  static constexpr int kClusterSize = Tiling::kBlocks;
   static constexpr int kBoxColumns = 64;  // of a box of weights: 128 bytes
   static constexpr int kBoxes = kTileColumns / kBoxColumns;
   static constexpr int kFewRows = 16;     // of a box of rows where a tile is not full
-  static constexpr int kMathWarps = 4 * config.math_warpgroups;
+  static constexpr int kMathWarps = Roles::kMathWarps;
   static constexpr int kWarpRows = 16;    // of a tile: what one warp owns of a 64-row product
 
   static_assert(sizeof(Element) == 2 && kTileDepth == 64, "a row of a stage is one swizzle period of 128 bytes");
-  static_assert(kTileColumns == 256 && kTileRows == 64 * config.math_warpgroups, "one 64 x 256 product per warpgroup");
+  static_assert(kTileColumns == 256 && kTileRows == 64 * Roles::kMathWarpgroups, "one 64 x 256 product per warpgroup");
   static_assert(kClusterSize == 1 || kClusterSize == 2);
 
   struct Stage {

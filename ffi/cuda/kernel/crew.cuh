@@ -17,12 +17,9 @@
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/device/ptx/special_registers.cuh"
-#include "cuda/device/signals.cuh"
+#include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
-
-// Warpgroup 0: one producer warp, the others dispatch. The math warpgroups follow.
-inline constexpr int kDispatchWarps = 3;
 
 // In shared memory of every block.
 struct Crew {
@@ -77,7 +74,7 @@ __device__ inline Crew await_crew(Control* control, const Enlisted& self) {
 }
 
 // All threads of all blocks of a worker: after it every block knows the crew. `self` is that of the first thread.
-template <uint32_t kClusterSize>
+template <uint32_t kClusterSize, class Signals>
 __device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank, const Enlisted& self) {
   if (threadIdx.x == 0 && cta_rank == 0) shared = await_crew(signals.control(), self);
   if constexpr (kClusterSize > 1) {
@@ -87,7 +84,9 @@ __device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uin
                 ptx::load_cluster(&shared.tasks_left, 0), 0};
     }
   }
-  if (threadIdx.x == 0) shared.dispatchers = shared.workers * static_cast<int32_t>(kClusterSize) * kDispatchWarps;
+  if (threadIdx.x == 0) {
+    shared.dispatchers = shared.workers * static_cast<int32_t>(kClusterSize) * Roles::kDispatchWarps;
+  }
   __syncthreads();
 }
 

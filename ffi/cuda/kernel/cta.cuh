@@ -13,6 +13,7 @@
 #include "cuda/kernel/config.cuh"
 #include "cuda/kernel/crew.cuh"
 #include "cuda/kernel/params.cuh"
+#include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
 
@@ -34,7 +35,7 @@ struct KernelStorage {
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
-  int32_t source_counts[kDispatchWarps][kMaxPeers];         // slots of each source for the expert in hand
+  int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
   TimelineStorage<Variant::config.timeline> timeline;
 };
 
@@ -45,17 +46,17 @@ struct Cta {
   static constexpr KernelConfig config = Variant::config;
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
   // Warps that release a task, each for the part it has stored.
-  static constexpr uint32_t kTaskParts = 4 * config.math_warpgroups * config.cluster_size;
+  static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
   __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
       : params(params), peers(params), shared(shared), signals(params, shared.launch_number),
-        timeline(shared.timeline, params.timeline), cta_rank(static_cast<uint32_t>(blockIdx.x) % config.cluster_size) {}
+        timeline(shared.timeline, params.timeline), cta_rank(static_cast<uint32_t>(blockIdx.x) % Tiling::kBlocks) {}
 
   // Blocks of the crew, and this block's number among them: what is dealt in advance is dealt by these. Known after
   // crew::muster().
-  __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * config.cluster_size; }
+  __device__ __forceinline__ int32_t blocks() const { return shared.crew.workers * Tiling::kBlocks; }
   __device__ __forceinline__ int32_t block() const {
-    return shared.crew.worker * config.cluster_size + static_cast<int32_t>(cta_rank);
+    return shared.crew.worker * Tiling::kBlocks + static_cast<int32_t>(cta_rank);
   }
   __device__ __forceinline__ bool is_latecomer() const { return shared.crew.worker >= shared.crew.workers; }
 
@@ -67,7 +68,7 @@ struct Cta {
 
   // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.
   __device__ __forceinline__ bool is_narrow(const Task& task) const {
-    return config.cluster_size > 1 && task.rows <= params.schedule.narrow_rows && !is_weight_gradient(task.gemm);
+    return Tiling::kBlocks > 1 && task.rows <= params.schedule.narrow_rows && !is_weight_gradient(task.gemm);
   }
 
   // This block's part of a task of its cluster. A wide tile of the schedule is one tile of rows of every block, one
@@ -75,14 +76,14 @@ struct Cta {
   // keeps the column tiles of the whole task, since that is what its release amounts to.
   __device__ __forceinline__ Task own_part(Task task) const {
     if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: gradient_math.cuh
-    if constexpr (config.cluster_size > 1) {
+    if constexpr (Tiling::kBlocks > 1) {
       const int32_t rank = static_cast<int32_t>(cta_rank);
       const bool narrow = is_narrow(task);
-      const int32_t rows_above = narrow ? 0 : rank * config.tile_rows;
+      const int32_t rows_above = narrow ? 0 : rank * Tiling::kRows;
       const bool has_columns = !narrow || rank < task.column_tiles;
-      task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(config.tile_rows)) : 0;
+      task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(Tiling::kRows)) : 0;
       task.rows = task.rows < 0 ? 0 : task.rows;
-      task.ring_slot = task.ring_slot * config.cluster_size + (narrow ? 0 : rank);
+      task.ring_slot = task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
       task.column_tile += narrow ? rank : 0;
     }
     return task;
@@ -91,7 +92,7 @@ struct Cta {
   const Params& params;
   const Peers peers;
   KernelStorage<Variant>& shared;
-  const Signals signals;
+  const Signals<kTaskParts> signals;
   const Timeline<config.timeline> timeline;
   const uint32_t cta_rank;  // in the cluster
 };
@@ -99,7 +100,7 @@ struct Cta {
 // A row of this block's part of a tile, counted over the ring.
 template <class Variant>
 __device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
-  return int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
+  return int64_t{task.ring_slot} * Tiling::kRows + tile_row;
 }
 
 // Threads of the crew, and this one's number.

@@ -39,7 +39,7 @@ __device__ void prepare(const Cta<Variant>& cta) {
   track.start();
   crew::Enlisted self{};
   if (threadIdx.x == 0) {
-    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Variant::config.cluster_size);
+    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Tiling::kBlocks);
     cta.signals.read_launch_number();
   }
   // Dealt to all blocks of the launch, which nearly always are the crew, while they start. A crew that is not complete
@@ -49,7 +49,7 @@ __device__ void prepare(const Cta<Variant>& cta) {
   if constexpr (kCopiesEarly) {
     publish::copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
   }
-  crew::muster<Variant::config.cluster_size>(cta.shared.crew, cta.signals, cta.cta_rank, self);
+  crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self);
   if (!cta.is_latecomer()) {
     const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
     if (!is_copied) publish::copy_inputs(cta, {threads_of(cta), thread_of(cta)});

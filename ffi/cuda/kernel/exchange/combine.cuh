@@ -19,11 +19,11 @@ __device__ void announce(const Cta<Variant>& cta) {
   const auto track = cta.timeline.template track<32>(TrackRole::kDispatch);
   track.start();
   // Pairs with the release of every math warp in TaskQueue::finish().
-  cta.signals.wait({Signal::kTasksDone, 0, workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
+  cta.signals.wait_for_tasks({Signal::kTasksDone, 0, workers}, Site::kAnnounce);
   // The same of latecomers, some of whose tasks may not be done.
   const uint32_t all_workers = crew::workers_with_tasks(cta.signals.control());
   if (all_workers > workers) {
-    cta.signals.wait({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce, Cta<Variant>::kTaskParts);
+    cta.signals.wait_for_tasks({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce);
   }
   track.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kPartialsWritten);
@@ -95,13 +95,13 @@ __device__ __forceinline__ void* result_of(const BackwardParams& params) { retur
 // All lanes of every math warp.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
-  constexpr int kMathWarps = 4 * Variant::config.math_warpgroups;
+  constexpr int kMathWarps = Roles::kMathWarps;
   if (cta.is_latecomer()) return;  // tokens are dealt in advance
   const auto& p = cta.params;
-  const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / 4);
+  const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
   if (math_warp == 0 && lane < p.shape.ranks) {
     // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
-    cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.launch_number()}, Site::kCombine, 1, kLongNapNs);
+    cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
   }
   ptx::named_barrier<1, 32 * kMathWarps>();
   track.mark(EventKind::kWaitAnswers);

@@ -47,8 +47,8 @@ class OverwrittenSegments {
     while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
     if (!moved) return;  // it has waited for that segment before
     // Pairs with the releases after weight gradients in TaskQueue::announce_stored().
-    cta_.signals.wait(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
-                      Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
+    cta_.signals.wait_for_tasks(wait_for_weight_gradients(cta_.params.shape, cta_.params.schedule, segment_.first_tile),
+                                Site::kDispatch, kLongNapNs);
   }
 
  private:
@@ -73,7 +73,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   track.start();
 
   if (cta.is_latecomer()) return;  // chunks are dealt in advance
-  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * kDispatchWarps + dispatch_warp,
+  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * Roles::kDispatchWarps + dispatch_warp,
                  cta.shared.crew.dispatchers);
   OverwrittenSegments overwritten(cta);
   for (Chunk chunk; walk.next(chunk);) {
@@ -108,7 +108,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     const Wait freed = wait_before(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) {
-        cta.signals.wait(freed, Site::kDispatch, Cta<Variant>::kTaskParts, kLongNapNs);
+        cta.signals.wait_for_tasks(freed, Site::kDispatch, kLongNapNs);
         if constexpr (Cta<Variant>::kBackward) overwritten.wait(freed.index);
       }
       track.mark(EventKind::kWaitSlot, subject);

@@ -79,11 +79,11 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   if (threadIdx.x == 0 && cta.cta_rank == 0) {
     const int32_t usable = !cta.signals.given_up();
     cta.shared.inputs_usable = usable;
-    for (uint32_t other = 1; other < Variant::config.cluster_size; ++other) {
+    for (uint32_t other = 1; other < Tiling::kBlocks; ++other) {
       ptx::store_cluster(&cta.shared.inputs_usable, other, usable);
     }
   }
-  if constexpr (Variant::config.cluster_size > 1) {
+  if constexpr (Tiling::kBlocks > 1) {
     ptx::cluster_sync();
   } else {
     __syncthreads();

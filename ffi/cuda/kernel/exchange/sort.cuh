@@ -17,13 +17,12 @@
 
 namespace jaxmoe::sort {
 
-inline constexpr int kWarps = 12;  // of a block
-
 // Lies where the stages of the GEMMs will be.
 struct Scratch {
   int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this sorter
   int32_t total[kMaxExperts];                 // of all sorters
-  uint16_t slots_of_warp[kWarps][kMaxExperts];  // of one round of the block over its slots; all zero between rounds
+  // Of one round of the block over its slots; all zero between rounds.
+  uint16_t slots_of_warp[Roles::kWarps][kMaxExperts];
 };
 
 template <class Variant>
@@ -62,11 +61,11 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sort
     }
     scratch.next[e] = before;
     scratch.total[e] = total;
-    for (int warp = 0; warp < kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
+    for (int warp = 0; warp < Roles::kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
   }
   __syncthreads();
   // A warp for each owner sums up its experts, a few neighbouring ones by every lane.
-  static_assert(kMaxPeers <= kWarps);
+  static_assert(kMaxPeers <= Roles::kWarps);
   constexpr int32_t kExpertsOfLane = 4;
   const int32_t owner = threadIdx.x / 32;
   if (owner < p.shape.ranks) {

@@ -115,7 +115,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
     track.mark(EventKind::kWaitStages, task);
-    const int32_t steps = depth_steps(p, task, Variant::config.tile_depth);
+    const int32_t steps = depth_steps(p, task, Tiling::kDepth);
     const int32_t rows = rows_left(cta, task, thread);
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
     ptx::Accumulators sums;

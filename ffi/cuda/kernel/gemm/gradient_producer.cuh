@@ -101,8 +101,8 @@ class Loader {
 // gate_up, hidden_gradient and token_gradient: rows of the ring times weights. `task` is this block's part.
 template <class Variant, class Loader>
 __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader& loader, const Task& task) {
-  constexpr int32_t kRows = Variant::config.tile_rows;
-  constexpr int32_t kColumns = Variant::config.tile_columns;
+  constexpr int32_t kRows = Tiling::kRows;
+  constexpr int32_t kColumns = Tiling::kColumns;
   const BackwardParams& p = cta.params;
   const int32_t first_row = task.ring_slot * kRows;
   const auto rows_of = [&](const CUtensorMap& map, int32_t x, int32_t part) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
     const bool saved = task.part == kSavedPart;
     const CUtensorMap& projections = saved ? p.saved_rows : p.projections;
     // Saved rows are not in a ring; this block's part of the tile begins as far from its start.
-    constexpr int32_t kParts = Variant::config.cluster_size;
+    constexpr int32_t kParts = Tiling::kBlocks;
     const int32_t first_saved_row = task.row_tile * p.schedule.tile.rows + task.ring_slot % kParts * kRows;
     const int32_t first_projection = saved ? first_saved_row : first_row;
     for (int32_t column = first_column; column < first_column + kColumns; column += kBox) {
@@ -161,8 +161,8 @@ template <class Variant, class Loader>
 __device__ __forceinline__ void load_weight_tile(const Cta<Variant>& cta, const Loader& loader, const Task& task) {
   const BackwardParams& p = cta.params;
   const int32_t tile_rows = p.schedule.tile.rows;
-  const int32_t first_row = task.weight_row_tile * tile_rows + cta.cta_rank * Variant::config.tile_rows;
-  const int32_t first_column = task.column_tile * Variant::config.tile_columns;
+  const int32_t first_row = task.weight_row_tile * tile_rows + cta.cta_rank * Tiling::kRows;
+  const int32_t first_column = task.column_tile * Tiling::kColumns;
   const bool is_down = task.gemm == Gemm::kDownGradient;
   const int32_t projection = task.gemm == Gemm::kUpGradient ? 1 : 0;
   int32_t ring_slot = task.ring_slot;
@@ -217,8 +217,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       for (int32_t nth = 0; nth < waits; ++nth) {
         const Wait wait = wait_before(p.shape, p.schedule, task, nth);
         if (wait.index < 0) continue;
-        cta.signals.wait(wait, site_of(task.gemm),
-                         wait.signal == Signal::kRowsArrived ? 1 : Cta<Variant>::kTaskParts);
+        cta.signals.wait_before_task(wait, site_of(task.gemm), wait.signal == Signal::kRowsArrived);
       }
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
@@ -226,10 +225,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
-    const int32_t row_boxes = is_weight ? Variant::config.tile_rows / kBox : ceil_div(own.rows, kBox);
+    const int32_t row_boxes = is_weight ? Tiling::kRows / kBox : ceil_div(own.rows, kBox);
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     const Loader<Variant, decltype(track)> loader(cta, ring, position, track, row_boxes,
-                                                 Variant::config.cluster_size == 1 || cta.is_narrow(task),
+                                                 Tiling::kBlocks == 1 || cta.is_narrow(task),
                                                  one_tile && !is_weight ? once : keep, keep);
     if (is_weight) {
       load_weight_tile(cta, loader, own);

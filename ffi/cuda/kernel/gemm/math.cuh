@@ -20,7 +20,7 @@ namespace jaxmoe::math {
 template <class Variant>
 __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Task& task, int32_t tile_row) {
   if (task.gemm == Gemm::kGateUp || tile_row >= task.rows) return {~0u};
-  const int64_t ring_row = int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
+  const int64_t ring_row = int64_t{task.ring_slot} * Tiling::kRows + tile_row;
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row)};
 }
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Vari
   const auto& p = cta.params;
   if (tile_row >= task.rows) return nullptr;
   if (task.gemm == Gemm::kGateUp) {
-    const int64_t ring_row = int64_t{task.ring_slot} * Variant::config.tile_rows + tile_row;
+    const int64_t ring_row = int64_t{task.ring_slot} * Tiling::kRows + tile_row;
     return cta.template at<Element>(p.layout.h) + ring_row * p.shape.intermediate;
   }
   // Out of range only where a wait was given up.
@@ -54,11 +54,11 @@ template <class Variant>
 __device__ __forceinline__ typename Cta<Variant>::Element* saved_row_of(const Cta<Variant>& cta, const Task& task,
                                                                          int32_t tile_row) {
   using Element = typename Cta<Variant>::Element;
-  constexpr int32_t kParts = Variant::config.cluster_size;
+  constexpr int32_t kParts = Tiling::kBlocks;
   const auto& p = cta.params;
   if (tile_row >= padded_rows(task.rows, p.schedule.gradient_row_multiple())) return nullptr;
   const int64_t row = int64_t{task.row_tile} * p.schedule.tile.rows +
-                      task.ring_slot % kParts * Variant::config.tile_rows + tile_row;
+                      task.ring_slot % kParts * Tiling::kRows + tile_row;
   return static_cast<Element*>(p.saved) + row * p.shape.projections * p.shape.intermediate;
 }
 
@@ -103,8 +103,8 @@ __device__ void run(const Cta<Variant>& cta) {
   const MathThread thread = MathThread::of_this_thread();
   const Ring ring(cta.shared.gemm.ring);
   typename Ring::Position position;
-  const int32_t gate_up_steps = ceil_div(p.shape.hidden, Variant::config.tile_depth);
-  const int32_t down_steps = ceil_div(p.shape.intermediate, Variant::config.tile_depth);
+  const int32_t gate_up_steps = ceil_div(p.shape.hidden, Tiling::kDepth);
+  const int32_t down_steps = ceil_div(p.shape.intermediate, Tiling::kDepth);
 
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, thread.warpgroup);
   track.start();

@@ -25,8 +25,8 @@ struct MathThread {
 
   // For threads behind the first warpgroup of the block.
   static __device__ __forceinline__ MathThread of_this_thread() {
-    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - 4;
-    return {warp / 4, warp, static_cast<int>(threadIdx.x) % 32};
+    const int warp = Roles::warp() - Roles::kFirstMathWarp;
+    return {warp / Roles::kWarpgroupWarps, warp, static_cast<int>(threadIdx.x) % 32};
   }
 };
 

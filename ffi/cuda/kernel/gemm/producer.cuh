@@ -14,7 +14,7 @@ namespace jaxmoe::producer {
 // By value and field by field: a choice between two structs would put both into local memory.
 template <class Variant>
 __device__ __forceinline__ GemmSource source_of(const ForwardParams& p, bool is_gate_up) {
-  constexpr int32_t kDepth = Variant::config.tile_depth;
+  constexpr int32_t kDepth = Tiling::kDepth;
   return {.rows = is_gate_up ? &p.rows : &p.h,
           .few_rows = is_gate_up ? &p.few_rows : &p.few_h,
           .weights = is_gate_up ? &p.w_gate : &p.w_down,
@@ -30,7 +30,7 @@ __device__ __forceinline__ int32_t next_number(const Cta<Variant>& cta, int nth,
   if (cta.cta_rank == 0) {
     uint32_t* const taken = &cta.signals.control()->tasks_taken[cta.signals.launch_number() & 1];
     const int32_t number = static_cast<int32_t>(atomicAdd(taken, 1u));
-    for (uint32_t other = 1; other < Variant::config.cluster_size; ++other) {
+    for (uint32_t other = 1; other < Tiling::kBlocks; ++other) {
       ptx::store_cluster(&cta.shared.task_numbers[nth % kQueuedTasks], other, number);
     }
     return number;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
   cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
   ring.commit(position, 0);
   position.advance();
-  if constexpr (Variant::config.cluster_size > 1) drain_stages<Variant>(ring, position);
+  if constexpr (Tiling::kBlocks > 1) drain_stages<Variant>(ring, position);
 }
 
 template <class Variant>
@@ -79,8 +79,7 @@ __device__ void run(const Cta<Variant>& cta) {
     // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those after gate/up tasks in
     // TaskQueue::announce_stored(). Rows and h were written by ordinary stores and by bulk stores; the fence orders
     // both before the loads.
-    cta.signals.wait(wait_before(p.shape, p.schedule, task), site_of(task.gemm),
-                     is_gate_up ? 1 : Cta<Variant>::kTaskParts);
+    cta.signals.wait_before_task(wait_before(p.shape, p.schedule, task), site_of(task.gemm), is_gate_up);
     ptx::fence_proxy_async_global();
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
@@ -88,7 +87,7 @@ __device__ void run(const Cta<Variant>& cta) {
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     load_tile<Variant>(ring, position, source_of<Variant>(p, is_gate_up), own, cta.cta_rank,
-                       Variant::config.cluster_size == 1 || cta.is_narrow(task),
+                       Tiling::kBlocks == 1 || cta.is_narrow(task),
                        one_tile ? once : keep, keep, track);
     track.mark(load_event_of(task.gemm), own);
   }

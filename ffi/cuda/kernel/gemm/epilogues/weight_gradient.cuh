@@ -18,7 +18,7 @@ namespace jaxmoe::gradient_math {
 template <class Variant>
 __device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, const Task& task) {
   return task.weight_row_tile * cta.params.schedule.tile.rows +
-         static_cast<int32_t>(cta.cta_rank) * Variant::config.tile_rows;
+         static_cast<int32_t>(cta.cta_rank) * Tiling::kRows;
 }
 
 // A weight matrix of an expert, or its gradient.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
   using Element = typename Cta<Variant>::Element;
   const BackwardParams& p = cta.params;
   const Matrix matrix = matrix_of(p, task.gemm);
-  const TileColumns columns{task.column_tile * Variant::config.tile_columns, matrix.columns};
+  const TileColumns columns{task.column_tile * Tiling::kColumns, matrix.columns};
   const int32_t first_row = first_weight_row(cta, task);
   // Gradients in float32 are their own sums: every segment adds to them in place.
   const bool in_place = p.float_gradients;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
       if (row >= matrix.rows) continue;
       float* of_row = of_matrix + int64_t{row} * matrix.columns;
 #pragma unroll
-      for (int block = 0; block < Variant::config.tile_columns / 8; ++block) {
+      for (int block = 0; block < Tiling::kColumns / 8; ++block) {
         const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
         if (column >= matrix.columns) continue;
         float* values = sums.values + 4 * block + 2 * half;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
   const BackwardParams& p = cta.params;
   const Matrix matrix = matrix_of(p, task.gemm);
   if (matrix.bias_gradient == nullptr || first_weight_row(cta, task) != 0) return;
-  const int32_t column = task.column_tile * Variant::config.tile_columns + 32 * thread.warp + 4 * (thread.lane % 8);
+  const int32_t column = task.column_tile * Tiling::kColumns + 32 * thread.warp + 4 * (thread.lane % 8);
   const bool is_down = task.gemm == Gemm::kDownGradient;
   const int64_t width = is_down ? 2 * p.shape.hidden : p.shape.projections * p.shape.intermediate;
   const int64_t first = is_down ? p.shape.hidden : task.gemm == Gemm::kUpGradient ? p.shape.intermediate : 0;
