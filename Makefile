@@ -29,7 +29,7 @@ help:
 	@echo 'make clean       remove the environment and all caches'
 	@echo
 	@echo 'Variables: PYTHON=<interpreter>  VENV=<folder, .venv>  ARGS=<options>  WORKERS=<test processes>'
-	@echo '           JAXMOE_CUDA=auto|on|off  JAXMOE_NVCC=<path>  JAXMOE_TIMELINE=on|off  (ffi/README.md)'
+	@echo '           JAXMOE_CUDA=auto|on|off  JAXMOE_NVCC=<path>  JAXMOE_TIMELINE=on|off  (ffi/build.md)'
 
 environment:
 	@$(call ENVIRONMENT,$(EXTRAS))

@@ -7,7 +7,7 @@
 #   tools/environment.sh fingerprints   print what the two stamps would hold
 #
 # Read from the environment: VENV (folder), PYTHON (interpreter; empty: the newest suitable one), EXTRAS (extras of
-# pyproject.toml), CXX, and JAXMOE_CUDA, JAXMOE_NVCC and JAXMOE_TIMELINE, which ffi/README.md explains.
+# pyproject.toml), CXX, and JAXMOE_CUDA, JAXMOE_NVCC and JAXMOE_TIMELINE, which ffi/build.md explains.
 #
 # Two steps with a stamp each: packages (depends on pyproject.toml and EXTRAS) and the extension (depends on ffi/, the
 # build's variables and the packages). Stamps hold checksums, not times, so that a checkout that touches files rebuilds

@@ -396,7 +396,7 @@ def _whole(array: jax.Array, mesh: Mesh) -> np.ndarray:
 
 
 def _gave_up(error: Exception) -> bool:
-    """Whether the layer has waited for a peer too long, which condemns the memory of the group (ffi/README.md)."""
+    """Whether the layer has waited for a peer too long, which condemns the memory of the group (ffi/kernel.md)."""
     return any(text in str(error) for text in (" waited ", "Restart all processes", "cannot be used again"))
 
 

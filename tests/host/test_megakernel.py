@@ -143,6 +143,13 @@ def attributes_of(text: str, target: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+) = (\S+) : [if]32", line))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_plans_of_gpus_have_the_tiles_that_the_kernels_are_compiled_for(gated):
+    pieces, tiles = granularity("gpu", gated), native.schedule().kernel_tiles(gated)
+    assert (pieces.tile_rows, pieces.hidden_columns) == (tiles.rows, tiles.hidden_columns)
+    assert pieces.output_columns == tiles.output_columns
+
+
 def test_the_call_carries_the_plan_the_pieces_and_the_activation():
     arguments = make_inputs(0, **SIZES)
     swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)

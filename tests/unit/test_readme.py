@@ -22,7 +22,15 @@ def test_the_examples_run_one_after_the_other():
     assert names["mesh"].size == jax.device_count() == 8
 
 
-@pytest.mark.parametrize("document", ["README.md", "ffi/README.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        "README.md",
+        "docs/performance.md",
+        "docs/reliability.md",
+        *(f"ffi/{page}.md" for page in ("README", "kernel", "memory", "build")),
+    ],
+)
 def test_every_relative_link_leads_to_a_file(document):
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):

@@ -3,7 +3,7 @@
 // handles. Caller: cuda/host/arena.cu. Everything here works on the current device.
 //
 // Not NCCL's windows, which end with the communicator that they were made on: XLA destroys communicators that other
-// programs still have memory on (ffi/README.md).
+// programs still have memory on (ffi/memory.md).
 #pragma once
 
 #include <cuda_runtime.h>

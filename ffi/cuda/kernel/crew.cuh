@@ -1,7 +1,7 @@
 // The crew of a launch: the workers (clusters of blocks) among which its work is dealt. It is the workers that have a
 // multiprocessor when the launch begins, and a launch does not wait for more: other kernels may hold some for as long
 // as they wait for their peers, which may in turn wait for this launch. So a launch goes on with whatever it gets,
-// which is why it cannot be part of a circle of waits (ffi/README.md, "Beside other work").
+// which is why it cannot be part of a circle of waits (ffi/kernel.md, "Beside other work").
 //
 //   crew         numbered in the order in which they start, from 0 on; block b of a launch is here block b of the crew
 //   latecomers   workers that start after that: they take GEMM tasks while there are any, and nothing that was dealt

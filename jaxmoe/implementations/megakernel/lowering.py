@@ -2,7 +2,7 @@
 
 XLA gives the devices of a program numbers of its own, from 0 on, and a trace is made for any devices of a mesh of that
 shape: only when it is lowered is it known which ones they are. Processes that run a program together need them, so that
-each can look the memory of a group of GPUs up without asking the others (ffi/README.md, "Symmetric memory").
+each can look the memory of a group of GPUs up without asking the others (ffi/memory.md).
 
 `layer.py` calls `call`.
 """
