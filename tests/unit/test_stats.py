@@ -273,6 +273,7 @@ def test_no_column_exceeds_what_it_counts_exactly_and_the_counts_are_right(
     assert stats.rows_per_expert[0].tolist() == [(ids == expert).sum() for expert in range(num_experts)]
     assert stats.out_of_range_ids[0] == ((ids < -1) | (ids >= num_experts)).sum()
     assert stats.unused_slots[0] == ((ids < 0) | (ids >= num_experts)).sum()
+    assert stats.dropped_rows[0] == 0
 
 
 def test_one_counter_is_enough_for_calls_of_usual_size() -> None:
