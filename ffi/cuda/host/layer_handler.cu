@@ -30,6 +30,7 @@
 
 #include "common/layer_call.h"
 #include "cuda/host/arenas.h"
+#include "cuda/host/call_checks.h"
 #include "cuda/host/collectives.h"
 #include "cuda/host/errors.h"
 #include "cuda/host/launch.h"
@@ -121,42 +122,6 @@ ReplicaGroups groups_of(const LayerAttributes& a) {
   return groups;
 }
 
-// What this kernel cannot do, beyond what no part of jaxmoe can.
-std::string limits_error(const LayerAttributes& a) {
-  if (a.ranks <= kMaxPeers && a.num_experts <= kMaxExperts && a.num_experts / a.ranks <= kMaxLocalExperts) return "";
-  return "jaxmoe: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
-         " ranks; on GPUs there can be " + std::to_string(kMaxExperts) + " experts, " +
-         std::to_string(kMaxLocalExperts) + " per rank, and " + std::to_string(kMaxPeers) + " ranks.";
-}
-
-std::string types_error(const LayerBuffers& b) {
-  using Buffers = LayerBuffers;
-  const ffi::DataType type = b[Buffers::kX].element_type();
-  if (type != ffi::BF16 && type != ffi::F16) return "jaxmoe: on GPUs x must be bfloat16 or float16.";
-  bool agree = true;
-  const auto check = [&](const ffi::AnyBuffer& buffer) { agree = agree && buffer.element_type() == type; };
-  for (int i = Buffers::kWGate; i <= Buffers::kBDown; ++i) check(b[static_cast<Buffers::Operand>(i)]);
-  if (b.backward()) {
-    check(b[Buffers::kDy]);
-    check(b[Buffers::kDX]);
-    const ffi::DataType gradients = b[Buffers::kDWGate].element_type();
-    agree = agree && (gradients == type || gradients == ffi::F32);
-    for (int i = Buffers::kDWGate; i < Buffers::kGradients; ++i) {
-      agree = agree && b[static_cast<Buffers::Gradient>(i)].element_type() == gradients;
-    }
-  } else {
-    check(b.y());
-  }
-  if (b.saved() != nullptr) check(*b.saved());
-  if (!agree) return "jaxmoe: weights, biases, y, dx and what is saved must be of the type of x, the other "
-           "gradients all of that type or all float32.";
-  if (b[Buffers::kTopkIds].element_type() != ffi::S32 || b[Buffers::kTopkWeights].element_type() != ffi::F32 ||
-      (b.backward() && b[Buffers::kDTopkWeights].element_type() != ffi::F32)) {
-    return "jaxmoe: topk_ids must be int32, topk_weights and their gradients float32.";
-  }
-  return "";
-}
-
 // Makes `device` the current one of this thread for a while.
 class CurrentDevice {
  public:
@@ -217,14 +182,6 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
   const cudaError_t status = cudaStreamGetDevice(stream, &device);
   if (status != cudaSuccess) return ffi::Unexpected(cuda_error("cudaStreamGetDevice", status));
   return device;
-}
-
-// What is wrong with a call on any device.
-std::string call_error(const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  for (const std::string& error : {layer_error(buffers, attributes), limits_error(attributes), types_error(buffers)}) {
-    if (!error.empty()) return error;
-  }
-  return "";
 }
 
 // Checks a call of initialize or execute, makes its device the current one and calls body(device, buffers).
