@@ -11,7 +11,7 @@ import jaxmoe
 from jaxmoe import native
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import LayerSuite
+from tests.layer_suite import LayerSuite, layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,6 +92,21 @@ def test_five_hundred_backward_passes_give_the_same_bits():
         gradients = SUITE.gradients(arguments, "all devices", plan=None)
         different += differ(jax.tree.leaves(gradients), jax.tree.leaves(expected))
     assert int(different) == 0
+
+
+def test_debug_nans_finds_none_in_what_is_saved_into_memory_that_held_nan():
+    arguments = SUITE.inputs(36, **SIZES["many experts"], routing="unused-slots", biases=True)
+    run = layer("data x expert, Auto", implementation="megakernel", residuals="save")
+    with jax.debug_nans(True):
+        for _ in range(10):
+            # What the layer saves is of 2 to 40 MB; it gets memory of these.
+            with jax.debug_nans(False):
+                jax.block_until_ready([jnp.full((megabytes, 2**18), jnp.nan) for megabytes in (1, 2, 4, 8, 16, 32, 64)])
+            y, pull_back = jax.vjp(
+                jax.jit(lambda x, e: run(arguments._replace(x=x, experts=e))), arguments.x, arguments.experts
+            )
+            gradients = pull_back(jnp.ones_like(y))
+            assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((y, gradients)))
 
 
 def test_gradients_are_one_kernel_of_each_pass():
