@@ -372,7 +372,7 @@ def schedule() -> ModuleType:
 
     >>> steps = schedule()
     >>> shape = steps.Shape(ranks=1, tokens=8, hidden=64, intermediate=32, num_experts=2, top_k=1)
-    >>> tile = steps.TileSizes(rows=4, hidden_columns=32, output_columns=64)
+    >>> tile = steps.TileSizes(rows=4, h_columns=32, columns=64)
     >>> plan = steps.Schedule(
     ...     tile, unit_tiles=2, lag_units=1, ring_tiles=4, workers=1, chunk_rows=4, dispatchers=1, narrow_rows=2,
     ...     keep_tokens=0,

@@ -36,7 +36,7 @@ def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, impleme
       implementation: that the plan is for: a `KernelPlan` for `"megakernel"`, a `Plan` for the others.
 
     >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
-    >>> default_plan(mixtral, "cpu").chunk_rows
+    >>> default_plan(mixtral, "cpu").batch_rows
     20480
     >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
     12

@@ -162,7 +162,7 @@ class LayerSuite:
     def plan_of(self, number: int) -> AnyPlan | None:
         """A plan that is legal for every size, another one for each number from 1."""
         if self.implementation == "xla":
-            return jaxmoe.Plan(chunk_rows=number)
+            return jaxmoe.Plan(batch_rows=number)
         if self.implementation == "megakernel":
             unit_tiles, lag_units = 1 + number % 3, number // 3 % 4
             room = number // 12 % 3

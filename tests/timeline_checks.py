@@ -12,8 +12,8 @@ from jaxmoe.profiling.timeline import Timeline
 # Of every GEMM, the wait in front of its products, which themselves have its name.
 WAITS = {
     "gate_up": "wait_rows",
-    "down": "wait_hidden",
-    "hidden_gradient": "wait_hidden",
+    "down": "wait_h",
+    "h_gradient": "wait_h",
     "token_gradient": "wait_gradients",
     "gate_gradient": "wait_gradients",
     "up_gradient": "wait_gradients",
@@ -33,7 +33,7 @@ def schedule_of(platform: str, workers: int, segment_tiles: int = 0):
     What it contains does not depend on units, rings or workers.
     """
     steps, pieces = native.schedule(), granularity(platform, gated=True)
-    tile = steps.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns)
+    tile = steps.TileSizes(pieces.tile_rows, pieces.h_columns, pieces.columns)
     dispatchers = workers * pieces.dispatchers_per_worker
     chunk_rows = CHUNK_ROWS_ON_CPU if platform == "cpu" else CHUNK_ROWS
     narrow_rows = pieces.tile_rows // 2
@@ -81,7 +81,7 @@ def check_dispatch(timeline: Timeline, shape, schedule, rows: list[int]) -> None
 
 def check_ends(timeline: Timeline, blocks: int, combining_lanes: int) -> None:
     """Every block goes through the begin and the end of a launch once."""
-    for kind in ("stage", "plan", "publish"):
+    for kind in ("copy_inputs", "sort", "publish"):
         assert sorted(timeline.of(kind)["block"].tolist()) == list(range(blocks)), kind
     assert len(timeline.of("combine")) == len(timeline.of("wait_answers")) == blocks * combining_lanes
     assert len(timeline.of("wait_tasks")) == 1  # the thread that announces the end of the rank

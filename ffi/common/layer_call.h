@@ -87,8 +87,8 @@ struct LayerAttributes {
   float alpha;
   float up_offset;
   int32_t tile_rows;
-  int32_t hidden_columns;
-  int32_t output_columns;
+  int32_t tile_h_columns;
+  int32_t tile_columns;
   int32_t unit_tiles;
   int32_t lag_units;
   int32_t ring_tiles;
@@ -117,7 +117,7 @@ inline Shape shape_of(const LayerBuffers& b, const LayerAttributes& a) {
 }
 
 inline Schedule schedule_of(const LayerAttributes& a, int32_t workers) {
-  return {.tile = {a.tile_rows, a.hidden_columns, a.output_columns},
+  return {.tile = {a.tile_rows, a.tile_h_columns, a.tile_columns},
           .unit_tiles = a.unit_tiles,
           .lag_units = a.lag_units,
           .ring_tiles = a.ring_tiles,
@@ -205,7 +205,7 @@ inline std::string layer_error(const LayerBuffers& b, const LayerAttributes& a) 
   }
   const Shape shape = shape_of(b, a);
   const Schedule schedule = schedule_of(a, a.workers);
-  if (a.tile_rows < 1 || a.hidden_columns < 1 || a.output_columns < 1 || a.unit_tiles < 1 || a.lag_units < 0 ||
+  if (a.tile_rows < 1 || a.tile_h_columns < 1 || a.tile_columns < 1 || a.unit_tiles < 1 || a.lag_units < 0 ||
       a.chunk_rows < 1 || a.segment_tiles < 0 || a.saved_tiles < 0 || a.workers < 0 || a.dispatchers_per_worker < 1 ||
       !(a.timeout_seconds > 0 && a.timeout_seconds <= kLongestTimeoutSeconds)) {
     return "jaxmoe: tile sizes, unit_tiles, chunk_rows, dispatchers_per_worker and timeout_seconds must be "
@@ -225,8 +225,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxmoe::LayerAttributes, xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
     xla::ffi::StructMember<int32_t>("activation"), xla::ffi::StructMember<float>("limit"),
     xla::ffi::StructMember<float>("alpha"), xla::ffi::StructMember<float>("up_offset"),
-    xla::ffi::StructMember<int32_t>("tile_rows"), xla::ffi::StructMember<int32_t>("hidden_columns"),
-    xla::ffi::StructMember<int32_t>("output_columns"), xla::ffi::StructMember<int32_t>("unit_tiles"),
+    xla::ffi::StructMember<int32_t>("tile_rows"), xla::ffi::StructMember<int32_t>("tile_h_columns"),
+    xla::ffi::StructMember<int32_t>("tile_columns"), xla::ffi::StructMember<int32_t>("unit_tiles"),
     xla::ffi::StructMember<int32_t>("lag_units"), xla::ffi::StructMember<int32_t>("ring_tiles"),
     xla::ffi::StructMember<int32_t>("chunk_rows"), xla::ffi::StructMember<int32_t>("workers"),
     xla::ffi::StructMember<int32_t>("dispatchers_per_worker"), xla::ffi::StructMember<int32_t>("keep_tokens"),

@@ -69,7 +69,7 @@ struct Control {
 struct ArenaLayout {
   // Head. [..] is the logical shape; "writer -> reader".
   Region control;       // Control                                              this rank
-  Region flags;         // [kInputsReady, kPartialsWritten][ranks] cache lines  peers -> dispatch, tasks, combine
+  Region flags;         // [kInputsReady, kAnswersReady][ranks] cache lines  peers -> dispatch, tasks, combine
   Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
   Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
@@ -93,11 +93,11 @@ struct ArenaLayout {
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
   Region h;             // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
   // Of a backward pass; empty in a forward one. There `h` holds h times the routing weight of its row, from
-  // hidden_gradient to down_gradient.
-  Region row_routing_weights;  // [ring_tiles, tile rows] number       dispatch -> hidden_gradient
-  Region row_products;    // [ring_tiles, tile rows, gradient tiles]   hidden_gradient -> token_gradient
+  // h_gradient to down_gradient.
+  Region row_routing_weights;  // [ring_tiles, tile rows] number       dispatch -> h_gradient
+  Region row_products;    // [ring_tiles, tile rows, gradient tiles]   h_gradient -> token_gradient
                           //   number: h times its gradient, summed over the columns of one task
-  Region projections;     // [ring_tiles, tile rows, projections, intermediate]  gate_up -> hidden_gradient, which
+  Region projections;     // [ring_tiles, tile rows, projections, intermediate]  gate_up -> h_gradient, which
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two

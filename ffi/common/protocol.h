@@ -4,29 +4,29 @@
 //
 //   signal               word at     released by (amount)                  waited for by (target)
 //   histograms_written   this rank   sort, per sorter (1)                  sort, all sorters (sorters)
-//   inputs_staged        this rank   sort and publish, per worker (1)      the worker that publishes (workers)
+//   inputs_published        this rank   sort and publish, per worker (1)      the worker that publishes (workers)
 //   inputs_ready         each peer   publish, per source (the launch)      dispatch, gate_up, down of every worker
 //   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
-//   hidden_written       this rank   gate_up, per task (its column tiles)  down, hidden_gradient (column tiles of h)
-//   hidden_gradients_written         hidden_gradient, per task (its        token_gradient, and weight gradients of each
+//   h_written       this rank   gate_up, per task (its column tiles)  down, h_gradient (column tiles of h)
+//   h_gradients_written         h_gradient, per task (its        token_gradient, and weight gradients of each
 //                        this rank   column tiles)                         tile of the segment (column tiles of h)
-//   outputs_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
+//   answers_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
 //                                    column tiles)                         next (column tiles of an answer)
 //   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
 //                        this rank                                        next segment that adds up (its tasks)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
-//   partials_written     each peer   announce, per source (the launch)     combine of every worker
+//   answers_ready     each peer   announce, per source (the launch)     combine of every worker
 //
-// hidden_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
+// h_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
 // to a segment and has the word of its first row tile.
 //
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its number's parity
 // and clears the other one, which nobody else touches in that launch. Words at a peer hold the number of a launch and
 // are never cleared. On a GPU each warp of a task releases its own part, so those that tasks release count warps
-// (cuda/device/signals.cuh). There inputs_staged counts thread blocks, of which a worker may have several.
+// (cuda/device/signals.cuh). There inputs_published counts thread blocks, of which a worker may have several.
 //
-// Why no barrier is needed at the end: a rank ends a launch only when every peer has announced partials_written, that
+// Why no barrier is needed at the end: a rank ends a launch only when every peer has announced answers_ready, that
 // is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one
 // launch ahead may write at a peer that is still in combine are row counts (two banks, by parity: a dispatcher that
 // gets no chunk may be late and still read them), slot lists (read by pulls only, all done) and flags (numbers of
@@ -46,22 +46,22 @@ namespace jaxmoe {
 
 enum class Signal : int32_t {
   kHistogramsWritten = 0,
-  kInputsStaged,
+  kInputsPublished,
   kTasksDone,
   kRowsArrived,     // from here on one word per row tile
-  kHiddenWritten,
-  kHiddenGradientsWritten,
-  kOutputsWritten,
+  kHWritten,
+  kHGradientsWritten,
+  kAnswersWritten,
   kWeightGradientsWritten,
   kInputsReady,     // from here on one word per source, at each peer
-  kPartialsWritten,
+  kAnswersReady,
   kCount
 };
 inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
 inline constexpr const char* kSignalNames[kNumSignals] = {
-    "histograms_written",       "inputs_staged",   "tasks_done",
-    "rows_arrived",             "hidden_written",  "hidden_gradients_written", "outputs_written",
-    "weight_gradients_written", "inputs_ready",    "partials_written"};
+    "histograms_written",       "inputs_published",   "tasks_done",
+    "rows_arrived",             "h_written",  "h_gradients_written", "answers_written",
+    "weight_gradients_written", "inputs_ready",    "answers_ready"};
 inline constexpr int32_t kSignalsPerTile =
     static_cast<int32_t>(Signal::kInputsReady) - static_cast<int32_t>(Signal::kRowsArrived);
 
@@ -72,13 +72,13 @@ JAXMOE_ANY constexpr bool is_from_peers(Signal signal) { return signal >= Signal
 
 // Where in the code a wait stands.
 enum class Site : int32_t {
-  kPlan = 0,
+  kSort = 0,
   kPublish,
   kWalk,
   kDispatch,
   kGateUp,
   kDown,
-  kHiddenGradient,
+  kHGradient,
   kTokenGradient,
   kWeightGradient,
   kAnnounce,
@@ -86,7 +86,7 @@ enum class Site : int32_t {
   kCount
 };
 inline constexpr const char* kSiteNames[static_cast<int32_t>(Site::kCount)] = {
-    "plan",           "publish",         "walk",     "dispatch", "gate_up", "down", "hidden_gradient",
+    "sort",           "publish",         "walk",     "dispatch", "gate_up", "down", "h_gradient",
     "token_gradient", "weight_gradient", "announce", "combine"};
 
 JAXMOE_ANY constexpr Site site_of(Gemm gemm) {
@@ -110,7 +110,7 @@ struct Release {
 
 // The waits before an item of the stream, and the release after it. An index below zero stands for no wait.
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
-  return {Signal::kOutputsWritten, chunk.row_tile - schedule.ring_tiles,
+  return {Signal::kAnswersWritten, chunk.row_tile - schedule.ring_tiles,
           static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
 }
 // A second one in backward passes: for the segment that held the ring slot, which the caller has to find.
@@ -131,27 +131,27 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
   const auto all = [](int32_t column_tiles) { return static_cast<uint32_t>(column_tiles); };
   switch (task.gemm) {
     case Gemm::kGateUp: return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
-    case Gemm::kHiddenGradient:
+    case Gemm::kHGradient:
       if (task.part == kSavedPart) {
         return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
       }
       [[fallthrough]];
     case Gemm::kDown:
-      return {Signal::kHiddenWritten, task.row_tile, all(h_tiles(shape, schedule.tile))};
+      return {Signal::kHWritten, task.row_tile, all(h_tiles(shape, schedule.tile))};
     case Gemm::kTokenGradient:
-      return {Signal::kHiddenGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};
+      return {Signal::kHGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};
     default: break;
   }
   if (nth < ceil_div(task.rows, schedule.tile.rows)) {
-    return {Signal::kHiddenGradientsWritten, task.row_tile + nth, all(gradient_tiles(shape, schedule.tile))};
+    return {Signal::kHGradientsWritten, task.row_tile + nth, all(gradient_tiles(shape, schedule.tile))};
   }
   return wait_for_weight_gradients(shape, schedule, task.sums_tile);
 }
 JAXMOE_ANY constexpr Release release_after(const Task& task) {
-  const Signal signal = task.gemm == Gemm::kGateUp           ? Signal::kHiddenWritten
-                        : task.gemm == Gemm::kHiddenGradient ? Signal::kHiddenGradientsWritten
+  const Signal signal = task.gemm == Gemm::kGateUp           ? Signal::kHWritten
+                        : task.gemm == Gemm::kHGradient ? Signal::kHGradientsWritten
                         : is_weight_gradient(task.gemm)      ? Signal::kWeightGradientsWritten
-                                                             : Signal::kOutputsWritten;
+                                                             : Signal::kAnswersWritten;
   return {signal, task.row_tile, static_cast<uint32_t>(task.column_tiles)};
 }
 

@@ -18,7 +18,7 @@
 //
 // A backward pass has more GEMMs, each `lag_units` units after the one whose results it reads:
 //
-//   gate_up(u2) hidden_gradient(u1) token_gradient(u0)  gate_up(u3) hidden_gradient(u2) token_gradient(u1)  ...
+//   gate_up(u2) h_gradient(u1) token_gradient(u0)  gate_up(u3) h_gradient(u2) token_gradient(u1)  ...
 //
 // (units whose gate and up the forward pass has saved have no gate_up) and, where a unit ends a segment of its expert
 // (at most `segment_tiles` row tiles), the weight gradients of that segment after the unit's token_gradient:
@@ -42,7 +42,7 @@ enum class Pass : int32_t { kForward = 0, kBackward = 1 };
 enum class Gemm : int32_t {
   kGateUp = 0,      // tokens x (w_gate, w_up); a backward pass computes them again
   kDown,            // h x w_down
-  kHiddenGradient,  // gradients of outputs x transposed w_down; then those of gate and up
+  kHGradient,  // gradients of outputs x transposed w_down; then those of gate and up
   kTokenGradient,   // gradients of gate and up x transposed (w_gate, w_up)
   kGateGradient,    // of w_gate: transposed tokens x gradients of gate
   kUpGradient,      // of w_up
@@ -50,7 +50,7 @@ enum class Gemm : int32_t {
   kCount
 };
 inline constexpr const char* kGemmNames[static_cast<int32_t>(Gemm::kCount)] = {
-    "gate_up", "down", "hidden_gradient", "token_gradient", "gate_gradient", "up_gradient", "down_gradient"};
+    "gate_up", "down", "h_gradient", "token_gradient", "gate_gradient", "up_gradient", "down_gradient"};
 
 JAXMOE_ANY constexpr bool is_weight_gradient(Gemm gemm) { return gemm >= Gemm::kGateGradient; }
 
@@ -73,7 +73,7 @@ struct Task {
 // The sum of an expert with one segment is both.
 inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segments to add to
 inline constexpr int32_t kLastPart = 2;   // the sums are complete
-// As the part of a hidden_gradient: gate and up of its tile are those that the forward pass has saved.
+// As the part of a h_gradient: gate and up of its tile are those that the forward pass has saved.
 inline constexpr int32_t kSavedPart = 4;
 
 // Row tiles of one expert whose weight gradients are summed at once; in a forward pass all tiles of the expert.
@@ -233,7 +233,7 @@ class TaskWalk {
             2 * pair + (is_narrow ? 0 : in_pair / wide),
             is_narrow ? columns : 1,
             -1,
-            gemm_ == Gemm::kHiddenGradient && is_saved(unit_) ? kSavedPart : 0,
+            gemm_ == Gemm::kHGradient && is_saved(unit_) ? kSavedPart : 0,
             -1};
   }
 
@@ -282,7 +282,7 @@ class TaskWalk {
   JAXMOE_ANY Gemm gemm_of_unit() const {
     if (nth_gemm_ == 0) return Gemm::kGateUp;
     if (kPass == Pass::kForward) return Gemm::kDown;
-    return nth_gemm_ == 1 ? Gemm::kHiddenGradient : Gemm::kTokenGradient;
+    return nth_gemm_ == 1 ? Gemm::kHGradient : Gemm::kTokenGradient;
   }
 
   JAXMOE_ANY bool next_unit() {
@@ -299,7 +299,7 @@ class TaskWalk {
   JAXMOE_ANY void begin_section() {
     if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
     columns_ = gemm_ == Gemm::kGateUp           ? h_tiles(shape_, schedule_.tile)
-               : gemm_ == Gemm::kHiddenGradient ? gradient_tiles(shape_, schedule_.tile)
+               : gemm_ == Gemm::kHGradient ? gradient_tiles(shape_, schedule_.tile)
                                                 : answer_tiles(shape_, schedule_.tile);
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
@@ -310,7 +310,7 @@ class TaskWalk {
   const Shape& shape_;
   const Schedule& schedule_;
   UnitWalk first_;   // of the gate/up GEMM
-  UnitWalk middle_;  // of hidden_gradient; a forward pass has none
+  UnitWalk middle_;  // of h_gradient; a forward pass has none
   UnitWalk last_;    // of the down GEMM, of token_gradient
   Unit unit_{};
   bool has_unit_ = false;

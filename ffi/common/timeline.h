@@ -22,15 +22,15 @@ inline constexpr const char* kTrackRoleNames[kNumTrackRoles] = {"block", "produc
 
 enum class EventKind : int32_t {
   // block: before the roles part
-  kStage = 0,
-  kPlan,
+  kCopyInputs = 0,
+  kSort,
   kPublish,
   kWaitInputs,
   // producer
   kTakeTask,
   kWaitRows,     // for rows_arrived, before gate/up
-  kWaitHidden,   // for hidden_written, before down and hidden_gradient
-  kWaitGradients,  // for hidden_gradients_written, before the other gradients
+  kWaitH,        // for h_written, before down and h_gradient
+  kWaitGradients,  // for h_gradients_written, before the other gradients
   kLoadGateUp,
   kLoadDown,
   kLoadGradient,
@@ -43,14 +43,14 @@ enum class EventKind : int32_t {
   kWaitStages,   // for the first stage of a task, and so for the task
   kGateUp,       // products of a tile, in the order of Gemm
   kDown,
-  kHiddenGradient,
+  kHGradient,
   kTokenGradient,
   kGateGradient,
   kUpGradient,
   kDownGradient,
   kNoRows,       // a tile of which this warpgroup has no rows: stages handed on, nothing multiplied
   kEpilogue,
-  kWaitAnswers,  // for partials_written of all ranks
+  kWaitAnswers,  // for answers_ready of all ranks
   kCombine,
   // answers: bulk stores of a down tile, from its epilogue until the warp has seen that they are complete
   kAnswers,
@@ -63,21 +63,21 @@ struct EventKindInfo {
   bool waits;  // for another role, block or rank
 };
 inline constexpr EventKindInfo kEventKinds[kNumEventKinds] = {
-    {"stage", false},           {"plan", false},           {"publish", false},
-    {"wait_inputs", true},      {"take_task", false},      {"wait_rows", true},
-    {"wait_hidden", true},      {"wait_gradients", true},  {"load_gate_up", false},
-    {"load_down", false},       {"load_gradient", false},  {"find_rows", false},
-    {"wait_slot", true},        {"dispatch", false},       {"wait_tasks", true},
-    {"wait_stages", true},      {"gate_up", false},        {"down", false},
-    {"hidden_gradient", false}, {"token_gradient", false}, {"gate_gradient", false},
-    {"up_gradient", false},     {"down_gradient", false},  {"no_rows", true},
-    {"epilogue", false},        {"wait_answers", true},    {"combine", false},
+    {"copy_inputs", false},   {"sort", false},           {"publish", false},
+    {"wait_inputs", true},    {"take_task", false},      {"wait_rows", true},
+    {"wait_h", true},         {"wait_gradients", true},  {"load_gate_up", false},
+    {"load_down", false},     {"load_gradient", false},  {"find_rows", false},
+    {"wait_slot", true},      {"dispatch", false},       {"wait_tasks", true},
+    {"wait_stages", true},    {"gate_up", false},        {"down", false},
+    {"h_gradient", false},    {"token_gradient", false}, {"gate_gradient", false},
+    {"up_gradient", false},   {"down_gradient", false},  {"no_rows", true},
+    {"epilogue", false},      {"wait_answers", true},    {"combine", false},
     {"answers", false}};
 
 // What goes on around a task: the wait before it, its loads, its products.
 JAXMOE_ANY constexpr EventKind wait_event_of(Gemm gemm) {
   if (gemm == Gemm::kGateUp) return EventKind::kWaitRows;
-  return gemm == Gemm::kDown || gemm == Gemm::kHiddenGradient ? EventKind::kWaitHidden : EventKind::kWaitGradients;
+  return gemm == Gemm::kDown || gemm == Gemm::kHGradient ? EventKind::kWaitH : EventKind::kWaitGradients;
 }
 JAXMOE_ANY constexpr EventKind load_event_of(Gemm gemm) {
   if (gemm == Gemm::kGateUp) return EventKind::kLoadGateUp;

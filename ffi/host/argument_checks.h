@@ -47,8 +47,8 @@ inline void check(const Shape& shape) {
 
 inline void check(const Schedule& schedule) {
   require_at_least("tile.rows", schedule.tile.rows, 1);
-  require_at_least("tile.hidden_columns", schedule.tile.h_columns, 1);
-  require_at_least("tile.output_columns", schedule.tile.columns, 1);
+  require_at_least("tile.h_columns", schedule.tile.h_columns, 1);
+  require_at_least("tile.columns", schedule.tile.columns, 1);
   require_at_least("unit_tiles", schedule.unit_tiles, 1);
   require_at_least("lag_units", schedule.lag_units, 0);
   require_at_least("ring_tiles", schedule.ring_tiles, 1);

@@ -85,7 +85,7 @@ class BackwardRank final : public Rank<Format> {
   void compute(const Task& task) override {
     switch (task.gemm) {
       case Gemm::kGateUp: return gate_up(task);
-      case Gemm::kHiddenGradient: return hidden_gradient(task);
+      case Gemm::kHGradient: return h_gradient(task);
       case Gemm::kTokenGradient: return token_gradient(task);
       case Gemm::kGateGradient:
         return weight_gradient(task, {layout_.rows, row_width(), 0, shape_.hidden}, projection(0), arrays_.dw_gate,
@@ -166,7 +166,7 @@ class BackwardRank final : public Rank<Format> {
     return sum;
   }
 
-  void hidden_gradient(const Task& task) {
+  void h_gradient(const Task& task) {
     const Storage* weights = arrays_.w_down + task.expert * matrix_size();
     for (int32_t tile = task.column_tile; tile < task.column_tile + task.column_tiles; ++tile) {
       const int32_t first = tile * schedule_.tile.columns;

@@ -84,7 +84,7 @@ class Results {
     if (forward) add("y", y, tokens);
     if (!backward) return;
     add("dx", dx, tokens);
-    add("dweights", dtopk_weights, slots);
+    add("dtopk_weights", dtopk_weights, slots);
     add("dw_gate", dw_gate, up);
     add("dw_up", dw_up, up);
     add("dw_down", dw_down, down);
@@ -200,18 +200,18 @@ void define_executor(py::module_& module) {
            py::arg("dropped_signal") = py::none(), py::arg("dropped_index") = 0, py::arg("skipped_site") = py::none());
   executor.def(
       "run_passes",
-      [](const Shape& shape, const std::vector<Schedule>& passes, Array<float> x, Array<int32_t> ids,
-         Array<float> weights, Array<float> w_gate, Array<float> w_up, Array<float> w_down,
+      [](const Shape& shape, const std::vector<Schedule>& passes, Array<float> x, Array<int32_t> topk_ids,
+         Array<float> topk_weights, Array<float> w_gate, Array<float> w_up, Array<float> w_down,
          std::optional<Array<float>> dy, const host::Disturbance& disturbance, double timeout_seconds) {
         need(!passes.empty(), "passes must name a schedule");
-        const Inputs inputs{x, ids, weights, w_gate, w_up, w_down, dy ? *dy : Array<float>(0)};
+        const Inputs inputs{x, topk_ids, topk_weights, w_gate, w_up, w_down, dy ? *dy : Array<float>(0)};
         return run_passes(shape, passes, inputs, disturbance, timeout_seconds);
       },
-      py::arg("shape"), py::arg("passes"), py::arg("x"), py::arg("ids"), py::arg("weights"), py::arg("w_gate"),
+      py::arg("shape"), py::arg("passes"), py::arg("x"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("w_gate"),
       py::arg("w_up"), py::arg("w_down"), py::arg("dy") = py::none(), py::kw_only(),
       py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
       "Runs x.shape[0] times the passes that the schedules are for, one after the other on every rank and in the same "
-      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dweights, dw_gate, dw_up and dw_down "
+      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dtopk_weights, dw_gate, dw_up and dw_down "
       "of a backward pass. Raises RuntimeError with what each rank had to say.");
   executor.def("record_timelines", &host::record_timelines, py::arg("on"),
                "Whether layers of this process record what they do when, from now on; returns what held before.");

@@ -25,16 +25,16 @@ constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
                                         {"rows_from", &ArenaLayout::rows_from},
                                         {"source_slots", &ArenaLayout::source_slots}};
 constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
-                                        {"partials", &ArenaLayout::answers},
-                                        {"weights", &ArenaLayout::routing_weights},
-                                        {"weight_answers", &ArenaLayout::routing_weight_gradients},
+                                        {"answers", &ArenaLayout::answers},
+                                        {"routing_weights", &ArenaLayout::routing_weights},
+                                        {"routing_weight_gradients", &ArenaLayout::routing_weight_gradients},
                                         {"histograms", &ArenaLayout::histograms},
                                         {"kept_tokens", &ArenaLayout::kept_tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
                                         {"row_targets", &ArenaLayout::row_targets},
                                         {"rows", &ArenaLayout::rows},
-                                        {"hidden", &ArenaLayout::h},
-                                        {"row_weights", &ArenaLayout::row_routing_weights},
+                                        {"h", &ArenaLayout::h},
+                                        {"row_routing_weights", &ArenaLayout::row_routing_weights},
                                         {"row_products", &ArenaLayout::row_products},
                                         {"projections", &ArenaLayout::projections},
                                         {"weight_sums", &ArenaLayout::weight_sums}};
@@ -106,21 +106,21 @@ void define_layout(py::module_& module) {
         py::arg("shape"), py::arg("schedule"));
   };
   counted("max_row_tiles", [](const Shape& shape, const Schedule& s) { return max_row_tiles(shape, s.tile); });
-  counted("hidden_tiles", [](const Shape& shape, const Schedule& s) { return h_tiles(shape, s.tile); });
-  counted("output_tiles", [](const Shape& shape, const Schedule& s) { return answer_tiles(shape, s.tile); });
+  counted("h_tiles", [](const Shape& shape, const Schedule& s) { return h_tiles(shape, s.tile); });
+  counted("answer_tiles", [](const Shape& shape, const Schedule& s) { return answer_tiles(shape, s.tile); });
   counted("gradient_tiles", [](const Shape& shape, const Schedule& s) { return gradient_tiles(shape, s.tile); });
   counted("weight_tasks", [](const Shape& shape, const Schedule& s) { return weight_tasks(shape, s.tile); });
-  counted("most_planners", [](const Shape& shape, const Schedule&) { return most_sorters(shape); });
-  counted("num_planners", [](const Shape& shape, const Schedule& schedule) { return num_sorters(shape, schedule); });
+  counted("most_sorters", [](const Shape& shape, const Schedule&) { return most_sorters(shape); });
+  counted("num_sorters", [](const Shape& shape, const Schedule& schedule) { return num_sorters(shape, schedule); });
   counted("needed_head", needed_head);
 
   module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
   module.def("agreement_of", &agreement_for, py::arg("shape"), py::arg("schedule"), py::arg("head"),
              py::arg("itemsize"), "A hash of all that the ranks of a group must have the same.");
   module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
-  module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"), py::arg("signal"),
+  module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("launch_number"), py::arg("signal"),
              py::arg("index"), "Byte offset of a signal's word.");
-  module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("epoch"),
+  module.def("rows_from_source", &rows_from_offset, py::arg("layout"), py::arg("head"), py::arg("launch_number"),
              py::arg("source"), "Byte offset of the sums of rows that a source wrote.");
   module.def("slots_from_source", &slots_from_offset, py::arg("layout"), py::arg("head"), py::arg("source"),
              "Byte offset of the slot list that a source wrote.");

@@ -102,14 +102,14 @@ class Rank {
     TrackRecorder track = recorder_.of_worker(worker);
     clear_other_bank(worker);
     sort_slots(worker);
-    track.mark(EventKind::kPlan);
+    track.mark(EventKind::kSort);
     forget_kept_tokens(worker);
     publish(worker);
-    track.mark(EventKind::kStage);
-    signals_.release({Signal::kInputsStaged, 0, 1});
+    track.mark(EventKind::kCopyInputs);
+    signals_.release({Signal::kInputsPublished, 0, 1});
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
-      signals_.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
+      signals_.wait({Signal::kInputsPublished, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kPublish, worker);
       signals_.release_to_all(Signal::kInputsReady);
     }
     track.mark(EventKind::kPublish);
@@ -126,7 +126,7 @@ class Rank {
     if (worker == 0) {
       // Pairs with the release that every worker has just done.
       signals_.wait({Signal::kTasksDone, 0, static_cast<uint32_t>(schedule_.workers)}, Site::kAnnounce, worker);
-      signals_.release_to_all(Signal::kPartialsWritten);
+      signals_.release_to_all(Signal::kAnswersReady);
       track.mark(EventKind::kWaitTasks);
     }
     wait_for_answers(worker);
@@ -182,7 +182,7 @@ class Rank {
     }
     signals_.release({Signal::kHistogramsWritten, 0, 1});
     // Pairs with the release that every sorter has just done.
-    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters_)}, Site::kPlan, sorter);
+    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters_)}, Site::kSort, sorter);
 
     const int32_t local = shape_.local_experts();
     std::vector<int32_t> next(shape_.num_experts);  // position in the owner's list of this sorter's next slot
@@ -335,8 +335,8 @@ class Rank {
 
   void wait_for_answers(int32_t worker) {
     for (int32_t source = 0; source < shape_.ranks; ++source) {
-      // Pairs with release_to_all(kPartialsWritten) of the source's first worker.
-      signals_.wait({Signal::kPartialsWritten, source, launch_number_}, Site::kCombine, worker);
+      // Pairs with release_to_all(kAnswersReady) of the source's first worker.
+      signals_.wait({Signal::kAnswersReady, source, launch_number_}, Site::kCombine, worker);
     }
   }
 

@@ -46,8 +46,8 @@ void define_structs(py::module_& module) {
       .def_property_readonly("slots", &Shape::slots)
       .def_property_readonly("max_rows", &Shape::max_rows);
   define_struct(module, "TileSizes", "What one task computes.", Field{"rows", &TileSizes::rows},
-                Field{"hidden_columns", &TileSizes::h_columns},
-                Field{"output_columns", &TileSizes::columns});
+                Field{"h_columns", &TileSizes::h_columns},
+                Field{"columns", &TileSizes::columns});
   module.def("kernel_tiles", &kernel_tiles, py::arg("gated"), "The tiles that the GPU kernels are compiled for.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},

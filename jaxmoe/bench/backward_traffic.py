@@ -31,7 +31,7 @@ class BackwardMemory(Terms):
     Args:
       weights_of_gate_up: `active_experts * projections * hidden * intermediate * itemsize`: w_gate and w_up, from which
         gate and up are computed again. An expert without rows is not read.
-      weights_of_hidden_gradient: `active_experts * hidden * intermediate * itemsize`: w_down.
+      weights_of_h_gradient: `active_experts * hidden * intermediate * itemsize`: w_down.
       weights_of_token_gradient: as `weights_of_gate_up`, once more.
       tokens_staged: `4 * tokens * hidden * itemsize`: x and dy read, and their copies written side by side. So does one
         rank alone.
@@ -42,16 +42,16 @@ class BackwardMemory(Terms):
       tokens_kept: `2 * remote_rows * hidden * itemsize` where the plan keeps tokens.
       rows_written: `2 * rows * hidden * itemsize`: by dispatch.
       rows_read: `(3 + projections) * rows * hidden * itemsize`: tokens by gate_up, gate_gradient and up_gradient,
-        gradients of outputs by hidden_gradient and down_gradient.
+        gradients of outputs by h_gradient and down_gradient.
       projections_written: `2 * projections * rows * intermediate * itemsize`: gate and up by gate_up, their gradients
-        by hidden_gradient.
-      projections_read: `3 * projections * rows * intermediate * itemsize`: gate and up by hidden_gradient, their
+        by h_gradient.
+      projections_read: `3 * projections * rows * intermediate * itemsize`: gate and up by h_gradient, their
         gradients by token_gradient, and by gate_gradient and up_gradient.
-      hidden_written: `rows * intermediate * itemsize`: h times the routing weight, by hidden_gradient.
+      h_written: `rows * intermediate * itemsize`: h times the routing weight, by h_gradient.
       hidden_read: the same, by down_gradient.
       row_numbers_written: `4 * (1 + gradient_tiles) * rows`: routing weights of rows by dispatch, and by
-        hidden_gradient h times its gradient, summed over each of its column tiles.
-      row_numbers_read: the same, by hidden_gradient and by token_gradient.
+        h_gradient h times its gradient, summed over each of its column tiles.
+      row_numbers_read: the same, by h_gradient and by token_gradient.
       weight_gradients_written: `local_experts * matrices * hidden * intermediate * itemsize`; zeros of an expert
         without rows.
       weight_sums: `2 * (segments - 1) * matrices * hidden * intermediate * 4` of every expert that has more than one:
@@ -60,13 +60,13 @@ class BackwardMemory(Terms):
         the token_gradient of all ranks.
       answers_read: the same, by combine.
       gradients_written: `tokens * (hidden * itemsize + 4 * top_k)`: of x and of topk_weights.
-      routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by the stage.
+      routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by publish.
       lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
       lists_read: the same, by dispatch and by token_gradient.
     """
 
     weights_of_gate_up: Bytes
-    weights_of_hidden_gradient: Bytes
+    weights_of_h_gradient: Bytes
     weights_of_token_gradient: Bytes
     tokens_staged: Bytes
     weights_staged: Bytes
@@ -76,7 +76,7 @@ class BackwardMemory(Terms):
     rows_read: Bytes
     projections_written: Bytes
     projections_read: Bytes
-    hidden_written: Bytes
+    h_written: Bytes
     hidden_read: Bytes
     row_numbers_written: Bytes
     row_numbers_read: Bytes
@@ -99,13 +99,13 @@ class BackwardMemory(Terms):
         token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
         projections = 2 if shape.gated else 1
         matrix = matrix_bytes(shape)
-        gradient_tiles = -(-shape.intermediate // pieces.output_columns)
+        gradient_tiles = -(-shape.intermediate // pieces.columns)
         segments = -(-routing.rows_of_experts(rank) // (plan.segment_tiles * pieces.tile_rows))
         further_segments = int((segments - 1).clip(min=0).sum())
         sums = (projections + 1) * matrix // shape.itemsize * WORD
         return cls(
             weights_of_gate_up=active * projections * matrix,
-            weights_of_hidden_gradient=active * matrix,
+            weights_of_h_gradient=active * matrix,
             weights_of_token_gradient=active * projections * matrix,
             tokens_staged=4 * shape.tokens * token,
             weights_staged=WORD * (shape.tokens * shape.top_k + slots),
@@ -115,7 +115,7 @@ class BackwardMemory(Terms):
             rows_read=(3 + projections) * rows * token,
             projections_written=2 * projections * rows * h,
             projections_read=3 * projections * rows * h,
-            hidden_written=rows * h,
+            h_written=rows * h,
             hidden_read=rows * h,
             row_numbers_written=WORD * (1 + gradient_tiles) * rows,
             row_numbers_read=WORD * (1 + gradient_tiles) * rows,

@@ -118,11 +118,11 @@ class MegakernelMemory(Terms):
         first row and read for each of the others.
       rows_written: `rows * hidden * itemsize`: rows of this rank's experts into the ring, by dispatch.
       rows_read: the same, by the gate and up GEMM.
-      hidden_written: `rows * intermediate * itemsize`: h into its ring, by the gate and up GEMM.
+      h_written: `rows * intermediate * itemsize`: h into its ring, by the gate and up GEMM.
       hidden_read: the same, by the down GEMM.
       answers_written: `used_slots * hidden * itemsize`: answers to this rank's tokens, by the down GEMMs of all ranks.
       answers_read: the same, by combine.
-      outputs_written: `tokens * hidden * itemsize`: y.
+      y_written: `tokens * hidden * itemsize`: y.
       routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by combine.
       lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
       lists_read: the same, by dispatch and by the down GEMM.
@@ -134,11 +134,11 @@ class MegakernelMemory(Terms):
     tokens_kept: Bytes
     rows_written: Bytes
     rows_read: Bytes
-    hidden_written: Bytes
+    h_written: Bytes
     hidden_read: Bytes
     answers_written: Bytes
     answers_read: Bytes
-    outputs_written: Bytes
+    y_written: Bytes
     routing_read: Bytes
     lists_written: Bytes
     lists_read: Bytes
@@ -156,11 +156,11 @@ class MegakernelMemory(Terms):
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
             rows_written=rows * token,
             rows_read=rows * token,
-            hidden_written=rows * h,
+            h_written=rows * h,
             hidden_read=rows * h,
             answers_written=slots * token,
             answers_read=slots * token,
-            outputs_written=shape.tokens * token,
+            y_written=shape.tokens * token,
             routing_read=4 * WORD * shape.tokens * shape.top_k,
             lists_written=2 * WORD * rows,
             lists_read=2 * WORD * rows,
@@ -205,13 +205,13 @@ class GatherMemory(Terms):
         alone gathers nothing: 0.
       sums_sent: `ranks * tokens * hidden * itemsize`: what its experts answered to every token, read by the collective
         that takes it to the tokens' owners. One rank alone: 0.
-      outputs_written: `tokens * hidden * itemsize`: y.
+      y_written: `tokens * hidden * itemsize`: y.
     """
 
     weights: Bytes
     tokens_gathered: Bytes
     sums_sent: Bytes
-    outputs_written: Bytes
+    y_written: Bytes
 
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherMemory":
@@ -222,7 +222,7 @@ class GatherMemory(Terms):
             weights=weight_bytes(routing, shape, rank),
             tokens_gathered=0 if alone else (1 + shape.ranks) * tokens,
             sums_sent=0 if alone else shape.ranks * tokens,
-            outputs_written=tokens,
+            y_written=tokens,
         )
 
 

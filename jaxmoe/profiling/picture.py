@@ -19,20 +19,20 @@ WAIT_COLOR = "#e5e7eb"
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gate and up products", "#1d4ed8", ("gate_up",)),
     ("down products", "#0891b2", ("down",)),
-    ("data gradients", "#0d9488", ("hidden_gradient", "token_gradient")),
+    ("data gradients", "#0d9488", ("h_gradient", "token_gradient")),
     ("weight gradients", "#16a34a", WEIGHT_GRADIENTS),
     ("epilogue", "#a5b4fc", ("epilogue",)),
     ("combine", "#7c3aed", ("combine",)),
     ("rows pulled", "#ea580c", ("dispatch",)),
     ("answers in flight", "#facc15", ("answers",)),
-    ("stage, plan, publish", "#6b7280", ("stage", "plan", "publish")),
+    ("copy inputs, sort, publish", "#6b7280", ("copy_inputs", "sort", "publish")),
     (
         "waiting",
         WAIT_COLOR,
         (
             "wait_inputs",
             "wait_rows",
-            "wait_hidden",
+            "wait_h",
             "wait_gradients",
             "wait_slot",
             "wait_tasks",

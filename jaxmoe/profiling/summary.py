@@ -41,7 +41,7 @@ from jaxmoe.profiling.timeline import Timeline, kinds, role_number, waits
 
 ROWS, ANSWERS, WAITING_FOR_ANSWERS = "dispatch", "answers", "wait_answers"
 WEIGHT_GRADIENTS = ("gate_gradient", "up_gradient", "down_gradient")
-PRODUCTS = ("gate_up", "down", "hidden_gradient", "token_gradient", *WEIGHT_GRADIENTS)
+PRODUCTS = ("gate_up", "down", "h_gradient", "token_gradient", *WEIGHT_GRADIENTS)
 STALLED = "(waiting for stages)"
 
 Intervals = np.ndarray  # [n, 2], begin and end in nanoseconds; those of a union are disjoint and in order

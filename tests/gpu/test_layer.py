@@ -34,7 +34,7 @@ class TestReference(OnGpu):
 
 class TestXlaWithLaxRaggedDot(OnGpu):
     implementation = "xla"
-    plans = (jaxmoe.Plan(chunk_rows=96), jaxmoe.Plan(chunk_rows=1000), jaxmoe.Plan(chunk_rows=40))
+    plans = (jaxmoe.Plan(batch_rows=96), jaxmoe.Plan(batch_rows=1000), jaxmoe.Plan(batch_rows=40))
 
 
 @pytest.mark.skipif(not has_tokamax(), reason="tokamax is not installed")
@@ -42,8 +42,8 @@ class TestXlaWithTokamax(OnGpu):
     implementation = "xla"
     plans = (
         None,
-        jaxmoe.Plan(chunk_rows=1000, grouped_gemm="tokamax"),
-        jaxmoe.Plan(chunk_rows=40, grouped_gemm="tokamax"),
+        jaxmoe.Plan(batch_rows=1000, grouped_gemm="tokamax"),
+        jaxmoe.Plan(batch_rows=40, grouped_gemm="tokamax"),
     )
 
 

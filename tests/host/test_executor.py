@@ -44,8 +44,8 @@ def arguments() -> dict[str, Any]:
     uniform = lambda *shape: rng.uniform(-1, 1, shape).astype(np.float32)  # noqa: E731
     return {
         "x": uniform(LAUNCHES, RANKS, TOKENS, HIDDEN),
-        "ids": ids,
-        "weights": uniform(LAUNCHES, RANKS, TOKENS, TOP_K),
+        "topk_ids": ids,
+        "topk_weights": uniform(LAUNCHES, RANKS, TOKENS, TOP_K),
         "w_gate": uniform(EXPERTS, HIDDEN, INTERMEDIATE),
         "w_up": uniform(EXPERTS, HIDDEN, INTERMEDIATE),
         "w_down": uniform(EXPERTS, INTERMEDIATE, HIDDEN),
@@ -70,7 +70,7 @@ def expected() -> np.ndarray:
     for expert in range(EXPERTS):
         gate, up = x @ a["w_gate"][expert], x @ a["w_up"][expert]
         out = (gate / (1 + np.exp(-gate)) * up) @ a["w_down"][expert]
-        y += (a["weights"] * (a["ids"] == expert)).sum(-1, keepdims=True) * out
+        y += (a["topk_weights"] * (a["topk_ids"] == expert)).sum(-1, keepdims=True) * out
     return y
 
 
@@ -96,11 +96,11 @@ def test_delays_at_every_signal_change_no_bit(seed):
 @pytest.mark.parametrize(
     ("signal", "index", "site", "counts"),
     [
-        ("histograms_written", 0, "plan", "0 of 1"),
-        ("inputs_staged", 0, "publish", "0 of 2"),
+        ("histograms_written", 0, "sort", "0 of 1"),
+        ("inputs_published", 0, "publish", "0 of 2"),
         ("rows_arrived", 1, "gate_up", "0 of [1-4]"),
-        ("hidden_written", 2, "down", "0 of 3"),
-        ("outputs_written", 0, "dispatch", "0 of 3"),
+        ("h_written", 2, "down", "0 of 3"),
+        ("answers_written", 0, "dispatch", "0 of 3"),
         ("tasks_done", 0, "announce", "0 of 2"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_missing_release_is_named_with_rank_worker_role_and_counts(signal, ind
         run(disturbance=fault, timeout_seconds=0.3)
 
 
-@pytest.mark.parametrize(("signal", "site"), [("inputs_ready", "walk"), ("partials_written", "combine")])
+@pytest.mark.parametrize(("signal", "site"), [("inputs_ready", "walk"), ("answers_ready", "combine")])
 def test_a_peer_that_never_signals_is_named_by_the_rank_that_waits(signal, site):
     fault = executor.Disturbance(rank=1, dropped_signal=schedule.Signal.__members__[signal], dropped_index=3)
     with pytest.raises(
@@ -161,7 +161,7 @@ GRADIENT_SCHEDULES = {
     "every last tile is narrow": backward((8, 7, 5), 8, 1, 256, 2, 8, 2, segment_tiles=40, narrow_rows=8),
     "rows of zeros": backward((16, 16, 8), 1, 0, 2, 2, 5, 2, segment_tiles=2),
 }
-NAMES = ("dx", "dweights", "dw_gate", "dw_up", "dw_down")
+NAMES = ("dx", "dtopk_weights", "dw_gate", "dw_up", "dw_down")
 
 
 def gradients(plan=GRADIENTS_SMALL_RING, **options: Any) -> dict[str, np.ndarray]:
@@ -172,18 +172,18 @@ def gradients(plan=GRADIENTS_SMALL_RING, **options: Any) -> dict[str, np.ndarray
 def expected_gradients() -> dict[str, np.ndarray]:
     a = {name: array.astype(np.float64) for name, array in arguments().items()}
     x, dy = (a[name].reshape(LAUNCHES, -1, HIDDEN) for name in ("x", "dy"))
-    found = {"dx": np.zeros_like(x), "dweights": np.zeros_like(a["weights"])}
+    found = {"dx": np.zeros_like(x), "dtopk_weights": np.zeros_like(a["topk_weights"])}
     found |= {f"d{name}": np.zeros((LAUNCHES, *a[name].shape)) for name in ("w_gate", "w_up", "w_down")}
     for expert in range(EXPERTS):
         w_gate, w_up, w_down = (a[name][expert] for name in ("w_gate", "w_up", "w_down"))
-        slots = arguments()["ids"] == expert
-        weight = (a["weights"] * slots).sum(-1).reshape(LAUNCHES, -1, 1)
+        slots = arguments()["topk_ids"] == expert
+        weight = (a["topk_weights"] * slots).sum(-1).reshape(LAUNCHES, -1, 1)
         gate, up = x @ w_gate, x @ w_up
         s = 1 / (1 + np.exp(-gate))
         h, dh = gate * s * up, dy @ w_down.T
         dgate, dup = weight * dh * up * s * (1 + gate * (1 - s)), weight * dh * gate * s
         found["dx"] += dgate @ w_gate.T + dup @ w_up.T
-        found["dweights"] += slots * (h * dh).sum(-1).reshape(LAUNCHES, RANKS, TOKENS, 1)
+        found["dtopk_weights"] += slots * (h * dh).sum(-1).reshape(LAUNCHES, RANKS, TOKENS, 1)
         found["dw_gate"][:, expert] = x.swapaxes(1, 2) @ dgate
         found["dw_up"][:, expert] = x.swapaxes(1, 2) @ dup
         found["dw_down"][:, expert] = (weight * h).swapaxes(1, 2) @ dy
@@ -219,8 +219,8 @@ def test_an_expert_without_rows_gets_gradients_of_exactly_zero(plan):
 
 @pytest.mark.parametrize("plan", GRADIENT_SCHEDULES)
 def test_an_unused_slot_has_a_weight_gradient_of_exactly_zero(plan):
-    dweights = gradients(GRADIENT_SCHEDULES[plan])["dweights"]
-    assert ((arguments()["ids"] >= 0) == (dweights != 0)).all()
+    dtopk_weights = gradients(GRADIENT_SCHEDULES[plan])["dtopk_weights"]
+    assert ((arguments()["topk_ids"] >= 0) == (dtopk_weights != 0)).all()
 
 
 def test_every_schedule_and_every_run_gives_the_same_bits_of_gradients():
@@ -228,7 +228,7 @@ def test_every_schedule_and_every_run_gives_the_same_bits_of_gradients():
     seen = {}
     for plan in GRADIENT_SCHEDULES.values():
         rows = plan.tile.rows, plan.segment_tiles
-        cuts = {"dx": (), "dweights": (plan.tile.output_columns,), "dw_gate": rows, "dw_up": rows, "dw_down": rows}
+        cuts = {"dx": (), "dtopk_weights": (plan.tile.columns,), "dw_gate": rows, "dw_up": rows, "dw_down": rows}
         for _ in range(4):
             found = gradients(plan)
             for name, cut in cuts.items():
@@ -246,12 +246,12 @@ def test_delays_at_every_signal_change_no_bit_of_a_gradient(seed):
 @pytest.mark.parametrize(
     ("signal", "index", "site", "counts"),
     [
-        ("histograms_written", 0, "plan", "0 of 1"),
-        ("inputs_staged", 0, "publish", "0 of 2"),
+        ("histograms_written", 0, "sort", "0 of 1"),
+        ("inputs_published", 0, "publish", "0 of 2"),
         ("rows_arrived", 1, "gate_up", "0 of [1-4]"),
-        ("hidden_written", 2, "hidden_gradient", "0 of 3"),
-        ("hidden_gradients_written", 1, "token_gradient", "0 of 5"),
-        ("outputs_written", 0, "dispatch", "0 of 3"),
+        ("h_written", 2, "h_gradient", "0 of 3"),
+        ("h_gradients_written", 1, "token_gradient", "0 of 5"),
+        ("answers_written", 0, "dispatch", "0 of 3"),
         ("weight_gradients_written", 0, "dispatch", "0 of 90"),
         ("tasks_done", 0, "announce", "0 of 2"),
     ],
@@ -261,7 +261,7 @@ def test_a_release_that_a_backward_pass_misses_is_named_with_rank_worker_role_an
 
 
 @pytest.mark.parametrize(
-    ("signal", "counts"), [("hidden_gradients_written", "0 of 5"), ("weight_gradients_written", "0 of 90")]
+    ("signal", "counts"), [("h_gradients_written", "0 of 5"), ("weight_gradients_written", "0 of 90")]
 )
 def test_a_release_that_weight_gradients_miss_is_named_where_workers_and_ring_suffice_to_come_so_far(signal, counts):
     plan = backward((4, 16, 8), 1, 0, 64, 8, 4, 8, segment_tiles=3)
@@ -276,7 +276,7 @@ def assert_named(plan, signal: str, index: int, site: str, counts: str) -> None:
         gradients(plan, disturbance=fault, timeout_seconds=0.3)
 
 
-@pytest.mark.parametrize(("signal", "site"), [("inputs_ready", "walk"), ("partials_written", "combine")])
+@pytest.mark.parametrize(("signal", "site"), [("inputs_ready", "walk"), ("answers_ready", "combine")])
 def test_a_peer_that_never_signals_in_a_backward_pass_is_named_by_the_rank_that_waits(signal, site):
     fault = executor.Disturbance(rank=1, dropped_signal=schedule.Signal.__members__[signal], dropped_index=3)
     with pytest.raises(
@@ -285,7 +285,7 @@ def test_a_peer_that_never_signals_in_a_backward_pass_is_named_by_the_rank_that_
         gradients(disturbance=fault, timeout_seconds=0.3)
 
 
-@pytest.mark.parametrize("site", ["dispatch", "gate_up", "hidden_gradient", "token_gradient", "weight_gradient"])
+@pytest.mark.parametrize("site", ["dispatch", "gate_up", "h_gradient", "token_gradient", "weight_gradient"])
 def test_a_wait_that_a_rank_leaves_out_spoils_the_gradients(site):
     """Of dispatch: a ring slot that is taken too early. One task of a unit follows the other, on another worker."""
     plan = backward((4, 40, 40), 1, 0, 2, 3, 2, 6, segment_tiles=2)

@@ -146,8 +146,8 @@ def attributes_of(text: str, target: str) -> dict[str, str]:
 @pytest.mark.parametrize("gated", [True, False])
 def test_plans_of_gpus_have_the_tiles_that_the_kernels_are_compiled_for(gated):
     pieces, tiles = granularity("gpu", gated), native.schedule().kernel_tiles(gated)
-    assert (pieces.tile_rows, pieces.hidden_columns) == (tiles.rows, tiles.hidden_columns)
-    assert pieces.output_columns == tiles.output_columns
+    assert (pieces.tile_rows, pieces.h_columns) == (tiles.rows, tiles.h_columns)
+    assert pieces.columns == tiles.columns
 
 
 def test_the_call_carries_the_plan_the_pieces_and_the_activation():
@@ -162,8 +162,8 @@ def test_the_call_carries_the_plan_the_pieces_and_the_activation():
         "num_experts": 8,
         "activation": 4,
         "tile_rows": pieces.tile_rows,
-        "hidden_columns": pieces.hidden_columns,
-        "output_columns": pieces.output_columns,
+        "tile_h_columns": pieces.h_columns,
+        "tile_columns": pieces.columns,
         "workers": pieces.workers,
         "dispatchers_per_worker": pieces.dispatchers_per_worker,
     }
@@ -297,7 +297,7 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     assert told.memory_bytes["arena: rows"] == rows * 64 * 2
     assert told.memory_bytes["arena: hidden"] == rows * 96 * 2
     assert told.memory_bytes["arena: tokens"] == 4096 * 64 * 2
-    assert told.memory_bytes["arena: partials"] == 4096 * 2 * 64 * 2
+    assert told.memory_bytes["arena: answers"] == 4096 * 2 * 64 * 2
     assert sum(told.memory_bytes.values()) < told.worst_case_bytes
     # Seven of eight slots name an expert of another rank: a row there, its output back, and its number.
     assert not plan.keep_tokens

@@ -10,11 +10,11 @@ from tests.host import thread_sanitizer
 SOURCES = ("tests/host/executor_race.cc", "ffi/host/executor.cc", "ffi/host/group.cc", "ffi/host/signals.cc")
 RACES_FOUND = 66  # ThreadSanitizer's exit code
 
-# The waits of each pass; `plan` waits for nothing here, since one planner sorts so few slots.
+# The waits of each pass; `plan` waits for nothing here, since one sorter sorts so few slots.
 SHARED_SITES = ("publish", "walk", "dispatch", "gate_up", "announce", "combine")
 SITES = {
     "forward": (*SHARED_SITES, "down"),
-    "backward": (*SHARED_SITES, "hidden_gradient", "token_gradient", "weight_gradient"),
+    "backward": (*SHARED_SITES, "h_gradient", "token_gradient", "weight_gradient"),
 }
 
 

@@ -55,7 +55,7 @@ def test_every_task_and_chunk_of_the_schedule_is_recorded_once(plan):
         recording.switch("cpu", False)
     assert [(launch.rank, launch.ranks) for launch in launches] == [(rank, 4) for rank in range(4)]
     for launch in launches:
-        rows = checks.rows_per_expert(arguments()["ids"][-1], SHAPE.num_experts, 4, launch.rank)
+        rows = checks.rows_per_expert(arguments()["topk_ids"][-1], SHAPE.num_experts, 4, launch.rank)
         recorded = timeline.decode(launch, "cpu")
         assert recorded.pass_name == plan.split(":")[0]
         check_launch(recorded, SHAPE, schedule, rows)

@@ -16,7 +16,7 @@ class BackwardLaunch(RankLaunch):
     """What a rank does in a backward pass.
 
     A row is the token with the gradient of its output, and its routing weight. Numbers between the GEMMs are told apart
-    column by column, since gate_up and hidden_gradient cut the columns differently.
+    column by column, since gate_up and h_gradient cut the columns differently.
     """
 
     def __post_init__(self):
@@ -31,24 +31,24 @@ class BackwardLaunch(RankLaunch):
     def compute(self, worker: int, task) -> Agent:
         if task.gemm == Gemm.gate_up:
             return self.gate_up(task)
-        if task.gemm == Gemm.hidden_gradient:
-            return self.hidden_gradient(task)
+        if task.gemm == Gemm.h_gradient:
+            return self.h_gradient(task)
         return self.token_gradient(task) if task.gemm == Gemm.token_gradient else self.weight_gradient(task)
 
     # --- memory
 
     def weight(self, origin: Origin | None) -> tuple[Any, ...]:
-        return "weight", self.epoch, origin
+        return "weight", self.launch_number, origin
 
     def weight_cell(self, rank: int, slot: int) -> Cell:
-        return rank, self.regions["weights"] + slot * NUMBER_BYTES
+        return rank, self.regions["routing_weights"] + slot * NUMBER_BYTES
 
     def answer_cell(self, rank: int, slot: int) -> Cell:
-        return rank, self.regions["weight_answers"] + slot * NUMBER_BYTES
+        return rank, self.regions["routing_weight_gradients"] + slot * NUMBER_BYTES
 
     def row_weight_cell(self, ring_slot: int, tile_row: int) -> Cell:
         row = ring_slot * self.schedule.tile.rows + tile_row
-        return self.rank, self.regions["row_weights"] + row * NUMBER_BYTES
+        return self.rank, self.regions["row_routing_weights"] + row * NUMBER_BYTES
 
     def products_cell(self, ring_slot: int, column_tile: int) -> Cell:
         tiles = steps.gradient_tiles(self.shape, self.schedule)
@@ -57,7 +57,7 @@ class BackwardLaunch(RankLaunch):
 
     def hidden_cell(self, ring_slot: int, column: int) -> Cell:
         first_row = ring_slot * self.schedule.tile.rows
-        return self.rank, self.regions["hidden"] + (first_row * self.shape.intermediate + column) * ITEMSIZE
+        return self.rank, self.regions["h"] + (first_row * self.shape.intermediate + column) * ITEMSIZE
 
     def projection_cell(self, ring_slot: int, which: int, column: int) -> Cell:
         """Of gate (0) or up (1)."""
@@ -69,7 +69,7 @@ class BackwardLaunch(RankLaunch):
         hidden, intermediate, tile = self.shape.hidden, self.shape.intermediate, self.schedule.tile
         matrix = {Gemm.gate_gradient: 0, Gemm.up_gradient: 1, Gemm.down_gradient: self.shape.projections}[task.gemm]
         width = hidden if task.gemm == Gemm.down_gradient else intermediate
-        number = task.weight_row_tile * tile.rows * width + task.column_tile * tile.output_columns
+        number = task.weight_row_tile * tile.rows * width + task.column_tile * tile.columns
         return self.rank, self.regions["weight_sums"] + (matrix * hidden * intermediate + number) * NUMBER_BYTES
 
     def columns_of(self, task, tile_columns: int) -> range:
@@ -82,7 +82,7 @@ class BackwardLaunch(RankLaunch):
         return {
             self.projection_cell(row_tile % self.schedule.ring_tiles, i, column): (
                 what,
-                self.epoch,
+                self.launch_number,
                 row_tile,
                 i,
                 column,
@@ -93,19 +93,22 @@ class BackwardLaunch(RankLaunch):
 
     def row_weights_of(self, row_tile: int, rows: int) -> Cells:
         ring_slot = row_tile % self.schedule.ring_tiles
-        return {self.row_weight_cell(ring_slot, row): ("row weight", self.epoch, row_tile, row) for row in range(rows)}
+        return {
+            self.row_weight_cell(ring_slot, row): ("row weight", self.launch_number, row_tile, row)
+            for row in range(rows)
+        }
 
     # --- tasks
 
     def gate_up(self, task) -> Agent:
         rows = yield from self.read(self.rows_of(task.row_tile, task.rows))
-        columns = self.columns_of(task, self.schedule.tile.hidden_columns)
+        columns = self.columns_of(task, self.schedule.tile.h_columns)
         cells = self.projections_of("projection", task.row_tile, columns, range(self.shape.projections))
         yield from self.write({cell: (*tags, rows) for cell, tags in cells.items()})
 
-    def hidden_gradient(self, task) -> Agent:
+    def h_gradient(self, task) -> Agent:
         tile, both = task.row_tile, range(self.shape.projections)
-        columns = self.columns_of(task, self.schedule.tile.output_columns)
+        columns = self.columns_of(task, self.schedule.tile.columns)
         projections = self.projections_of("projection", tile, columns, both)
         rows = self.rows_of(tile, task.rows)
         found = yield from self.read(projections | rows | self.row_weights_of(tile, task.rows))
@@ -113,8 +116,10 @@ class BackwardLaunch(RankLaunch):
         same([*found[: len(projections)], tokens], "gate and up come from the rows that are still there")
         weighted = list(zip(tokens, found[len(projections) + task.rows :], strict=True))
         gradients = self.projections_of("gradient", tile, columns, both)  # in the place of gate and up
-        hidden = {self.hidden_cell(task.ring_slot, c): ("weighted h", self.epoch, tile, c) for c in columns}
-        products = {self.products_cell(task.ring_slot, c): ("products", self.epoch, tile, c) for c in columns_of(task)}
+        hidden = {self.hidden_cell(task.ring_slot, c): ("weighted h", self.launch_number, tile, c) for c in columns}
+        products = {
+            self.products_cell(task.ring_slot, c): ("products", self.launch_number, tile, c) for c in columns_of(task)
+        }
         yield from self.write({cell: (*tags, weighted) for cell, tags in (gradients | hidden | products).items()})
 
     def token_gradient(self, task) -> Agent:
@@ -122,7 +127,7 @@ class BackwardLaunch(RankLaunch):
         wanted = self.projections_of("gradient", tile, everything, range(self.shape.projections))
         if task.column_tile == 0:
             tiles = range(steps.gradient_tiles(self.shape, self.schedule))
-            wanted |= {self.products_cell(task.ring_slot, i): ("products", self.epoch, tile, i) for i in tiles}
+            wanted |= {self.products_cell(task.ring_slot, i): ("products", self.launch_number, tile, i) for i in tiles}
         found = yield from self.read(wanted | self.targets_of(tile, task.rows) | self.rows_of(tile, task.rows))
         weighted = same(found[: len(wanted)], "all gradients and products come from the same rows")
         targets, tokens = found[len(wanted) :][: task.rows], found[len(wanted) + task.rows :]
@@ -134,16 +139,21 @@ class BackwardLaunch(RankLaunch):
                 continue
             source, slot = steps.unpack_row_target(target)
             for column in columns_of(task):
-                values[self.partial_cell(source, slot, column)] = ("partial", self.epoch, self.expert_of(task), row)
+                values[self.partial_cell(source, slot, column)] = (
+                    "partial",
+                    self.launch_number,
+                    self.expert_of(task),
+                    row,
+                )
             if task.column_tile == 0:
-                values[self.answer_cell(source, slot)] = ("answer", self.epoch, self.expert_of(task), row)
+                values[self.answer_cell(source, slot)] = ("answer", self.launch_number, self.expert_of(task), row)
         yield from self.write(values)
 
     def weight_gradient(self, task) -> Agent:
         rows, wanted = self.factors_of(task)
         before = {}  # what segments before this one have summed
         if not task.part & FIRST_PART:
-            before = {self.sums_cell(task): ("sums", self.epoch, task.expert, task.row_tile)}
+            before = {self.sums_cell(task): ("sums", self.launch_number, task.expert, task.row_tile)}
         found = yield from self.read(before | wanted)
         summed = found[0] if before else []
         for tile_rows, parts in rows:
@@ -159,7 +169,7 @@ class BackwardLaunch(RankLaunch):
         place = task.gemm, task.expert, task.weight_row_tile, task.column_tile
         end = task.row_tile + len(rows)
         if not task.part & LAST_PART:
-            yield from self.write({self.sums_cell(task): ("sums", self.epoch, task.expert, end, summed)})
+            yield from self.write({self.sums_cell(task): ("sums", self.launch_number, task.expert, end, summed)})
             return
         assert place not in self.gradients, f"{place} is written twice"
         self.gradients[place] = summed
@@ -177,9 +187,9 @@ class BackwardLaunch(RankLaunch):
                 first = task.weight_row_tile * tile.rows
                 columns = range(self.shape.intermediate)[first : first + tile.rows]
                 slot = row_tile % self.schedule.ring_tiles
-                factor = {self.hidden_cell(slot, c): ("weighted h", self.epoch, row_tile, c) for c in columns}
+                factor = {self.hidden_cell(slot, c): ("weighted h", self.launch_number, row_tile, c) for c in columns}
             else:
-                columns = self.columns_of(task, tile.output_columns)
+                columns = self.columns_of(task, tile.columns)
                 which = [0 if task.gemm == Gemm.gate_gradient else 1]
                 factor = self.projections_of("gradient", row_tile, columns, which)
             begin = len(wanted)
@@ -209,15 +219,15 @@ class BackwardLaunch(RankLaunch):
 
     def combine(self, worker: int) -> Agent:
         for token, slot in self.my_slots(worker):
-            tags = self.epoch, self.experts[slot], (self.token(token), (self.rank, slot))
-            wanted = {self.partial_cell(self.rank, slot, c): ("partial", *tags) for c in range(self.output_tiles)}
+            tags = self.launch_number, self.experts[slot], (self.token(token), (self.rank, slot))
+            wanted = {self.partial_cell(self.rank, slot, c): ("partial", *tags) for c in range(self.answer_tiles)}
             yield from self.read(wanted | {self.answer_cell(self.rank, slot): ("answer", *tags)})
 
     def notes_of(self, chunk, slots: list[Origin | None]) -> tuple[Cells, Cells]:
         read = {self.weight_cell(*origin): self.weight(origin) for origin in slots if origin}
         noted = {
             self.row_weight_cell(chunk.ring_slot, chunk.tile_row + i): (
-                ("row weight", self.epoch, chunk.row_tile, chunk.tile_row + i, origin)
+                ("row weight", self.launch_number, chunk.row_tile, chunk.tile_row + i, origin)
             )
             for i, origin in enumerate(slots)
         }

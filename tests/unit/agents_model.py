@@ -43,11 +43,11 @@ class Group:
         self.words = Words()
         self.memory: dict[Cell, tuple[Any, ...]] = {}
         self.begun = [0] * self.ranks  # launches
-        before = (launches[0].epoch - 1) % 2**32  # every flag holds the epoch of the launch before
+        before = (launches[0].launch_number - 1) % 2**32  # every flag holds the launch_number of the launch before
         first = launch_of(self, 0, 0)
         for rank in range(self.ranks):
             for source in range(self.ranks):
-                for signal in (Signal.inputs_ready, Signal.partials_written):
+                for signal in (Signal.inputs_ready, Signal.answers_ready):
                     self.words.put(first.word(rank, signal, source), before)
 
     def agents(self) -> dict[str, Agent]:

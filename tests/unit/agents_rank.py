@@ -28,7 +28,7 @@ ITEMSIZE = 2
 class Launch(NamedTuple):
     """What all ranks run together. experts[rank][slot] is the expert that a slot names, -1 for none."""
 
-    epoch: int
+    launch_number: int
     shape: Any
     schedule: Any
     experts: list[list[int]]
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
 class Faults(NamedTuple):
     """What is planted. Waits that return at once are named by their site, by site and signal, or by the word as well:
-    "dispatch", "dispatch outputs_written", "dispatch outputs_written[3]". Banks are those that do not change by parity.
+    "dispatch", "dispatch answers_written", "dispatch answers_written[3]". Banks are those that do not change by parity.
     """
 
     skipped_waits: frozenset[str] = frozenset()
@@ -76,13 +76,17 @@ class RankLaunch:
 
     def __post_init__(self):
         launch = self.group.launches[self.number]
-        self.epoch, self.shape, self.schedule = launch.epoch, launch.shape, launch.schedule_of(self.rank)
+        self.launch_number, self.shape, self.schedule = (
+            launch.launch_number,
+            launch.shape,
+            launch.schedule_of(self.rank),
+        )
         self.experts = launch.experts[self.rank]
         self.head = self.group.head
         self.layout = steps.layout_of(self.shape, self.schedule, self.head, ITEMSIZE)
         self.regions = {name: offset for name, (offset, _) in (self.layout.head | self.layout.body).items()}
-        self.planners = steps.num_planners(self.shape, self.schedule)
-        self.output_tiles = steps.output_tiles(self.shape, self.schedule)
+        self.sorters = steps.num_sorters(self.shape, self.schedule)
+        self.answer_tiles = steps.answer_tiles(self.shape, self.schedule)
         self.known: Known | None = None
 
     # What a pass does its own way.
@@ -114,9 +118,11 @@ class RankLaunch:
         agents = sum(schedule.workers + schedule.dispatchers for schedule in before)
         yield Until(("left", self.rank), agents, self.rank, 0)
         assert min(self.group.begun) >= self.number, f"rank {self.rank} is two launches ahead of a peer"
-        for word in self.bank(self.epoch):
+        for word in self.bank(self.launch_number):
             assert self.group.words.values[word] == 0, f"rank {self.rank} finds a counter that is not clear"
-        assert self.group.words.values[self.taken(self.epoch)] == 0, f"rank {self.rank} finds tasks that are taken"
+        assert self.group.words.values[self.taken(self.launch_number)] == 0, (
+            f"rank {self.rank} finds tasks that are taken"
+        )
         self.group.begun[self.rank] += 1
         self.group.words.put(("begun", self.rank), self.number + 1)
 
@@ -128,17 +134,17 @@ class RankLaunch:
     # --- words and memory
 
     def word(self, rank: int, signal, index: int) -> Cell:
-        epoch = 0 if "counters" in self.group.faults.one_bank else self.epoch
-        return rank, steps.word_of(self.layout, self.head, epoch, signal, index)
+        launch_number = 0 if "counters" in self.group.faults.one_bank else self.launch_number
+        return rank, steps.word_of(self.layout, self.head, launch_number, signal, index)
 
-    def bank(self, epoch: int) -> list[Cell]:
-        epoch = 0 if "counters" in self.group.faults.one_bank else epoch % 2**32
-        start = steps.word_of(self.layout, self.head, epoch, Signal.histograms_written, 0)
+    def bank(self, launch_number: int) -> list[Cell]:
+        launch_number = 0 if "counters" in self.group.faults.one_bank else launch_number % 2**32
+        start = steps.word_of(self.layout, self.head, launch_number, Signal.histograms_written, 0)
         return [(self.rank, start + 4 * i) for i in range(steps.counter_words(self.head))]
 
     def counts_cell(self, owner: int, source: int) -> Cell:
-        epoch = 0 if "rows_from" in self.group.faults.one_bank else self.epoch
-        return owner, steps.rows_from_source(self.layout, self.head, epoch, source)
+        launch_number = 0 if "rows_from" in self.group.faults.one_bank else self.launch_number
+        return owner, steps.rows_from_source(self.layout, self.head, launch_number, source)
 
     def slot_cell(self, owner: int, source: int, position: int) -> Cell:
         return owner, steps.slots_from_source(self.layout, self.head, source) + 4 * position
@@ -159,8 +165,8 @@ class RankLaunch:
         return self.rank, self.regions["rows"] + row * self.row_bytes
 
     def partial_cell(self, rank: int, slot: int, column_tile: int) -> Cell:
-        column = column_tile * self.schedule.tile.output_columns
-        return rank, self.regions["partials"] + (slot * self.shape.hidden + column) * ITEMSIZE
+        column = column_tile * self.schedule.tile.columns
+        return rank, self.regions["answers"] + (slot * self.shape.hidden + column) * ITEMSIZE
 
     def write(self, values: Mapping[Cell, tuple[Any, ...]]) -> Agent:
         self.group.memory.update(dict.fromkeys(values, TORN))
@@ -178,7 +184,9 @@ class RankLaunch:
         for cell, tags in wanted.items():
             found = self.group.memory.get(cell, ("nothing",))
             if found[: len(tags)] != tags:
-                raise StaleRead(f"rank {self.rank} epoch {self.epoch} needs {tags} at {cell} and finds {found}")
+                raise StaleRead(
+                    f"rank {self.rank} launch_number {self.launch_number} needs {tags} at {cell} and finds {found}"
+                )
             values.append(found[-1])
         return values
 
@@ -193,22 +201,22 @@ class RankLaunch:
 
     def release_to_all(self, signal) -> Agent:
         for peer in range(self.group.ranks):
-            self.group.words.put(self.word(peer, signal, self.rank), self.epoch)
+            self.group.words.put(self.word(peer, signal, self.rank), self.launch_number)
             yield
 
     # --- a worker
 
     def worker(self, worker: int) -> Agent:
-        for word in self.bank(self.epoch + 1)[worker :: self.schedule.workers]:
+        for word in self.bank(self.launch_number + 1)[worker :: self.schedule.workers]:
             self.group.words.put(word, 0)
         if worker == 0:
-            self.group.words.put(self.taken(self.epoch + 1), 0)
-        if worker < self.planners:
-            yield from self.plan(worker)
+            self.group.words.put(self.taken(self.launch_number + 1), 0)
+        if worker < self.sorters:
+            yield from self.sort(worker)
         yield from self.stage(worker)
-        self.release(Signal.inputs_staged)
+        self.release(Signal.inputs_published)
         if worker == 0:
-            yield from self.until(Site.publish, worker, Signal.inputs_staged, 0, self.schedule.workers)
+            yield from self.until(Site.publish, worker, Signal.inputs_published, 0, self.schedule.workers)
             yield from self.release_to_all(Signal.inputs_ready)
         counts = yield from self.wait_for_counts(worker)
         known = self.walks(counts)
@@ -221,22 +229,22 @@ class RankLaunch:
         if worker == 0:
             yield from self.until(Site.announce, worker, Signal.tasks_done, 0, self.schedule.workers)
             self.check_results()
-            yield from self.release_to_all(Signal.partials_written)
+            yield from self.release_to_all(Signal.answers_ready)
         for source in range(self.group.ranks):
-            yield from self.until(Site.combine, worker, Signal.partials_written, source, self.epoch)
+            yield from self.until(Site.combine, worker, Signal.answers_ready, source, self.launch_number)
         yield from self.combine(worker)
 
     @staticmethod
     def site_of(gemm) -> Any:
         return Site.weight_gradient if gemm in WEIGHT_GRADIENTS else Site.__members__[gemm.name]
 
-    def taken(self, epoch: int) -> Hashable:
+    def taken(self, launch_number: int) -> Hashable:
         """The word with the number of the next task; there are two, by parity."""
-        return "tasks taken", self.rank, epoch % 2
+        return "tasks taken", self.rank, launch_number % 2
 
     def take_number(self) -> int:
-        number = self.group.words.values[self.taken(self.epoch)]
-        self.group.words.add(self.taken(self.epoch), 1)
+        number = self.group.words.values[self.taken(self.launch_number)]
+        self.group.words.add(self.taken(self.launch_number), 1)
         return number
 
     def walks(self, counts: list[list[int]]) -> Known:
@@ -248,21 +256,21 @@ class RankLaunch:
         return self.known
 
     def token(self, token: int) -> tuple[Any, ...]:
-        return "token", self.epoch, self.rank, token
+        return "token", self.launch_number, self.rank, token
 
     def write_tokens(self, worker: int) -> Agent:
         tokens = range(worker, self.shape.tokens, self.schedule.workers)
         yield from self.write({self.token_cell(self.rank, token): self.token(token) for token in tokens})
 
-    def plan(self, planner: int) -> Agent:
-        share = math.ceil(self.shape.slots / self.planners)
-        mine = range(self.shape.slots)[planner * share : (planner + 1) * share]
+    def sort(self, sorter: int) -> Agent:
+        share = math.ceil(self.shape.slots / self.sorters)
+        mine = range(self.shape.slots)[sorter * share : (sorter + 1) * share]
         histogram = Counter(self.experts[slot] for slot in mine)
-        yield from self.write({self.histogram_cell(planner): ("histogram", self.epoch, histogram)})
+        yield from self.write({self.histogram_cell(sorter): ("histogram", self.launch_number, histogram)})
         self.release(Signal.histograms_written)
-        yield from self.until(Site.plan, planner, Signal.histograms_written, 0, self.planners)
+        yield from self.until(Site.sort, sorter, Signal.histograms_written, 0, self.sorters)
         histograms = yield from self.read(
-            {self.histogram_cell(other): ("histogram", self.epoch) for other in range(self.planners)}
+            {self.histogram_cell(other): ("histogram", self.launch_number) for other in range(self.sorters)}
         )
         local = self.shape.local_experts
         values = {}
@@ -270,25 +278,27 @@ class RankLaunch:
             position = 0
             experts = range(owner * local, (owner + 1) * local)
             for expert in experts:
-                before = position + sum(other[expert] for other in histograms[:planner])
+                before = position + sum(other[expert] for other in histograms[:sorter])
                 for i, slot in enumerate(slot for slot in mine if self.experts[slot] == expert):
-                    values[self.slot_cell(owner, self.rank, before + i)] = ("slot", self.epoch, slot)
+                    values[self.slot_cell(owner, self.rank, before + i)] = ("slot", self.launch_number, slot)
                 position += sum(other[expert] for other in histograms)
-            if planner == 0:
+            if sorter == 0:
                 counts = [sum(other[expert] for other in histograms) for expert in experts]
-                values[self.counts_cell(owner, self.rank)] = ("counts", self.epoch, counts)
+                values[self.counts_cell(owner, self.rank)] = ("counts", self.launch_number, counts)
         yield from self.write(values)
 
-    def histogram_cell(self, planner: int) -> Cell:
-        return self.rank, self.regions["histograms"] + planner * self.shape.num_experts * 4
+    def histogram_cell(self, sorter: int) -> Cell:
+        return self.rank, self.regions["histograms"] + sorter * self.shape.num_experts * 4
 
     def wait_for_counts(self, agent: int) -> Generator[Until | None, None, list[list[int]]]:
         """Rows from each source for each local expert."""
         for source in range(self.group.ranks):
-            yield from self.until(Site.walk, agent, Signal.inputs_ready, source, self.epoch)
+            yield from self.until(Site.walk, agent, Signal.inputs_ready, source, self.launch_number)
         sources = range(self.group.ranks)
         return (
-            yield from self.read({self.counts_cell(self.rank, source): ("counts", self.epoch) for source in sources})
+            yield from self.read(
+                {self.counts_cell(self.rank, source): ("counts", self.launch_number) for source in sources}
+            )
         )
 
     def before(self, site, agent: int, waits: Iterable[Any]) -> Iterator[Until]:
@@ -305,11 +315,11 @@ class RankLaunch:
     def rows_of(self, row_tile: int, rows: int) -> dict[Cell, tuple[Any, ...]]:
         """The cells of a tile's rows, with what they have to begin with."""
         ring_slot = row_tile % self.schedule.ring_tiles
-        return {self.row_cell(ring_slot, row): ("row", self.epoch, row_tile, row) for row in range(rows)}
+        return {self.row_cell(ring_slot, row): ("row", self.launch_number, row_tile, row) for row in range(rows)}
 
     def targets_of(self, row_tile: int, rows: int) -> dict[Cell, tuple[Any, ...]]:
         ring_slot = row_tile % self.schedule.ring_tiles
-        return {self.target_cell(ring_slot, row): ("target", self.epoch, row_tile, row) for row in range(rows)}
+        return {self.target_cell(ring_slot, row): ("target", self.launch_number, row_tile, row) for row in range(rows)}
 
     def expert_of(self, task) -> int:
         """Among all experts of the group."""
@@ -337,7 +347,7 @@ class RankLaunch:
         values = {}
         for i, origin in enumerate(slots):
             row = chunk.tile_row + i
-            tags = (self.epoch, chunk.row_tile, row)
+            tags = (self.launch_number, chunk.row_tile, row)
             target = None if origin is None else steps.pack_row_target(*origin)
             values[self.row_cell(chunk.ring_slot, row)] = ("row", *tags, self.token_of(origin))
             values[self.target_cell(chunk.ring_slot, row)] = ("target", *tags, target)
@@ -350,7 +360,7 @@ class RankLaunch:
 
     def token_of(self, origin: Origin | None) -> Any:
         """What a row holds of the slot that it comes from; None of a row of zeros."""
-        return origin and ("token", self.epoch, origin[0], origin[1] // self.shape.top_k)
+        return origin and ("token", self.launch_number, origin[0], origin[1] // self.shape.top_k)
 
     def notes_of(self, chunk, slots: list[Origin | None]) -> tuple[Cells, Cells]:
         """What else is read for the rows of a chunk, and written with them."""
@@ -366,7 +376,7 @@ class RankLaunch:
         ]
         places = [at and (at.source, starts[at.source] + at.position) for at in sources]
         cells = [self.slot_cell(self.rank, *place) for place in places if place]
-        slots = iter((yield from self.read(dict.fromkeys(cells, ("slot", self.epoch)))))
+        slots = iter((yield from self.read(dict.fromkeys(cells, ("slot", self.launch_number)))))
         return [place and (place[0], next(slots)) for place in places]
 
 

@@ -47,14 +47,14 @@ def head_claims(layout, head) -> list[Claim]:
             start = steps.word_of(layout, head, EPOCHS[0], signal, source)
             assert start == steps.word_of(layout, head, EPOCHS[1], signal, source), "flags have one bank"
             claim(start, steps.flag_bytes, "flags", f"{signal.name}[{source}]")
-    for epoch in EPOCHS:
+    for launch_number in EPOCHS:
         for signal in COUNTERS:
             for index in range(head.row_tiles if steps.is_per_tile(signal) else 1):
-                start = steps.word_of(layout, head, epoch, signal, index)
-                claim(start, 4, "counters", f"{signal.name}[{index}] of epoch {epoch}")
+                start = steps.word_of(layout, head, launch_number, signal, index)
+                claim(start, 4, "counters", f"{signal.name}[{index}] of launch_number {launch_number}")
         for source in range(head.ranks):
-            start = steps.rows_from_source(layout, head, epoch, source)
-            claim(start, head.local_experts * 4, "rows_from", f"rows from {source} of epoch {epoch}")
+            start = steps.rows_from_source(layout, head, launch_number, source)
+            claim(start, head.local_experts * 4, "rows_from", f"rows from {source} of launch_number {launch_number}")
     for source in range(head.ranks):
         start = steps.slots_from_source(layout, head, source)
         claim(start, head.slots * 4, "source_slots", f"slots of {source}")
@@ -87,22 +87,22 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
         for token in range(shape.tokens):
             claim("tokens", token * width, width, itemsize, f"token {token}")
     for slot in range(shape.slots):
-        for column in range(0, shape.hidden, tile.output_columns):
-            columns = min(tile.output_columns, shape.hidden - column)
-            claim("partials", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
-    for planner in range(steps.most_planners(shape, schedule)):  # a rank with few workers has fewer
-        claim("histograms", planner * shape.num_experts, shape.num_experts, 4, f"histogram of planner {planner}")
+        for column in range(0, shape.hidden, tile.columns):
+            columns = min(tile.columns, shape.hidden - column)
+            claim("answers", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
+    for sorter in range(steps.most_sorters(shape, schedule)):  # a rank with few workers has fewer
+        claim("histograms", sorter * shape.num_experts, shape.num_experts, 4, f"histogram of sorter {sorter}")
     if schedule.keep_tokens:
         for source, token in itertools.product(range(1, shape.ranks), range(shape.tokens)):
             index = steps.kept_index(shape, 0, source, token)
             claim("kept_tokens", index * width, width, itemsize, f"kept token {token} of {source}")
             claim("kept_states", index, 1, 4, f"state of token {token} of {source}")
-    hidden_columns = tile.output_columns if schedule.backward else tile.hidden_columns  # of the task that writes h
+    h_columns = tile.columns if schedule.backward else tile.h_columns  # of the task that writes h
     for row in range(schedule.ring_tiles * tile.rows):
         claim("row_targets", row, 1, 4, f"target of ring row {row}")
         claim("rows", row * width, width, itemsize, f"ring row {row}")
-        for first, columns in pieces(shape.intermediate, hidden_columns):
-            claim("hidden", row * shape.intermediate + first, columns, itemsize, f"h {first} of ring row {row}")
+        for first, columns in pieces(shape.intermediate, h_columns):
+            claim("h", row * shape.intermediate + first, columns, itemsize, f"h {first} of ring row {row}")
     if schedule.backward:
         claim_gradients(claim, layout, shape, schedule, itemsize)
     return claims
@@ -112,15 +112,15 @@ def claim_gradients(claim, layout, shape, schedule, itemsize: int) -> None:
     """What only a backward pass has."""
     tile, number = schedule.tile, number_bytes(itemsize)
     for slot in range(shape.slots):
-        claim("weights", slot, 1, number, f"routing weight of slot {slot}")
-        claim("weight_answers", slot, 1, number, f"gradient of the routing weight of slot {slot}")
+        claim("routing_weights", slot, 1, number, f"routing weight of slot {slot}")
+        claim("routing_weight_gradients", slot, 1, number, f"gradient of the routing weight of slot {slot}")
     tiles = steps.gradient_tiles(shape, schedule)
     for row in range(schedule.ring_tiles * tile.rows):
-        claim("row_weights", row, 1, number, f"weight of ring row {row}")
+        claim("row_routing_weights", row, 1, number, f"weight of ring row {row}")
         for column_tile in range(tiles):
             claim("row_products", row * tiles + column_tile, 1, number, f"product {column_tile} of ring row {row}")
         for which, (first, columns) in itertools.product(
-            range(shape.projections), pieces(shape.intermediate, tile.hidden_columns)
+            range(shape.projections), pieces(shape.intermediate, tile.h_columns)
         ):
             start = (row * shape.projections + which) * shape.intermediate + first
             claim("projections", start, columns, itemsize, f"projection {which} column {first} of ring row {row}")
@@ -133,11 +133,11 @@ def sums_of_weight_gradients(shape, tile) -> list[tuple[str, int, int]]:
     """(name, first number, numbers) of each line of each tile of the weight gradients, then of the bias gradients."""
     lines, start = [], 0
     for gemm, (rows, columns) in weight_matrices(shape).items():
-        for row, (first, count) in itertools.product(range(rows), pieces(columns, tile.output_columns)):
+        for row, (first, count) in itertools.product(range(rows), pieces(columns, tile.columns)):
             lines.append((f"{gemm.name} row {row} column {first}", start + row * columns + first, count))
         start += rows * columns
     for gemm, (_, columns) in weight_matrices(shape).items():
-        for first, count in pieces(columns, tile.output_columns):
+        for first, count in pieces(columns, tile.columns):
             lines.append((f"bias of {gemm.name} column {first}", start + first, count))
         start += columns
     return lines

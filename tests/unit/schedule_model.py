@@ -133,12 +133,12 @@ def rows_of_tiles(problem: Problem) -> list[tuple[int, int]]:
 def column_tiles(problem: Problem) -> dict:
     """Column tiles of the GEMMs of a row tile, in the order in which they follow each other."""
     shape, schedule, _ = problem
-    gate_up = {Gemm.gate_up: math.ceil(shape.intermediate / schedule.tile.hidden_columns)}
-    outputs = math.ceil(shape.hidden / schedule.tile.output_columns)
+    gate_up = {Gemm.gate_up: math.ceil(shape.intermediate / schedule.tile.h_columns)}
+    outputs = math.ceil(shape.hidden / schedule.tile.columns)
     if not schedule.backward:
         return gate_up | {Gemm.down: outputs}
-    gradients = math.ceil(shape.intermediate / schedule.tile.output_columns)
-    return gate_up | {Gemm.hidden_gradient: gradients, Gemm.token_gradient: outputs}
+    gradients = math.ceil(shape.intermediate / schedule.tile.columns)
+    return gate_up | {Gemm.h_gradient: gradients, Gemm.token_gradient: outputs}
 
 
 def weight_matrices(shape) -> dict[Any, tuple[int, int]]:
@@ -152,7 +152,7 @@ def weight_tiles(shape, schedule) -> dict[Any, int]:
     """Tasks of each weight gradient of a segment, worked out from the sizes alone."""
     tile = schedule.tile
     return {
-        gemm: math.ceil(rows / tile.rows) * math.ceil(columns / tile.output_columns)
+        gemm: math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns)
         for gemm, (rows, columns) in weight_matrices(shape).items()
     }
 

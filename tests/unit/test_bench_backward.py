@@ -313,7 +313,7 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
     # Rank 1 has the rows of slots 0:1, 2:0, 2:1 and 3:1; its tokens use four slots.
     assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, PIECES) == BackwardMemory(
         weights_of_gate_up=2 * MATRIX,
-        weights_of_hidden_gradient=MATRIX,
+        weights_of_h_gradient=MATRIX,
         weights_of_token_gradient=2 * MATRIX,
         tokens_staged=2 * 2 * 2 * TOKEN,
         weights_staged=2 * 2 * 4 + 4 * 4,
@@ -323,7 +323,7 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
         rows_read=4 * (3 + 2) * TOKEN,
         projections_written=4 * 4 * H,
         projections_read=4 * 6 * H,
-        hidden_written=4 * H,
+        h_written=4 * H,
         hidden_read=4 * H,
         row_numbers_written=4 * (1 + 2) * 4,
         row_numbers_read=4 * (1 + 2) * 4,
@@ -380,9 +380,9 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
                 add(home, tokens_pulled=pair)
             add(home, weights_staged=4, answers_written=token + 4, answers_read=token + 4)
             add(owner, rows_written=pair, lists_written=8, lists_read=8)
-            # gate_up, hidden_gradient, token_gradient; then the gradients of w_gate, w_up, w_down
+            # gate_up, h_gradient, token_gradient; then the gradients of w_gate, w_up, w_down
             add(owner, rows_read=token, projections_written=2 * h)
-            add(owner, rows_read=token, projections_read=2 * h, projections_written=2 * h, hidden_written=h)
+            add(owner, rows_read=token, projections_read=2 * h, projections_written=2 * h, h_written=h)
             add(owner, projections_read=2 * h)
             add(owner, rows_read=token, projections_read=h)
             add(owner, rows_read=token, projections_read=h)

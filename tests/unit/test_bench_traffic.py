@@ -34,11 +34,11 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
         tokens_kept=0,
         rows_written=3 * TOKEN,
         rows_read=3 * TOKEN,
-        hidden_written=3 * H,
+        h_written=3 * H,
         hidden_read=3 * H,
         answers_written=3 * TOKEN,
         answers_read=3 * TOKEN,
-        outputs_written=2 * TOKEN,
+        y_written=2 * TOKEN,
         routing_read=2 * 2 * 4 * 4,
         lists_written=3 * 8,
         lists_read=3 * 8,
@@ -50,11 +50,11 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
         tokens_kept=0,
         rows_written=4 * TOKEN,
         rows_read=4 * TOKEN,
-        hidden_written=4 * H,
+        h_written=4 * H,
         hidden_read=4 * H,
         answers_written=4 * TOKEN,
         answers_read=4 * TOKEN,
-        outputs_written=2 * TOKEN,
+        y_written=2 * TOKEN,
         routing_read=2 * 2 * 4 * 4,
         lists_written=4 * 8,
         lists_read=4 * 8,
@@ -71,7 +71,7 @@ def test_the_link_terms_of_the_megakernel_equal_a_count_by_hand():
 def test_the_terms_of_a_layer_that_gathers_all_tokens_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
     tokens = 2 * TOKEN
-    memory = GatherMemory(weights=EXPERT, tokens_gathered=3 * tokens, sums_sent=2 * tokens, outputs_written=tokens)
+    memory = GatherMemory(weights=EXPERT, tokens_gathered=3 * tokens, sums_sent=2 * tokens, y_written=tokens)
     assert GatherMemory.of_rank(routing, SMALL, 1) == memory
     links = GatherLinks(tokens_received=tokens, sums_received=tokens, routing_received=2 * 2 * 8)
     assert GatherLinks.of_rank(routing, SMALL, 1) == links
@@ -90,7 +90,7 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
         home = number // shape.tokens
         if shape.ranks > 1:
             add(home, "tokens_staged", token + token)
-        add(home, "outputs_written", token)
+        add(home, "y_written", token)
         for expert in chosen:
             add(home, "routing_read", 3 * 4 + 4)
             if expert < 0:
@@ -105,7 +105,7 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
                 add(home, "tokens_pulled", token)
             add(owner, "rows_written", token)
             add(owner, "rows_read", token)
-            add(owner, "hidden_written", h)
+            add(owner, "h_written", h)
             add(owner, "hidden_read", h)
             add(home, "answers_written", token)
             add(home, "answers_read", token)

@@ -184,7 +184,7 @@ def test_an_explicit_axis_left_inside_shard_map_is_named():
         jax.jit(inside)(x)
 
 
-@pytest.mark.parametrize("options", [{"chunk_rows": 0}, {"chunk_rows": 1.5}, {"chunk_rows": 8, "grouped_gemm": "gmm"}])
+@pytest.mark.parametrize("options", [{"batch_rows": 0}, {"batch_rows": 1.5}, {"batch_rows": 8, "grouped_gemm": "gmm"}])
 def test_a_plan_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=r"^Plan: "):
         jaxmoe.Plan(**options)

@@ -33,7 +33,7 @@ def test_it_says_what_runs_why_and_what_it_costs_without_running_anything():
     assert told.flops == 6 * 8192 * 2 * 4096 * 14336
     # The other seven ranks' tokens and sums, BF16, and an id and a weight of 4 bytes for each of their slots.
     assert told.wire_bytes == 7 * 8192 * (2 * 2 * 4096 + 8 * 2)
-    for part in ("8 ranks of expert", "implementation=None", "chunk_rows=20480", "whatever the routing", "MiB"):
+    for part in ("8 ranks of expert", "implementation=None", "batch_rows=20480", "whatever the routing", "MiB"):
         assert part in text
     for size in told.memory_bytes.values():
         assert size >= 0
@@ -49,7 +49,7 @@ def test_a_named_implementation_is_the_one_that_runs():
 
 
 def test_a_passed_plan_is_the_one_that_is_used():
-    plan = jaxmoe.Plan(chunk_rows=77)
+    plan = jaxmoe.Plan(batch_rows=77)
     assert jaxmoe.explain(*make_inputs(0)[:4], axis_name=None, plan=plan).call.plan == plan
 
 
@@ -63,10 +63,10 @@ def test_a_passed_plan_is_the_one_that_is_used():
 def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(tokens, top_k, ranks, platform, dtype):
     shape = Shape(tokens, hidden=64, intermediate=64, num_experts=64, top_k=top_k, ranks=ranks)
     plan = default_plan(shape, platform, dtype)
-    assert 1 <= plan.chunk_rows <= max(shape.all_slots, 1)
+    assert 1 <= plan.batch_rows <= max(shape.all_slots, 1)
     roomy = ROWS_OVER_BALANCED * shape.balanced_rows + xla_plans.ROW_TILE
-    assert plan.chunk_rows <= max(xla_plans.WORST_CASE_ROWS, roomy)
-    assert [reason.split("=")[0] for reason in plan.reasons] == ["chunk_rows", "grouped_gemm"]
+    assert plan.batch_rows <= max(xla_plans.WORST_CASE_ROWS, roomy)
+    assert [reason.split("=")[0] for reason in plan.reasons] == ["batch_rows", "grouped_gemm"]
     assert all(": " in reason for reason in plan.reasons)
 
 

@@ -76,11 +76,11 @@ class Writers:
         tiles = steps.gradient_tiles(shape, self.schedule)
         # First row, parts of a row, numbers of a part, numbers of a column tile, bytes of a number.
         first_row, parts, width, columns, size = {
-            "hidden": (ring_row, 1, shape.intermediate, self.hidden_columns(task), self.itemsize),
-            "projections": (ring_row, shape.projections, shape.intermediate, self.hidden_columns(task), self.itemsize),
+            "h": (ring_row, 1, shape.intermediate, self.h_columns(task), self.itemsize),
+            "projections": (ring_row, shape.projections, shape.intermediate, self.h_columns(task), self.itemsize),
             "row_products": (ring_row, 1, tiles, 1, number),
-            "partials": (self.first_slots[task.row_tile], 1, shape.hidden, tile.output_columns, self.itemsize),
-            "weight_answers": (self.first_slots[task.row_tile], 1, 1, 1, number),
+            "answers": (self.first_slots[task.row_tile], 1, shape.hidden, tile.columns, self.itemsize),
+            "routing_weight_gradients": (self.first_slots[task.row_tile], 1, 1, 1, number),
         }[region]
         first = task.column_tile * columns
         count = min(task.column_tiles * columns, width - first)
@@ -91,9 +91,9 @@ class Writers:
         ]
         return [Claim(start, start + count * size, region, repr(task)) for start in starts]
 
-    def hidden_columns(self, task) -> int:
+    def h_columns(self, task) -> int:
         """Columns between the GEMMs that a task of one column tile writes."""
-        return self.schedule.tile.hidden_columns if task.gemm == Gemm.gate_up else self.schedule.tile.output_columns
+        return self.schedule.tile.h_columns if task.gemm == Gemm.gate_up else self.schedule.tile.columns
 
     def sums(self, task) -> list[Claim]:
         """Numbers of the weight sums that a task writes, its bias gradient left out."""
@@ -101,10 +101,10 @@ class Writers:
         rows, columns = matrices[task.gemm]
         sizes = {gemm: height * width for gemm, (height, width) in matrices.items()}
         before = sum(list(sizes.values())[: list(sizes).index(task.gemm)])
-        first = task.column_tile * tile.output_columns
+        first = task.column_tile * tile.columns
         lines = range(rows)[task.weight_row_tile * tile.rows :][: tile.rows]
         starts = [before + line * columns + first for line in lines]
-        end = min(tile.output_columns, columns - first)
+        end = min(tile.columns, columns - first)
         return [Claim(start, start + end, "weight_sums", repr(task)) for start in starts]
 
 
@@ -114,10 +114,10 @@ def total(claims: list[Claim]) -> int:
 
 # What the tasks of a GEMM write that may run at the same time: those of as many row tiles as the ring holds, or of all.
 WRITTEN_IN_RINGS = {
-    Gemm.gate_up: {False: ["hidden"], True: ["projections"]},  # in a forward pass, in a backward pass
-    Gemm.hidden_gradient: {True: ["projections", "hidden", "row_products"]},  # projections in place
+    Gemm.gate_up: {False: ["h"], True: ["projections"]},  # in a forward pass, in a backward pass
+    Gemm.h_gradient: {True: ["projections", "h", "row_products"]},  # projections in place
 }
-WRITTEN_IN_SLOTS = {Gemm.down: {False: ["partials"]}, Gemm.token_gradient: {True: ["partials"]}}
+WRITTEN_IN_SLOTS = {Gemm.down: {False: ["answers"]}, Gemm.token_gradient: {True: ["answers"]}}
 
 
 @both_passes
@@ -146,9 +146,9 @@ def test_every_slot_gets_one_gradient_of_its_routing_weight(problem, itemsize):
     """From the token_gradient task of its row that has the first columns."""
     writers = Writers(problem, itemsize)
     first = [task for task in writers.of(Gemm.token_gradient) if task.column_tile == 0]
-    answers = [claim for task in first for claim in writers.written(task, "weight_answers")]
+    answers = [claim for task in first for claim in writers.written(task, "routing_weight_gradients")]
     assert_apart(answers)
-    assert total(answers) == writers.body["weight_answers"][1]
+    assert total(answers) == writers.body["routing_weight_gradients"][1]
 
 
 @given(problem=small_problems(BACKWARD), itemsize=itemsizes)

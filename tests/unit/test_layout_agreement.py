@@ -27,7 +27,7 @@ def test_ranks_with_any_numbers_of_workers_have_the_same_layout_and_agree(proble
     assert steps.needed_head(shape, crewed[0]) == steps.needed_head(shape, crewed[1])
 
 
-NUMBERS_OF_TILES = ("rows", "hidden_columns", "output_columns")
+NUMBERS_OF_TILES = ("rows", "h_columns", "columns")
 # What ranks have to have the same: another legal value of each number, `by` larger where any number will do.
 OTHER_SHAPES = {
     "ranks": lambda shape, by: {"ranks": 2 * shape.ranks, "num_experts": 2 * shape.num_experts},

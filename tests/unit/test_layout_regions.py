@@ -19,7 +19,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     token_bytes = (1 + backward) * shape.hidden * itemsize
     number = number_bytes(itemsize)
     hidden, intermediate, projections = shape.hidden, shape.intermediate, shape.projections
-    gradient_tiles = math.ceil(intermediate / schedule.tile.output_columns)
+    gradient_tiles = math.ceil(intermediate / schedule.tile.columns)
     sums = (projections + 1) * hidden * intermediate + projections * intermediate + hidden
     several_segments = shape.ranks * shape.slots > schedule.segment_tiles * schedule.tile.rows
     return {
@@ -29,16 +29,16 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "rows_from": 2 * head.ranks * head.local_experts * 4,
         "source_slots": head.ranks * head.slots * 4,
         "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
-        "partials": shape.slots * shape.hidden * itemsize,
-        "weights": backward * shape.slots * number,
-        "weight_answers": backward * shape.slots * number,
+        "answers": shape.slots * shape.hidden * itemsize,
+        "routing_weights": backward * shape.slots * number,
+        "routing_weight_gradients": backward * shape.slots * number,
         "histograms": min(max(math.ceil(shape.slots / 1024), 1), 128) * shape.num_experts * 4,
         "kept_tokens": kept * token_bytes,
         "kept_states": kept * 4,
         "row_targets": ring_rows * 4,
         "rows": ring_rows * token_bytes,
-        "hidden": ring_rows * shape.intermediate * itemsize,
-        "row_weights": backward * ring_rows * number,
+        "h": ring_rows * shape.intermediate * itemsize,
+        "row_routing_weights": backward * ring_rows * number,
         "row_products": backward * ring_rows * gradient_tiles * number,
         "projections": backward * ring_rows * projections * intermediate * itemsize,
         "weight_sums": backward * several_segments * sums * number,
@@ -62,7 +62,7 @@ def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, i
     assert layout.bytes == end
 
 
-PEERS_REACH = ["tokens", "partials", "weights", "weight_answers"]
+PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients"]
 
 
 @given(problem=problems() | large_problems(), itemsize=itemsizes)
@@ -90,7 +90,7 @@ def test_offsets_of_words_and_lists_stay_inside_their_regions_at_any_size(proble
     last = head.ranks - 1
     last_word = steps.word_of(layout, head, EPOCHS[1], Signal.weight_gradients_written, head.row_tiles - 1)
     assert last_word + 4 == sum(layout.head["counters"])
-    last_flag = steps.word_of(layout, head, EPOCHS[1], Signal.partials_written, last)
+    last_flag = steps.word_of(layout, head, EPOCHS[1], Signal.answers_ready, last)
     assert last_flag + steps.flag_bytes == sum(layout.head["flags"])
     last_counts = steps.rows_from_source(layout, head, EPOCHS[1], last)
     assert last_counts + head.local_experts * 4 == sum(layout.head["rows_from"])
@@ -135,12 +135,12 @@ def test_a_head_that_is_too_small_is_refused(problem, field):
 
 @given(problem=problems() | large_problems())
 @settings(max_examples=100)
-def test_planners_are_as_many_as_have_about_a_thousand_slots_each_but_at_most_one_per_worker_and_128(problem):
+def test_sorters_are_as_many_as_have_about_a_thousand_slots_each_but_at_most_one_per_worker_and_128(problem):
     shape, schedule, _ = problem
-    planners = steps.num_planners(shape, schedule)
-    assert 1 <= planners <= min(schedule.workers, 128)
-    assert planners == min(schedule.workers, 128) or planners * 1024 >= shape.slots
-    assert planners == 1 or (planners - 1) * 1024 < shape.slots
+    sorters = steps.num_sorters(shape, schedule)
+    assert 1 <= sorters <= min(schedule.workers, 128)
+    assert sorters == min(schedule.workers, 128) or sorters * 1024 >= shape.slots
+    assert sorters == 1 or (sorters - 1) * 1024 < shape.slots
 
 
 @given(source=st.integers(0, steps.max_ranks - 1), slot=st.integers(0, steps.max_slots - 1))

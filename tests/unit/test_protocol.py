@@ -62,7 +62,7 @@ def test_a_launch_ends_in_any_order_and_reads_only_what_is_right_with_any_legal_
 def a_full_pipeline(**changes) -> Problem:
     """One expert of eight full tiles in four units, twice as much as the ring holds."""
     schedule = steps.Schedule(
-        steps.TileSizes(rows=4, hidden_columns=8, output_columns=8),
+        steps.TileSizes(rows=4, h_columns=8, columns=8),
         unit_tiles=2,
         lag_units=1,
         ring_tiles=4,
@@ -103,7 +103,7 @@ def test_one_ring_tile_fewer_than_the_least_is_stuck_at_the_pull_that_waits_forw
     assume(ring > 0)
     # All units are full, and one tile finds no slot.
     waits = stuck_with(order, ring + 1, lag_units=lag, unit_tiles=unit_tiles, ring_tiles=ring)
-    assert (steps.Wait(Signal.outputs_written, 0, 2), 0) in waits
+    assert (steps.Wait(Signal.answers_written, 0, 2), 0) in waits
 
 
 @given(order=orders, lag=st.integers(0, 2), unit_tiles=st.integers(1, 4), units=st.integers(1, 3))
@@ -116,7 +116,7 @@ def test_one_ring_tile_fewer_than_a_backward_pass_needs_is_stuck_at_the_same_pul
     changes = {"lag_units": lag, "unit_tiles": unit_tiles, "ring_tiles": ring, "segment_tiles": segment_tiles}
     waits = stuck_with(order, tiles, **changes)
     # In a segment of one unit the first tile still waits for token_gradient, otherwise for the weight gradients.
-    signal, target = (Signal.outputs_written, 2) if units == 1 else (Signal.weight_gradients_written, 24)
+    signal, target = (Signal.answers_written, 2) if units == 1 else (Signal.weight_gradients_written, 24)
     assert (steps.Wait(signal, 0, target), 0) in waits
 
 
@@ -154,11 +154,11 @@ def test_a_role_that_skips_its_wait_reads_or_overwrites_what_it_must_not(site):
     "wait",
     [
         "gate_up",
-        "hidden_gradient",
+        "h_gradient",
         "token_gradient",
-        "weight_gradient hidden_gradients_written",
+        "weight_gradient h_gradients_written",
         "weight_gradient weight_gradients_written",  # sums are taken up before they are there, or overwritten
-        "dispatch outputs_written",
+        "dispatch answers_written",
         "dispatch weight_gradients_written",
     ],
 )
@@ -195,7 +195,7 @@ def several_launches(draw):
     ranks = draw(st.integers(1, 4))
     local_experts = draw(st.integers(1, 3))
     num_experts = ranks * local_experts
-    first_epoch = draw(st.sampled_from([1, 2, 2**31 - 1, 2**32 - 2, 2**32 - 1]))
+    first_launch = draw(st.sampled_from([1, 2, 2**31 - 1, 2**32 - 2, 2**32 - 1]))
     random = Random(draw(st.integers(0, 2**32 - 1)))
     launches = []
     for number in range(draw(st.integers(2, 4))):
@@ -216,7 +216,7 @@ def several_launches(draw):
             for rank in range(ranks)
         ]
         crews = draw(st.just([]) | st.lists(st.tuples(few, few), min_size=ranks, max_size=ranks))
-        launches.append(Launch((first_epoch + number) % 2**32, shape, schedule, experts, crews))
+        launches.append(Launch((first_launch + number) % 2**32, shape, schedule, experts, crews))
     return launches
 
 
@@ -270,11 +270,11 @@ def busy_launches(faults: Faults, passes: tuple[int, ...], ranks: int = 3, launc
 
 
 BROKEN_RULES = {
-    "plan does not wait for the other planners": Faults(skipped_waits=frozenset({"plan"})),
+    "sort does not wait for the other sorters": Faults(skipped_waits=frozenset({"sort"})),
     "inputs are published before they are staged": Faults(skipped_waits=frozenset({"publish"})),
     "walks begin before inputs_ready": Faults(skipped_waits=frozenset({"walk"})),
-    "partials are announced before all tasks are done": Faults(skipped_waits=frozenset({"announce"})),
-    "combine does not wait for partials_written": Faults(skipped_waits=frozenset({"combine"})),
+    "answers are announced before all tasks are done": Faults(skipped_waits=frozenset({"announce"})),
+    "combine does not wait for answers_ready": Faults(skipped_waits=frozenset({"combine"})),
     "one bank of row counts": Faults(one_bank=frozenset({"rows_from"})),
     "one bank of counters": Faults(one_bank=frozenset({"counters"})),
 }
@@ -284,13 +284,13 @@ BROKEN_RULES = {
 @pytest.mark.parametrize("faults", BROKEN_RULES.values(), ids=BROKEN_RULES.keys())
 def test_a_rule_between_launches_that_is_broken_is_found(faults, passes):
     groups = [busy_launches(faults, passes) for _ in range(30)]
-    if "plan" in faults.skipped_waits:
-        groups = [many_planners(faults, passes[0]) for _ in range(5)]
+    if "sort" in faults.skipped_waits:
+        groups = [many_sorters(faults, passes[0]) for _ in range(5)]
     assert faults_found(groups, AssertionError) > 0  # stale, stuck, unclear or too far ahead
 
 
-def many_planners(faults: Faults, segment_tiles: int = 0) -> Group:
-    """One rank with more slots than one planner sorts."""
+def many_sorters(faults: Faults, segment_tiles: int = 0) -> Group:
+    """One rank with more slots than one sorter sorts."""
     shape = steps.Shape(1, tokens=1100, hidden=1, intermediate=1, num_experts=1, top_k=1)
     schedule = steps.Schedule(
         steps.TileSizes(256, 1, 1),
@@ -304,14 +304,14 @@ def many_planners(faults: Faults, segment_tiles: int = 0) -> Group:
         keep_tokens=0,
         segment_tiles=segment_tiles,
     )
-    assert steps.num_planners(shape, schedule) == 2
+    assert steps.num_sorters(shape, schedule) == 2
     return Group([Launch(1, shape, schedule, [[0] * 1100])], faults)
 
 
 @given(order=orders, segment_tiles=st.integers(0, 2))
 @settings(max_examples=8)
-def test_several_planners_sort_the_slots_of_a_rank(order, segment_tiles):
-    many_planners(NO_FAULTS, segment_tiles).run(order)
+def test_several_sorters_sort_the_slots_of_a_rank(order, segment_tiles):
+    many_sorters(NO_FAULTS, segment_tiles).run(order)
 
 
 # --- words and messages -----------------------------------------------------------------------------------------------
@@ -333,12 +333,12 @@ def test_counters_survive_wrap_around(target, ahead):
             "jaxmoe: rank 3 sm 41 gate_up waited 10 s for rows_arrived[17]: seen 96 of 128.",
         ),
         (
-            Site.combine, Signal.partials_written, 5, 9, 8, 0.5,
-            "jaxmoe: rank 3 sm 41 combine waited 0.5 s for partials_written[5]: seen 8 of 9 (from rank 5).",
+            Site.combine, Signal.answers_ready, 5, 9, 8, 0.5,
+            "jaxmoe: rank 3 sm 41 combine waited 0.5 s for answers_ready[5]: seen 8 of 9 (from rank 5).",
         ),
         (
-            Site.publish, Signal.inputs_staged, 0, 132, 2**32 - 1, 120.0,
-            "jaxmoe: rank 3 sm 41 publish waited 120 s for inputs_staged[0]: seen 4294967295 of 132.",
+            Site.publish, Signal.inputs_published, 0, 132, 2**32 - 1, 120.0,
+            "jaxmoe: rank 3 sm 41 publish waited 120 s for inputs_published[0]: seen 4294967295 of 132.",
         ),
     ],
 )  # fmt: skip
@@ -349,10 +349,10 @@ def test_a_wait_that_is_given_up_says_who_waited_where_for_what(site, signal, in
 
 def test_every_signal_is_a_counter_of_the_rank_a_counter_per_tile_or_a_flag_from_peers():
     names = [signal.name for signal in map(Signal, range(len(Signal.__members__)))]
-    assert names[:3] == ["histograms_written", "inputs_staged", "tasks_done"]
+    assert names[:3] == ["histograms_written", "inputs_published", "tasks_done"]
     assert [name for name in names if steps.is_per_tile(Signal.__members__[name])] == names[3:-2]
     assert [name for name in names if steps.is_from_peers(Signal.__members__[name])] == names[-2:]
-    assert names[-2:] == ["inputs_ready", "partials_written"]
+    assert names[-2:] == ["inputs_ready", "answers_ready"]
 
 
 @given(problem=small_problems(workers=few, dispatchers=few))
@@ -360,10 +360,10 @@ def test_every_signal_is_a_counter_of_the_rank_a_counter_per_tile_or_a_flag_from
 def test_tasks_wait_for_the_gemm_whose_results_they_read(problem):
     results_of = {
         Gemm.gate_up: {Signal.rows_arrived},
-        Gemm.down: {Signal.hidden_written},
-        Gemm.hidden_gradient: {Signal.hidden_written},
-        Gemm.token_gradient: {Signal.hidden_gradients_written},
-    } | {gemm: {Signal.hidden_gradients_written, Signal.weight_gradients_written} for gemm in WEIGHT_GRADIENTS}
+        Gemm.down: {Signal.h_written},
+        Gemm.h_gradient: {Signal.h_written},
+        Gemm.token_gradient: {Signal.h_gradients_written},
+    } | {gemm: {Signal.h_gradients_written, Signal.weight_gradients_written} for gemm in WEIGHT_GRADIENTS}
     waits_before = waits_of(problem)
     for item in stream(problem):
         waits = {wait.signal for wait in waits_before(item)}

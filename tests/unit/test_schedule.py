@@ -66,9 +66,9 @@ def test_every_tile_of_every_weight_gradient_is_visited_once_per_segment_with_it
     for s in steps.segments(schedule, problem.rows_per_expert):
         segment = s.expert, s.first_tile, s.first_tile % schedule.ring_tiles, sum(rows_of[s.first_tile :][: s.tiles])
         expected += [
-            (gemm, *segment, row // tile.rows, s.part, s.sums_tile, column // tile.output_columns, 1)
+            (gemm, *segment, row // tile.rows, s.part, s.sums_tile, column // tile.columns, 1)
             for gemm, (rows, columns) in weight_matrices(shape).items()
-            for column in range(0, columns, tile.output_columns)
+            for column in range(0, columns, tile.columns)
             for row in range(0, rows, tile.rows)
         ]
     found = [
@@ -84,14 +84,14 @@ def test_every_tile_of_every_weight_gradient_is_visited_once_per_segment_with_it
 def test_the_tiles_of_weight_gradients_are_counted_as_they_are_visited(problem):
     shape, schedule, _ = problem
     assert steps.weight_tasks(shape, schedule) == sum(weight_tiles(shape, schedule).values())
-    assert steps.gradient_tiles(shape, schedule) == column_tiles(problem)[Gemm.hidden_gradient]
+    assert steps.gradient_tiles(shape, schedule) == column_tiles(problem)[Gemm.h_gradient]
 
 
 @given(problem=problems())
 @settings(max_examples=100)
 def test_a_forward_pass_has_no_weight_gradients_and_a_backward_pass_no_down(problem):
     gemms = {task.gemm for task in all_tasks(problem)}
-    assert gemms.isdisjoint([Gemm.down] if problem.schedule.backward else [*WEIGHT_GRADIENTS, Gemm.hidden_gradient])
+    assert gemms.isdisjoint([Gemm.down] if problem.schedule.backward else [*WEIGHT_GRADIENTS, Gemm.h_gradient])
     assert problem.shape.projections == 2 or Gemm.up_gradient not in gemms
 
 
@@ -250,7 +250,7 @@ def test_saved_units_have_no_gate_up_their_hidden_gradients_wait_for_rows_and_no
         (about(task)[:6], columns_of(task)) for task in left
     ]
     for task, before in zip(of_saved, left, strict=True):
-        is_read = task.gemm == Gemm.hidden_gradient and task.row_tile in saved
+        is_read = task.gemm == Gemm.h_gradient and task.row_tile in saved
         waits = steps.waits_before(shape, saving.schedule, task)
         if is_read:
             assert waits == [steps.Wait(Signal.rows_arrived, task.row_tile, task.rows)]

@@ -60,7 +60,7 @@ def test_structs_compare_by_value_and_say_what_they_hold():
             lambda: steps.weight_tasks(with_fields(SHAPE, projections=3), SCHEDULE),
             "projections=3. It needs to be 1 to 2.",
         ),
-        (lambda: steps.num_planners(with_fields(SHAPE, ranks=3), SCHEDULE), "num_experts=4 cannot be spread over"),
+        (lambda: steps.num_sorters(with_fields(SHAPE, ranks=3), SCHEDULE), "num_experts=4 cannot be spread over"),
         (lambda: steps.needed_head(with_fields(SHAPE, tokens=2**24 + 1), SCHEDULE), "tokens * top_k=16777217."),
     ],
     ids=[

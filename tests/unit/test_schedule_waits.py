@@ -41,10 +41,10 @@ def test_every_wait_points_backwards_in_the_stream(segment_tiles, data):
 def targets_of(problem: Problem) -> dict:
     """What the words of row tiles and segments reach, worked out from the sizes alone."""
     releasing = {
-        Gemm.gate_up: Signal.hidden_written,
-        Gemm.down: Signal.outputs_written,
-        Gemm.hidden_gradient: Signal.hidden_gradients_written,
-        Gemm.token_gradient: Signal.outputs_written,
+        Gemm.gate_up: Signal.h_written,
+        Gemm.down: Signal.answers_written,
+        Gemm.h_gradient: Signal.h_gradients_written,
+        Gemm.token_gradient: Signal.answers_written,
     }
     targets = {}
     for row_tile, (_, rows) in enumerate(rows_of_tiles(problem)):
@@ -83,8 +83,7 @@ def test_weight_gradients_wait_for_every_row_tile_of_their_segment_and_for_the_s
             continue
         segment = segments[task.row_tile]
         expected = [
-            (Signal.hidden_gradients_written, tile)
-            for tile in range(segment.first_tile, segment.first_tile + segment.tiles)
+            (Signal.h_gradients_written, tile) for tile in range(segment.first_tile, segment.first_tile + segment.tiles)
         ]
         if segment.part != FIRST_PART | LAST_PART and segment.sums_tile >= 0:
             expected.append((Signal.weight_gradients_written, segment.sums_tile))

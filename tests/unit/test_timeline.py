@@ -110,7 +110,7 @@ def raw_launch(**fields: Any) -> SimpleNamespace:
     names = ("block", "role", "nth", "kind", "expert", "row_tile", "part", "stalled")
     events = np.zeros(2, [*((name, "i4") for name in names[:-1]), ("stalled", "u4"), ("begin", "u8"), ("end", "u8")])
     events[0] = (1, timeline.role_number("math"), 1, timeline.kind_number("down"), 3, 5, 2, 300, 5 + 150, 5 + 750)
-    events[1] = (0, 0, 0, timeline.kind_number("stage"), -1, -1, -1, 0, 2**40, 2**40 + 100)
+    events[1] = (0, 0, 0, timeline.kind_number("copy_inputs"), -1, -1, -1, 0, 2**40, 2**40 + 100)
     numbers = {"device": 0, "ranks": 4, "rank": 2, "launch": 9, "backward": False}
     return SimpleNamespace(**numbers | fields, clocks=clocks, events=events)
 
@@ -207,7 +207,7 @@ def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
     header.pack_into(buffer, 0, 100, 1000, 300, 1100, 42, *([1] + [0] * 8))
     header.pack_into(buffer, header.size, 200, 1010, 400, 1110, 43, *([0] * 6 + [capacity + 5] + [0] * 2))
     math_1 = events_at + (lanes + 6) * capacity * 32
-    stage, down = timeline.kind_number("stage"), timeline.kind_number("down")
+    stage, down = timeline.kind_number("copy_inputs"), timeline.kind_number("down")
     struct.pack_into("<QQhhiiI", buffer, events_at, 110, 150, stage, -1, -1, -1, 0)
     for i in range(capacity):
         struct.pack_into("<QQhhiiI", buffer, math_1 + 32 * i, 200 + i, 201 + i, down, 3, 700_000, 2, 1)

@@ -19,7 +19,7 @@ class TestXla(LayerSuite):
     implementation = "xla"
     # A data group of 32 tokens with 3 slots has 96 slots: one pass that just fits, one with room, and three passes of
     # 40.
-    plans = (jaxmoe.Plan(chunk_rows=96), jaxmoe.Plan(chunk_rows=1000), jaxmoe.Plan(chunk_rows=40))
+    plans = (jaxmoe.Plan(batch_rows=96), jaxmoe.Plan(batch_rows=1000), jaxmoe.Plan(batch_rows=40))
 
 
 SIZES: dict[str, Any] = {"tokens": 4096, "hidden": 64, "intermediate": 96, "num_experts": 8, "top_k": 2}
@@ -44,9 +44,9 @@ def test_temporary_memory_is_what_explain_states_and_not_that_of_the_worst_routi
     stated = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"))
     slots, balanced = 4096 * 2, 4096 * 2 // 8
     assert isinstance(stated.call.plan, jaxmoe.Plan)
-    assert stated.call.plan.chunk_rows < 2 * balanced < slots
+    assert stated.call.plan.batch_rows < 2 * balanced < slots
     measured = temporary_bytes(compiled(num_experts=num_experts))
-    worst = temporary_bytes(compiled(jaxmoe.Plan(chunk_rows=slots), num_experts=num_experts))
+    worst = temporary_bytes(compiled(jaxmoe.Plan(batch_rows=slots), num_experts=num_experts))
     assert measured < 1.2 * sum(stated.memory_bytes.values())
     assert measured < 0.6 * worst
 
@@ -59,11 +59,11 @@ def test_one_rank_that_receives_every_row_drops_none_in_that_memory(routing):
     rows = np.bincount(np.asarray(arguments.topk_ids).reshape(-1), minlength=8)
     plan = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert")).call.plan
     assert isinstance(plan, jaxmoe.Plan)
-    assert rows.max() > 2 * plan.chunk_rows
+    assert rows.max() > 2 * plan.batch_rows
 
 
-@pytest.mark.parametrize("chunk_rows", [8, 64, 512])
-def test_gradients_in_many_passes_are_as_exact_as_in_one(chunk_rows):
+@pytest.mark.parametrize("batch_rows", [8, 64, 512])
+def test_gradients_in_many_batches_are_as_exact_as_in_one(batch_rows):
     arguments = make_inputs(3, tokens=512, num_experts=4, biases=True, routing="one-hot", dtype=jnp.bfloat16)
 
     def gradients(run):
@@ -71,8 +71,8 @@ def test_gradients_in_many_passes_are_as_exact_as_in_one(chunk_rows):
         return jax.jit(jax.grad(loss))(arguments.experts)
 
     truth = jax.grad(lambda e: jnp.sum(dense(widened(arguments)._replace(experts=e)) ** 2))(widened(arguments).experts)
-    once = gradients(layer("one rank", implementation="xla", plan=jaxmoe.Plan(chunk_rows=1024)))
-    often = gradients(layer("one rank", implementation="xla", plan=jaxmoe.Plan(chunk_rows=chunk_rows)))
+    once = gradients(layer("one rank", implementation="xla", plan=jaxmoe.Plan(batch_rows=1024)))
+    often = gradients(layer("one rank", implementation="xla", plan=jaxmoe.Plan(batch_rows=batch_rows)))
     for one, many, want in zip(*map(jax.tree.leaves, (once, often, truth)), strict=True):
         assert relative_error(many, want) < 1.5 * relative_error(one, want)
 
@@ -83,7 +83,7 @@ COLLECTIVE = re.compile(
 
 
 def test_only_dense_collectives_are_used_and_none_in_the_loop_over_passes():
-    text = compiled(jaxmoe.Plan(chunk_rows=128), gradients=True).as_text()
+    text = compiled(jaxmoe.Plan(batch_rows=128), gradients=True).as_text()
     assert {match[0] for match in COLLECTIVE.findall(text)} == {"all-gather", "all-to-all"}
     computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
@@ -98,7 +98,7 @@ def test_only_dense_collectives_are_used_and_none_in_the_loop_over_passes():
 
 
 def test_no_floating_point_scatter_makes_the_order_of_sums_depend_on_timing():
-    text = compiled(jaxmoe.Plan(chunk_rows=128), gradients=True).as_text()
+    text = compiled(jaxmoe.Plan(batch_rows=128), gradients=True).as_text()
     assert not re.findall(r"(?:f32|bf16|f16)\[[^\]]*\]\S* scatter\(", text)
 
 
@@ -113,7 +113,7 @@ def test_no_floating_point_scatter_makes_the_order_of_sums_depend_on_timing():
 )
 def test_checkpoint_names_spare_the_gate_and_up_gemms_and_nothing_repeats_the_down_gemm(policy, gemms):
     arguments = make_inputs(2, tokens=64)
-    run = layer("one rank", implementation="xla", plan=jaxmoe.Plan(chunk_rows=128))
+    run = layer("one rank", implementation="xla", plan=jaxmoe.Plan(batch_rows=128))
     layered = run if policy == "no checkpoint" else jax.checkpoint(run, policy=policy)
     loss = lambda x, e: jnp.sum(layered(arguments._replace(x=x, experts=e)) ** 2)  # noqa: E731
     program: Any = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(arguments.x, arguments.experts).compile()

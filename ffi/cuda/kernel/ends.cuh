@@ -55,9 +55,9 @@ __device__ void prepare(const Cta<Variant>& cta) {
     if (!is_copied) publish::copy_inputs(cta, {threads_of(cta), thread_of(cta)});
     clear_other_bank(cta);
     publish::forget_kept_tokens(cta);
-    track.mark(EventKind::kStage);
+    track.mark(EventKind::kCopyInputs);
     sort::run(cta);
-    track.mark(EventKind::kPlan);
+    track.mark(EventKind::kSort);
     publish::tell_peers(cta);
     track.mark(EventKind::kPublish);
   }

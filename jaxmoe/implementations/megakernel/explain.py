@@ -51,7 +51,7 @@ def _arena(call: Call, plan: KernelPlan, ring_tiles: int) -> dict[str, int]:
         projections=shape.projections,
     )
     schedule = layout.Schedule(
-        tile=layout.TileSizes(pieces.tile_rows, pieces.hidden_columns, pieces.output_columns),
+        tile=layout.TileSizes(pieces.tile_rows, pieces.h_columns, pieces.columns),
         unit_tiles=plan.unit_tiles,
         lag_units=plan.lag_units,
         ring_tiles=ring_tiles,

@@ -176,7 +176,7 @@ def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
     if platform == "cpu":
         return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
     pieces = granularity(platform, shape.gated)
-    columns = -(-shape.intermediate // pieces.hidden_columns)
+    columns = -(-shape.intermediate // pieces.h_columns)
     narrow = unit_tiles == 1 and rows_per_expert(shape) <= pieces.tile_rows // 2
     tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
     lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)

@@ -11,15 +11,15 @@ class Granularity:
 
     Args:
       tile_rows: rows of a row tile.
-      hidden_columns: columns between the two GEMMs of one task.
-      output_columns: output columns of one task.
+      h_columns: columns between the two GEMMs of one task.
+      columns: output columns of one task.
       workers: pairs of thread blocks of a GPU, 0 for as many as it has room for; threads of a CPU, per rank.
       dispatchers_per_worker: warps of such a pair, or threads of a CPU, that pull rows.
     """
 
     tile_rows: int
-    hidden_columns: int
-    output_columns: int
+    h_columns: int
+    columns: int
     workers: int
     dispatchers_per_worker: int
 

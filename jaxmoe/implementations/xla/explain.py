@@ -13,7 +13,7 @@ def explain(call: Call) -> Explanation:
         call=call,
         reasons=(call.implementation_reason, *plan.reasons, *unsplit_axes(call)),
         memory_bytes=_memory(call, plan),
-        residual_bytes=residual_bytes(shape, plan.chunk_rows),
+        residual_bytes=residual_bytes(shape, plan.batch_rows),
         worst_case_bytes=sum(_memory(call, Plan(max(shape.all_slots, 1))).values()),
         # Tokens in, sums of tokens out, and 8 bytes of id and weight for each slot.
         wire_bytes=(shape.ranks - 1) * (2 * token_bytes + 8 * shape.tokens * shape.top_k),
@@ -23,16 +23,16 @@ def explain(call: Call) -> Explanation:
 
 def _memory(call: Call, plan: Plan) -> dict[str, int]:
     """Bytes of the temporary arrays of `layer.py`, each counted once although the compiler lets some share memory."""
-    shape, chunk_rows = call.shape, plan.chunk_rows
+    shape, batch_rows = call.shape, plan.batch_rows
     all_tokens, token_bytes = shape.ranks * shape.tokens, shape.hidden * shape.itemsize
     # XLA:CPU multiplies a copy of the rows for every local expert, zero but for the expert's own.
     copies = shape.local_experts if plan.grouped_gemm == "ragged_dot" else 0
     return {
         "tokens of all ranks": all_tokens * token_bytes if shape.ranks > 1 else 0,
-        "rows of one pass: tokens and outputs": 2 * chunk_rows * token_bytes,
-        "rows of one pass: gate, up and h": (shape.projections + 1) * chunk_rows * shape.intermediate * shape.itemsize,
+        "rows of one batch: tokens and outputs": 2 * batch_rows * token_bytes,
+        "rows of one batch: gate, up and h": (shape.projections + 1) * batch_rows * shape.intermediate * shape.itemsize,
         "masked copies of the rows, in jax.lax.ragged_dot": copies
-        * chunk_rows
+        * batch_rows
         * max(shape.hidden, shape.intermediate)
         * shape.itemsize,
         "sums of all tokens, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * token_bytes,

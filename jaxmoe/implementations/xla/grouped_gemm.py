@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmoe.implementations.xla.local_rows import Pass
+from jaxmoe.implementations.xla.local_rows import Batch
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
 from jaxmoe.sharding import vary_alike
@@ -24,14 +24,14 @@ _ROWS_TIMES_TRANSPOSE = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0
 
 
 def _grouped_gemm(
-    lhs: jax.Array, rhs: jax.Array, p: Pass, kind: GroupedGemm, dimensions: lax.RaggedDotDimensionNumbers
+    lhs: jax.Array, rhs: jax.Array, batch: Batch, kind: GroupedGemm, dimensions: lax.RaggedDotDimensionNumbers
 ) -> jax.Array:
     """Returns one of the three products above in the dtype of `lhs`; what is behind the last row is undefined."""
     if kind == "ragged_dot":
-        return lax.ragged_dot_general(lhs, rhs, p.rows_per_expert, dimensions, preferred_element_type=lhs.dtype)
+        return lax.ragged_dot_general(lhs, rhs, batch.rows_per_expert, dimensions, preferred_element_type=lhs.dtype)
     tokamax = importlib.import_module("tokamax")  # optional, so that no type checker has to find it
     out = tokamax.ragged_dot_general(
-        lhs, rhs, p.rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
+        lhs, rhs, batch.rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
     )
     # Its type says that the result is the same on all ranks (tokamax 0.0.17). The cast would be wrong to differentiate
     # through, since its transpose is a sum over the ranks, but no JAX transformation sees these products: layer.py has
@@ -40,40 +40,40 @@ def _grouped_gemm(
 
 
 def times(
-    rows: Float[Array, "rows inner"], weights: Float[Array, "experts inner outer"], p: Pass, kind: GroupedGemm
+    rows: Float[Array, "rows inner"], weights: Float[Array, "experts inner outer"], batch: Batch, kind: GroupedGemm
 ) -> Float[Array, "rows outer"]:
     """Returns each row times the matrix of its expert; what is behind the last row is undefined."""
-    return _grouped_gemm(rows, weights, p, kind, _ROWS_TIMES_MATRIX)
+    return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_MATRIX)
 
 
 def times_transposed(
-    rows: Float[Array, "rows outer"], weights: Float[Array, "experts inner outer"], p: Pass, kind: GroupedGemm
+    rows: Float[Array, "rows outer"], weights: Float[Array, "experts inner outer"], batch: Batch, kind: GroupedGemm
 ) -> Float[Array, "rows inner"]:
     """Returns each row times the transposed matrix of its expert; what is behind the last row is undefined."""
-    return _grouped_gemm(rows, weights, p, kind, _ROWS_TIMES_TRANSPOSE)
+    return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_TRANSPOSE)
 
 
-def _expert_of_row(p: Pass, dtype: Any) -> Float[Array, "rows local_experts"]:
+def _expert_of_row(batch: Batch, dtype: Any) -> Float[Array, "rows local_experts"]:
     """One-hot matrix of the expert that owns each row, zero behind the last row."""
-    ends = jnp.cumsum(p.rows_per_expert)
-    row = jnp.arange(p.slot_of_row.shape[0])[:, None]
-    return ((row < ends) & (row >= ends - p.rows_per_expert)).astype(dtype)
+    ends = jnp.cumsum(batch.rows_per_expert)
+    row = jnp.arange(batch.slot_of_row.shape[0])[:, None]
+    return ((row < ends) & (row >= ends - batch.rows_per_expert)).astype(dtype)
 
 
-def bias_of_row(bias: jax.Array | None, p: Pass) -> jax.Array | float:
+def bias_of_row(bias: jax.Array | None, batch: Batch) -> jax.Array | float:
     """Returns the bias of the expert that owns each row, `[rows, width]`; 0.0 where there is no bias."""
     if bias is None:
         return 0.0
     # A product with a one-hot matrix is exact (not rounded to TF32 on GPUs), and its transpose sums rows per expert in
     # a fixed order, without atomics.
-    return jnp.matmul(_expert_of_row(p, bias.dtype), bias, precision="highest")
+    return jnp.matmul(_expert_of_row(batch, bias.dtype), bias, precision="highest")
 
 
-def bias_vjp(drows: jax.Array, p: Pass, bias: jax.Array | None) -> jax.Array | None:
+def bias_vjp(drows: jax.Array, batch: Batch, bias: jax.Array | None) -> jax.Array | None:
     """Returns the sum of the rows of each expert, `[experts, width]`, exactly zero for an expert without rows."""
     if bias is None:
         return None
     # A sum of outer products with 1, and not a product with the one-hot matrix: there a NaN of one row would meet the
     # zeros of every expert.
     ones = jnp.ones_like(drows, shape=(drows.shape[0], 1))
-    return sum_of_outer_products(ones, drows, p.rows_per_expert, precision="highest")[:, 0].astype(bias.dtype)
+    return sum_of_outer_products(ones, drows, batch.rows_per_expert, precision="highest")[:, 0].astype(bias.dtype)

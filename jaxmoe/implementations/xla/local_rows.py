@@ -1,7 +1,7 @@
 """The rows that a rank's experts have to process, in the order in which they do.
 
 `layer.py` gathers the routing of all ranks, sorts here the slots that name its experts, and moves values between
-tokens and rows with the gathers below, one pass of `plan.chunk_rows` rows at a time. There is no scatter-add: every
+tokens and rows with the gathers below, one batch of `plan.batch_rows` rows at a time. There is no scatter-add: every
 sum has a fixed order.
 """
 
@@ -27,13 +27,13 @@ class LocalRows(NamedTuple):
     def num_rows(self) -> Int[Array, ""]:
         return self.end_row[-1]
 
-    def has_further_passes(self, chunk_rows: int) -> bool:
-        """Whether any routing needs more than one pass."""
-        return self.slot_of_row.shape[0] > chunk_rows
+    def has_further_batches(self, batch_rows: int) -> bool:
+        """Whether any routing needs more than one batch."""
+        return self.slot_of_row.shape[0] > batch_rows
 
 
-class Pass(NamedTuple):
-    """The rows [start, start + chunk_rows) of `LocalRows`."""
+class Batch(NamedTuple):
+    """The rows [start, start + batch_rows) of `LocalRows`."""
 
     start: Int[Array, ""]
     token_of_row: Int[Array, "rows"]
@@ -43,9 +43,9 @@ class Pass(NamedTuple):
 
 
 def sort_slots(
-    all_ids: Int[Array, "all_tokens top_k"], first_expert: Any, num_experts: int, chunk_rows: int
+    all_ids: Int[Array, "all_tokens top_k"], first_expert: Any, num_experts: int, batch_rows: int
 ) -> LocalRows:
-    """Returns the rows of the experts [first_expert, first_expert + num_experts), padded to whole passes."""
+    """Returns the rows of the experts [first_expert, first_expert + num_experts), padded to whole batches."""
     num_slots = all_ids.size
     local = all_ids.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
@@ -57,7 +57,7 @@ def sort_slots(
         .set(jnp.arange(num_slots, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
     )
     row_of_slot = jnp.where(local < num_experts, row_of_slot, -1)
-    padding = -num_slots % chunk_rows
+    padding = -num_slots % batch_rows
     return LocalRows(jnp.pad(order, (0, padding)), row_of_slot.reshape(all_ids.shape), borders[:-1], borders[1:])
 
 
@@ -90,31 +90,31 @@ def _count_below(sorted_ids: Int[Array, "slots"], values: Int[Array, "experts"])
     return count
 
 
-def nth_pass(rows: LocalRows, index: Int[Array, ""], chunk_rows: int) -> Pass:
-    """Returns the pass with the rows from `index * chunk_rows` on."""
-    start = index * chunk_rows
-    slot = lax.dynamic_slice(rows.slot_of_row, (start,), (chunk_rows,))
-    is_row = jnp.arange(chunk_rows, dtype=jnp.int32) + start < rows.num_rows
-    inside = jnp.clip(jnp.stack([rows.first_row, rows.end_row]) - start, 0, chunk_rows)
-    return Pass(start, slot // rows.row_of_slot.shape[1], slot, is_row[:, None], inside[1] - inside[0])
+def nth_batch(rows: LocalRows, index: Int[Array, ""], batch_rows: int) -> Batch:
+    """Returns the batch with the rows from `index * batch_rows` on."""
+    start = index * batch_rows
+    slot = lax.dynamic_slice(rows.slot_of_row, (start,), (batch_rows,))
+    is_row = jnp.arange(batch_rows, dtype=jnp.int32) + start < rows.num_rows
+    inside = jnp.clip(jnp.stack([rows.first_row, rows.end_row]) - start, 0, batch_rows)
+    return Batch(start, slot // rows.row_of_slot.shape[1], slot, is_row[:, None], inside[1] - inside[0])
 
 
-def take_rows(array: Float[Array, "all_tokens hidden"], p: Pass) -> Float[Array, "rows hidden"]:
-    """Returns the tokens of the rows of a pass."""
+def take_rows(array: Float[Array, "all_tokens hidden"], batch: Batch) -> Float[Array, "rows hidden"]:
+    """Returns the tokens of the rows of a batch."""
     # Zero the rows behind the last one: they are other ranks' tokens, and a NaN there must not meet a masked product.
-    return jnp.where(p.is_row, array.at[p.token_of_row].get(mode="promise_in_bounds"), 0)
+    return jnp.where(batch.is_row, array.at[batch.token_of_row].get(mode="promise_in_bounds"), 0)
 
 
 def sum_slots(
-    values: Float[Array, "rows width"], weights: Float[Array, "all_tokens top_k"] | None, rows: LocalRows, p: Pass
+    values: Float[Array, "rows width"], weights: Float[Array, "all_tokens top_k"] | None, rows: LocalRows, batch: Batch
 ) -> Float[Array, "all_tokens width"]:
-    """Returns for every token the (weighted) sum of its rows in this pass, in the order of its slots.
+    """Returns for every token the (weighted) sum of its rows in this batch, in the order of its slots.
 
     One gather per slot, all of which XLA fuses with the sum: nothing of size [all_tokens, top_k, width] exists.
     """
     total = 0
     for k in range(rows.row_of_slot.shape[1]):
-        row = rows.row_of_slot[:, k] - p.start
+        row = rows.row_of_slot[:, k] - batch.start
         inside = (row >= 0) & (row < values.shape[0])
         value = values.at[jnp.clip(row, 0, values.shape[0] - 1)].get(mode="promise_in_bounds")
         value = value.astype(jnp.promote_types(values.dtype, jnp.float32))
@@ -123,25 +123,25 @@ def sum_slots(
     return jnp.asarray(total)
 
 
-def row_to_slot(values: Float[Array, "rows 1"], rows: LocalRows, p: Pass) -> Float[Array, "all_tokens top_k"]:
-    """Returns the values at the slots of their rows, zero at the slots that have no row in this pass."""
-    row = rows.row_of_slot - p.start
+def row_to_slot(values: Float[Array, "rows 1"], rows: LocalRows, batch: Batch) -> Float[Array, "all_tokens top_k"]:
+    """Returns the values at the slots of their rows, zero at the slots that have no row in this batch."""
+    row = rows.row_of_slot - batch.start
     inside = (row >= 0) & (row < values.shape[0])
     return jnp.where(inside, values[jnp.clip(row, 0, values.shape[0] - 1), 0], 0)
 
 
-def add_passes(first: Any, other: Callable[[Pass], Any], rows: LocalRows, chunk_rows: int) -> Any:
-    """Adds `other(pass)` to `first` for every pass after the first that has rows; most often there is none.
+def add_batches(first: Any, other: Callable[[Batch], Any], rows: LocalRows, batch_rows: int) -> Any:
+    """Adds `other(batch)` to `first` for every batch after the first that has rows; most often there is none.
 
-    The number of passes differs from rank to rank, so nothing in `other` may communicate.
+    The number of batches differs from rank to rank, so nothing in `other` may communicate.
     """
-    if not rows.has_further_passes(chunk_rows):
+    if not rows.has_further_batches(batch_rows):
         return first
-    passes = (rows.num_rows + chunk_rows - 1) // chunk_rows
+    batches = (rows.num_rows + batch_rows - 1) // batch_rows
 
     def add(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         index, total = carry
-        values = other(nth_pass(rows, index, chunk_rows))
+        values = other(nth_batch(rows, index, batch_rows))
         return index + 1, jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total, values)
 
-    return lax.while_loop(lambda carry: carry[0] < passes, add, (jnp.ones_like(passes), first))[1]
+    return lax.while_loop(lambda carry: carry[0] < batches, add, (jnp.ones_like(batches), first))[1]

@@ -14,7 +14,7 @@ GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")
 # Up to this many rows a rank with a GPU allocates the worst case: a few MB, and no loop that the host has to steer. On
 # CPU there is no such loop to avoid, and a grouped GEMM takes time for every allocated row.
 WORST_CASE_ROWS = 4096
-# Of the rows of a pass: the row tile of the grouped GEMMs on every GPU that has one.
+# Of the rows of a batch: the row tile of the grouped GEMMs on every GPU that has one.
 ROW_TILE = 128
 # What a TMA copy of one row needs: 16 bytes of a 16-bit type.
 TOKAMAX_MULTIPLE = 8
@@ -25,34 +25,34 @@ class Plan:
     """Choices of the `"xla"` implementation.
 
     Args:
-      chunk_rows: rows that a rank's experts process in one pass. Memory grows with it; more rows than that (a rank
-        whose experts are chosen more often than others) take further passes, so that none is dropped.
+      batch_rows: rows that a rank's experts process in one batch. Memory grows with it; more rows than that (a rank
+        whose experts are chosen more often than others) are computed in further batches, so that none is dropped.
       grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
         kernel. The gradients of the weights are sums of plain products either way (`outer_products.py`).
       reasons: why, one sentence per choice; not compared.
 
-    >>> Plan(chunk_rows=256, grouped_gemm="ragged_dot").chunk_rows
+    >>> Plan(batch_rows=256, grouped_gemm="ragged_dot").batch_rows
     256
     """
 
-    chunk_rows: int
+    batch_rows: int
     grouped_gemm: GroupedGemm = "ragged_dot"
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        rows = integer(self.chunk_rows)
+        rows = integer(self.batch_rows)
         if rows is None or rows < 1:
-            raise ValueError(f"Plan: chunk_rows={self.chunk_rows!r} must be a positive integer, a number of rows.")
+            raise ValueError(f"Plan: batch_rows={self.batch_rows!r} must be a positive integer, a number of rows.")
         if self.grouped_gemm not in GROUPED_GEMMS:
             raise ValueError(f"Plan: grouped_gemm={self.grouped_gemm!r} must be one of {GROUPED_GEMMS}.")
-        object.__setattr__(self, "chunk_rows", rows)
+        object.__setattr__(self, "batch_rows", rows)
 
 
 def xla_plan(shape: Shape, platform: str, dtype: Any) -> Plan:
     """Returns the plan for a shape on a platform."""
     grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
-    chunk_rows, rows_reason = _chunk_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
-    return Plan(chunk_rows, grouped_gemm, (rows_reason, gemm_reason))
+    batch_rows, rows_reason = _batch_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
+    return Plan(batch_rows, grouped_gemm, (rows_reason, gemm_reason))
 
 
 def has_tokamax() -> bool:
@@ -60,19 +60,19 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def _chunk_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
+def _batch_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
     all_rows = max(shape.all_slots, 1)
     if shape.all_slots <= worst_case_rows:
         return all_rows, (
-            f"chunk_rows={all_rows}: all slots of all ranks, since they are at most {worst_case_rows}: always one pass"
+            f"batch_rows={all_rows}: all slots of all ranks, since they are at most {worst_case_rows}: always one batch"
         )
     roomy = int(shape.balanced_rows * ROWS_OVER_BALANCED)
     rows = max(min(all_rows, -(-roomy // ROW_TILE) * ROW_TILE), 1)
     if rows == all_rows:
-        return all_rows, f"chunk_rows={all_rows}: all slots of all ranks: always one pass"
+        return all_rows, f"batch_rows={all_rows}: all slots of all ranks: always one batch"
     return rows, (
-        f"chunk_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
-        f"a busier rank takes up to {-(-all_rows // rows)} passes over the same memory"
+        f"batch_rows={rows}: {ROWS_OVER_BALANCED} x the {shape.balanced_rows} rows of a balanced rank; "
+        f"a busier rank computes up to {-(-all_rows // rows)} batches over the same memory"
     )
 
 

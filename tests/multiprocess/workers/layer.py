@@ -35,7 +35,7 @@ DTYPES: dict[str, Any] = {"cpu": jnp.float32, "gpu": jnp.bfloat16}
 # Float32 against float32: only the order of sums differs.
 ALLOWED_ERROR = 5e-6
 # So few that ranks take several passes, a different number each: in a "one-hot" routing one rank all, the others none.
-PLAN = jaxmoe.Plan(chunk_rows=11)
+PLAN = jaxmoe.Plan(batch_rows=11)
 CALLS = 30
 
 
@@ -102,7 +102,7 @@ def passes_of_ranks(ids: jax.Array, num_experts: int, mesh: Mesh) -> list[int]:
     by_group = np.asarray(ids).reshape(groups, -1)
     owners = np.where(by_group < 0, -1, by_group // (num_experts // ranks))
     rows = [int((owners[group] == rank).sum()) for group in range(groups) for rank in range(ranks)]
-    return [-(-number // PLAN.chunk_rows) for number in rows]
+    return [-(-number // PLAN.batch_rows) for number in rows]
 
 
 def as_dict(tree: Any) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ __device__ void announce(const Cta<Variant>& cta) {
     cta.signals.wait_for_tasks({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce);
   }
   track.mark(EventKind::kWaitTasks);
-  cta.signals.release_to_all(Signal::kPartialsWritten);
+  cta.signals.release_to_all(Signal::kAnswersReady);
 }
 
 // A lane loads 4 slots of 4 vectors at a time, 256 bytes: enough in flight to use what memory can deliver, whatever
@@ -100,8 +100,8 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   const auto& p = cta.params;
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
   if (math_warp == 0 && lane < p.shape.ranks) {
-    // Pairs with release_to_all(kPartialsWritten) in announce() of that source.
-    cta.signals.wait({Signal::kPartialsWritten, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
+    // Pairs with release_to_all(kAnswersReady) in announce() of that source.
+    cta.signals.wait({Signal::kAnswersReady, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
   }
   ptx::named_barrier<1, 32 * kMathWarps>();
   track.mark(EventKind::kWaitAnswers);

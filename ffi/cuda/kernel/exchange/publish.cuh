@@ -57,10 +57,10 @@ __device__ void tell_peers(const Cta<Variant>& cta) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
-  cta.signals.release({Signal::kInputsStaged, 0, 1});
+  cta.signals.release({Signal::kInputsPublished, 0, 1});
   if (cta.block() != 0) return;
   // Pairs with the release above, of every block of the crew.
-  cta.signals.wait({Signal::kInputsStaged, 0, static_cast<uint32_t>(cta.blocks())}, Site::kPublish);
+  cta.signals.wait({Signal::kInputsPublished, 0, static_cast<uint32_t>(cta.blocks())}, Site::kPublish);
   cta.signals.release_to_all(Signal::kInputsReady);
 }
 

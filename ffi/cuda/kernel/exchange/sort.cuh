@@ -46,7 +46,7 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sort
   const auto& p = cta.params;
   if (threadIdx.x == 0) {
     // Pairs with the release at the end of count() of every sorter.
-    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kPlan);
+    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kSort);
   }
   __syncthreads();
   const int32_t* histograms = cta.template at<int32_t>(p.layout.histograms);

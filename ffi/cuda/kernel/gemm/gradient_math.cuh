@@ -1,7 +1,7 @@
 // The math warpgroups in a backward pass: the products of every task of this block, and what becomes of the sums.
 //
 //   gate_up          + biases                      -> projections ring
-//   hidden_gradient  activation and its slopes     -> over gate and up in that ring: their gradients; h times weight
+//   h_gradient  activation and its slopes     -> over gate and up in that ring: their gradients; h times weight
 //   token_gradient                                 -> the rank that owns the token, with the gradient of its weight
 //   weight gradients                               -> results of the layer
 //
@@ -16,7 +16,7 @@
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
-#include "cuda/kernel/gemm/epilogues/hidden_gradient.cuh"
+#include "cuda/kernel/gemm/epilogues/h_gradient.cuh"
 #include "cuda/kernel/gemm/epilogues/routing_weight.cuh"
 #include "cuda/kernel/gemm/epilogues/rows.cuh"
 #include "cuda/kernel/gemm/epilogues/weight_gradient.cuh"
@@ -60,7 +60,7 @@ __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Ta
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row_of<Variant>(task, tile_row))};
 }
 
-// All of a tile but hidden_gradient's.
+// All of a tile but h_gradient's.
 template <class Variant>
 __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                             RowTarget target, ptx::Accumulators& sums) {
@@ -132,8 +132,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     }
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     const RowTarget target = target_of(cta, task, thread.tile_row());
-    if (task.gemm == Gemm::kHiddenGradient) {
-      finish_hidden_gradient(cta, ring, position, task, in_epilogue(), computed, sums);
+    if (task.gemm == Gemm::kHGradient) {
+      finish_h_gradient(cta, ring, position, task, in_epilogue(), computed, sums);
     } else if (computed) {
       if (task.gemm == Gemm::kTokenGradient) answers_track(cta, thread).start();
       finish_tile(cta, task, in_epilogue(), target, sums);

@@ -3,13 +3,13 @@
 //
 //   GEMM              rows [128 or 64 deep]                weights [256 or 64 deep]           depth
 //   gate_up           tokens                               w_gate, w_up, along columns        hidden
-//   hidden_gradient   gradients of outputs                 w_down, along the depth            hidden
+//   h_gradient   gradients of outputs                 w_down, along the depth            hidden
 //   token_gradient    gradients of gate, then of up        w_gate, then w_up, along the depth intermediate, of each
 //   gate_gradient     tokens, along columns                gradients of gate, along columns   rows of the segment
 //   up_gradient       the same                             gradients of up                    the same
 //   down_gradient     h times routing weights              gradients of outputs               the same
 //
-// After the depth of hidden_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each,
+// After the depth of h_gradient come 4 stages that are not multiplied: gate and up of the tile, 64 columns each,
 // from their ring or from what the forward pass has saved.
 #pragma once
 
@@ -98,7 +98,7 @@ class Loader {
   const uint64_t rows_policy_;
 };
 
-// gate_up, hidden_gradient and token_gradient: rows of the ring times weights. `task` is this block's part.
+// gate_up, h_gradient and token_gradient: rows of the ring times weights. `task` is this block's part.
 template <class Variant, class Loader>
 __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader& loader, const Task& task) {
   constexpr int32_t kRows = Tiling::kRows;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
     return;
   }
   const int32_t first_column = task.column_tile * kColumns;
-  if (task.gemm == Gemm::kHiddenGradient) {
+  if (task.gemm == Gemm::kHGradient) {
     for (int32_t k = 0; k < p.shape.hidden; k += kBox) {
       loader.step(rows_of(p.rows, k, 1), [&](int box, const auto& load) {
         load(p.w_down, k, first_column + kBox * box, task.expert);

@@ -1,4 +1,4 @@
-// What becomes of the sums of hidden_gradient: with gate and up, which come in the stages after its products, they turn
+// What becomes of the sums of h_gradient: with gate and up, which come in the stages after its products, they turn
 // into the gradients of both, and h is computed again.
 #pragma once
 
@@ -65,10 +65,10 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
   }
 }
 
-// The 4 stages after the products of hidden_gradient; each warp turns its 16 rows of them into gradients in place and
+// The 4 stages after the products of h_gradient; each warp turns its 16 rows of them into gradients in place and
 // sends them off. A warpgroup without rows (`computed` false) takes part in the hand-over alone.
 template <class Variant>
-__device__ __forceinline__ void finish_hidden_gradient(const Cta<Variant>& cta,
+__device__ __forceinline__ void finish_h_gradient(const Cta<Variant>& cta,
                                                        const typename GemmShape<Variant>::Ring& ring,
                                                        typename GemmShape<Variant>::Ring::Position& position,
                                                        const Task& task, const MathThread& thread, bool computed,
