@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
 from jaxmoe import reach, sharding
+from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.options import Arguments, CallOptions, Residuals
@@ -46,17 +47,17 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
         )
 
     placement = sharding.place(x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh)
-    platform, dtype = sharding.platform(placement, x), jnp.dtype(x.dtype)
-    if dtype == jnp.float64 and platform != "cpu":
+    platform = sharding.platform(placement, x)
+    if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement)
 
     def call_of(implementation: Implementation, reason: str) -> Call:
-        plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform, dtype)
+        plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform)
         residuals = options.residuals or implementation.residuals
-        return Call(implementation.name, reason, activation, placement, platform, shape, dtype, plan, residuals)
+        return Call(implementation.name, reason, activation, placement, platform, shape, plan, residuals)
 
     call = _choose(options, platform, placement.group, call_of)
     IMPLEMENTATIONS[call.implementation].check(call)
@@ -168,8 +169,8 @@ def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sh
         num_experts=num_experts,
         top_k=top_k,
         ranks=ranks,
-        itemsize=jnp.dtype(x.dtype).itemsize,
         gated=experts.w_up is not None,
+        formats=Formats.of(x.dtype),
     )
 
 

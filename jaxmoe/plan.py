@@ -4,9 +4,7 @@ There is one kind of plan for each implementation that has choices: `Plan` for `
 The implementations read it, `explain` prints it.
 """
 
-from typing import Any, Literal, overload
-
-import jax.numpy as jnp
+from typing import Literal, overload
 
 from jaxmoe.implementations import IMPLEMENTATIONS, XLA, AnyPlan
 from jaxmoe.implementations.base import Shape
@@ -17,28 +15,25 @@ __all__ = ["AnyPlan", "KernelPlan", "Plan", "Shape", "default_plan"]
 
 
 @overload
-def default_plan(
-    shape: Shape, platform: str, dtype: Any = ..., implementation: Literal["xla", "reference"] = ...
-) -> Plan: ...
+def default_plan(shape: Shape, platform: str, implementation: Literal["xla", "reference"] = ...) -> Plan: ...
 @overload
-def default_plan(shape: Shape, platform: str, dtype: Any, implementation: Literal["megakernel"]) -> KernelPlan: ...
+def default_plan(shape: Shape, platform: str, implementation: Literal["megakernel"]) -> KernelPlan: ...
 @overload
-def default_plan(shape: Shape, platform: str, dtype: Any, implementation: str) -> AnyPlan: ...
+def default_plan(shape: Shape, platform: str, implementation: str) -> AnyPlan: ...
 
 
-def default_plan(shape: Shape, platform: str, dtype: Any = jnp.bfloat16, implementation: str = "xla") -> AnyPlan:
+def default_plan(shape: Shape, platform: str, implementation: str = "xla") -> AnyPlan:
     """Returns the plan for a shape on a platform, with the reason of every choice.
 
     Args:
-      shape: sizes of the call.
+      shape: sizes of the call, with the formats of its arrays.
       platform: `"cpu"`, `"gpu"` (or `"cuda"`), ...
-      dtype: of tokens and weights.
       implementation: that the plan is for: a `KernelPlan` for `"megakernel"`, a `Plan` for the others.
 
     >>> mixtral = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=4)
     >>> default_plan(mixtral, "cpu").batch_rows
     20480
-    >>> default_plan(mixtral, "gpu", jnp.bfloat16, "megakernel").unit_tiles
+    >>> default_plan(mixtral, "gpu", "megakernel").unit_tiles
     12
     """
-    return IMPLEMENTATIONS.get(implementation, XLA).default_plan(shape, platform, dtype)
+    return IMPLEMENTATIONS.get(implementation, XLA).default_plan(shape, platform)

@@ -6,7 +6,6 @@ import numpy as np
 
 import jaxmoe.native as native
 from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
-from jaxmoe.implementations.megakernel.tiling import granularity
 from jaxmoe.profiling.timeline import Timeline
 
 # Of every GEMM, the wait in front of its products, which themselves have its name.
@@ -32,13 +31,13 @@ def schedule_of(platform: str, workers: int, segment_tiles: int = 0):
 
     What it contains does not depend on units, rings or workers.
     """
-    steps, pieces = native.schedule(), granularity(platform, gated=True)
-    tile = steps.TileSizes(pieces.tile_rows, pieces.h_columns, pieces.columns)
+    steps = native.schedule()
+    pieces = steps.granularity(platform, True)
     dispatchers = workers * pieces.dispatchers_per_worker
     chunk_rows = CHUNK_ROWS_ON_CPU if platform == "cpu" else CHUNK_ROWS
-    narrow_rows = pieces.tile_rows // 2
+    narrow_rows = pieces.tile.rows // 2
     return steps.Schedule(
-        tile, 1, 0, 1, workers, chunk_rows, dispatchers, narrow_rows, keep_tokens=0, segment_tiles=segment_tiles
+        pieces.tile, 1, 0, 1, workers, chunk_rows, dispatchers, narrow_rows, keep_tokens=0, segment_tiles=segment_tiles
     )
 
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "common/formats.h"
 #include "common/protocol.h"
 #include "common/shape.h"
 
@@ -139,8 +140,8 @@ JAXMOE_ANY constexpr bool experts_have_one_segment(const Shape& shape, const Sch
   return shape.max_rows() <= int64_t{schedule.segment_tiles} * schedule.tile.rows;
 }
 
-JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
-                                           int32_t itemsize) {
+constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const Formats& formats,
+                                const HeadCapacity& head) {
   Packer pack;
   ArenaLayout l{};
   l.control = pack.take(sizeof(Control));
@@ -151,26 +152,26 @@ JAXMOE_ANY constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& s
   l.head_bytes = pack.bytes();
 
   const int64_t ring_rows = int64_t{schedule.ring_tiles} * schedule.tile.rows;
-  const int64_t token_bytes = int64_t{row_parts(schedule)} * shape.hidden * itemsize;
-  const int64_t number = itemsize < 4 ? 4 : itemsize;
+  const int64_t parts = row_parts(schedule);
   const int64_t backward = schedule.backward() ? 1 : 0;
-  l.tokens = pack.take(publishes_tokens(shape, schedule) ? shape.tokens * token_bytes : 0);
-  l.answers = pack.take(int64_t{shape.slots()} * shape.hidden * itemsize);
-  l.routing_weights = pack.take(backward * shape.slots() * number);
-  l.routing_weight_gradients = pack.take(backward * shape.slots() * number);
+  const auto tokens = [&](int64_t rows) { return formats.tokens.bytes(rows * parts, shape.hidden); };
+  const auto sums = [&](int64_t count) { return formats.sums.bytes(backward, count); };
+  l.tokens = pack.take(publishes_tokens(shape, schedule) ? tokens(shape.tokens) : 0);
+  l.answers = pack.take(formats.answers.bytes(shape.slots(), shape.hidden));
+  l.routing_weights = pack.take(sums(shape.slots()));
+  l.routing_weight_gradients = pack.take(sums(shape.slots()));
 
   l.histograms = pack.take(int64_t{most_sorters(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
-  l.kept_tokens = pack.take(kept * token_bytes);
+  l.kept_tokens = pack.take(tokens(kept));
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
-  l.rows = pack.take(ring_rows * token_bytes);
-  l.h = pack.take(ring_rows * shape.intermediate * itemsize);
-  l.row_routing_weights = pack.take(backward * ring_rows * number);
-  l.row_products = pack.take(backward * ring_rows * gradient_tiles(shape, schedule.tile) * number);
-  l.projections = pack.take(backward * ring_rows * shape.projections * shape.intermediate * itemsize);
-  l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0
-                            : backward * sums_of_an_expert(shape) * number);
+  l.rows = pack.take(tokens(ring_rows));
+  l.h = pack.take(formats.h.bytes(ring_rows, shape.intermediate));
+  l.row_routing_weights = pack.take(sums(ring_rows));
+  l.row_products = pack.take(sums(ring_rows * gradient_tiles(shape, schedule.tile)));
+  l.projections = pack.take(formats.h.bytes(backward * ring_rows * shape.projections, shape.intermediate));
+  l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0 : sums(sums_of_an_expert(shape)));
   l.bytes = pack.bytes();
   return l;
 }
@@ -195,19 +196,16 @@ class Agreement {
   uint64_t hash_ = 0xcbf29ce484222325;
 };
 
-constexpr uint64_t agreement_of(const Shape& shape, const Schedule& schedule, const HeadCapacity& head,
-                                int32_t itemsize) {
-  // A field that is new belongs below, unless ranks may differ in it.
-  static_assert(sizeof(Shape) == 7 * 4 && sizeof(Schedule) == 13 * 4 && sizeof(HeadCapacity) == 2 * 4 + 2 * 8);
+constexpr uint64_t agreement_of(const Shape& shape, Schedule schedule, const Formats& formats,
+                                const HeadCapacity& head) {
+  schedule.workers = schedule.dispatchers = 0;
   Agreement all;
-  all.add(head.ranks, head.local_experts, head.row_tiles, head.slots, itemsize);
-  all.add(shape.ranks, shape.tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k,
-          shape.projections);
-  all.add(schedule.tile.rows, schedule.tile.h_columns, schedule.tile.columns, schedule.unit_tiles,
-          schedule.lag_units, schedule.ring_tiles, schedule.chunk_rows, schedule.narrow_rows, schedule.keep_tokens,
-          schedule.segment_tiles, schedule.saved_tiles);
+  for (const int32_t number : numbers_of(shape)) all.add(number);
+  for (const int32_t number : numbers_of(schedule)) all.add(number);
+  for (const int32_t number : numbers_of(formats)) all.add(number);
+  all.add(head.ranks, head.local_experts, head.row_tiles, head.slots);
   // These follow from the numbers above in one build of this file; ranks could run two.
-  const ArenaLayout l = layout_of(shape, schedule, head, itemsize);
+  const ArenaLayout l = layout_of(shape, schedule, formats, head);
   for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.answers,
                                l.routing_weights, l.routing_weight_gradients}) {
     all.add(region.offset, region.bytes);

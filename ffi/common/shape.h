@@ -2,6 +2,8 @@
 // plain C++20 that the GPU kernel, the host executor and Python (through bindings.cc) share.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstdint>
 
 // Functions that both a CPU and a GPU call.
@@ -26,6 +28,12 @@ JAXMOE_ANY constexpr int32_t few_parts(int32_t count, int32_t size) {
 template <class Integer>
 JAXMOE_ANY constexpr Integer at_most(Integer value, Integer limit) {
   return value < limit ? value : limit;
+}
+
+// The fields of a struct that has nothing but int32, in order: for code that treats all alike.
+template <class Struct>
+constexpr std::array<int32_t, sizeof(Struct) / sizeof(int32_t)> numbers_of(const Struct& all) {
+  return std::bit_cast<std::array<int32_t, sizeof(Struct) / sizeof(int32_t)>>(all);
 }
 
 struct Shape {

@@ -1,5 +1,5 @@
-// The tiles that the GPU kernels are compiled for: what the kernels, the host that checks a schedule against them, and
-// Python, which makes schedules, have to agree on. Plain C++20, no CUDA.
+// Into what pieces the work is cut: the tiles that the GPU kernels are compiled for, and those of a CPU. What kernels, the
+// host that checks a schedule against them, and Python, which makes schedules, have to agree on. Plain C++20, no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,34 @@ struct Tiling {
   // Blocks of a cluster, 1 or 2, which take neighbouring row tiles and share their loads of weights. A single block
   // loads 48 KiB a step through L2, which then is the limit.
   static constexpr int32_t kBlocks = 2;
+  static constexpr int32_t kDispatchers = 3;  // warps of a block that pull rows
 };
 
 // The tiles of a schedule for these kernels.
 constexpr TileSizes kernel_tiles(bool gated) {
   return {Tiling::kRows * Tiling::kBlocks, gated ? Tiling::kColumns / 2 : Tiling::kColumns, Tiling::kColumns};
+}
+
+// The pieces of a platform, and among how many they are dealt.
+struct Granularity {
+  TileSizes tile;
+  int32_t workers;  // pairs of thread blocks of a GPU, 0 for as many as it has room for; threads of a CPU, per rank
+  int32_t dispatchers_per_worker;  // warps of such a pair, or threads of a CPU, that pull rows
+};
+constexpr Granularity granularity_of_gpu(bool gated) {
+  return {kernel_tiles(gated), 0, Tiling::kBlocks * Tiling::kDispatchers};
+}
+// Small, so that a test of a few rows has many tiles.
+constexpr Granularity granularity_of_cpu(bool gated) { return {{16, gated ? 32 : 64, 64}, 2, 1}; }
+
+// The schedule of a call: what was chosen for it, with what follows from its sizes and the platform.
+constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granularity& pieces) {
+  chosen.tile = pieces.tile;
+  chosen.workers = pieces.workers;
+  chosen.dispatchers = pieces.workers * pieces.dispatchers_per_worker;
+  chosen.narrow_rows = pieces.tile.rows / 2;
+  chosen.ring_tiles = static_cast<int32_t>(at_most(int64_t{chosen.ring_tiles}, max_row_tiles(shape, pieces.tile)));
+  return chosen;
 }
 
 }  // namespace jaxmoe

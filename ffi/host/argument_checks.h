@@ -52,9 +52,9 @@ inline void check(const Schedule& schedule) {
   require_at_least("unit_tiles", schedule.unit_tiles, 1);
   require_at_least("lag_units", schedule.lag_units, 0);
   require_at_least("ring_tiles", schedule.ring_tiles, 1);
-  require_at_least("workers", schedule.workers, 1);
+  require_at_least("workers", schedule.workers, 0);  // 0: as many as a device has room for
   require_at_least("chunk_rows", schedule.chunk_rows, 1);
-  require_at_least("dispatchers", schedule.dispatchers, 1);
+  require_at_least("dispatchers", schedule.dispatchers, 0);
   require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
   require_range("keep_tokens", schedule.keep_tokens, 0, 2);
   require_at_least("segment_tiles", schedule.segment_tiles, 0);

@@ -18,10 +18,10 @@
 
 namespace jaxmoe::host {
 
-template <class Format>
-class BackwardRank final : public Rank<Format> {
+template <class Precision>
+class BackwardRank final : public Rank<Precision> {
  public:
-  using Base = Rank<Format>;
+  using Base = Rank<Precision>;
   using typename Base::Number;
   using typename Base::Span;
   using typename Base::Storage;
@@ -112,9 +112,9 @@ class BackwardRank final : public Rank<Format> {
             used ? at<Number>(launch_, rank_, layout_.routing_weight_gradients)[slot] : Number{0};
         if (!used) continue;
         const Storage* answer = at<Storage>(launch_, rank_, layout_.answers) + slot * shape_.hidden;
-        for (int32_t c = 0; c < shape_.hidden; ++c) sums[c] += Format::load(answer[c]);
+        for (int32_t c = 0; c < shape_.hidden; ++c) sums[c] += Precision::load(answer[c]);
       }
-      std::transform(sums.begin(), sums.end(), arrays_.dx + token * shape_.hidden, Format::store);
+      std::transform(sums.begin(), sums.end(), arrays_.dx + token * shape_.hidden, Precision::store);
     }
   }
 
@@ -151,7 +151,7 @@ class BackwardRank final : public Rank<Format> {
         multiply_row(row, weights + task.expert * matrix_size(), shape_.hidden, width, first, columns, sums.data());
         Storage* out = projection_row(task.ring_slot, i, which) + first;
         for (int32_t c = 0; c < columns; ++c) {
-          out[c] = Format::store(sums[c] + bias_of(bias, int64_t{task.expert} * width + first + c));
+          out[c] = Precision::store(sums[c] + bias_of(bias, int64_t{task.expert} * width + first + c));
         }
       };
       project(0, arrays_.w_gate, arrays_.b_gate);
@@ -162,7 +162,7 @@ class BackwardRank final : public Rank<Format> {
   // row . line for a line of a [width, depth] matrix.
   static Number multiply_line(const Storage* row, const Storage* line, int32_t depth) {
     Number sum = 0;
-    for (int32_t k = 0; k < depth; ++k) sum += Format::load(row[k]) * Format::load(line[k]);
+    for (int32_t k = 0; k < depth; ++k) sum += Precision::load(row[k]) * Precision::load(line[k]);
     return sum;
   }
 
@@ -183,12 +183,12 @@ class BackwardRank final : public Rank<Format> {
         const Storage* up_value = up != nullptr && saved ? saved_row(task.row_tile, i, 1) : up;
         for (int32_t c = first; c < end; ++c) {
           const Number gradient = multiply_line(dy, weights + int64_t{c} * shape_.hidden, shape_.hidden);
-          const Slopes<Number> slopes = slopes_of(launch_.activation, Format::load(gate_value[c]),
-                                                  up == nullptr ? Number{1} : Format::load(up_value[c]));
+          const Slopes<Number> slopes = slopes_of(launch_.activation, Precision::load(gate_value[c]),
+                                                  up == nullptr ? Number{1} : Precision::load(up_value[c]));
           product += slopes.h * gradient;
-          h[c] = Format::store(routing_weight * slopes.h);
-          gate[c] = Format::store(routing_weight * gradient * slopes.gate);
-          if (up != nullptr) up[c] = Format::store(routing_weight * gradient * slopes.up);
+          h[c] = Precision::store(routing_weight * slopes.h);
+          gate[c] = Precision::store(routing_weight * gradient * slopes.gate);
+          if (up != nullptr) up[c] = Precision::store(routing_weight * gradient * slopes.up);
         }
         products_of(task.ring_slot, i)[tile] = product;
       }
@@ -209,7 +209,7 @@ class BackwardRank final : public Rank<Format> {
           sum += multiply_line(projection_row(task.ring_slot, i, which), weights + int64_t{c} * shape_.intermediate,
                                shape_.intermediate);
         }
-        out[c] = Format::store(sum);
+        out[c] = Precision::store(sum);
       }
       if (task.column_tile == 0) {
         at<Number>(launch_, target.source(), layout_.routing_weight_gradients)[target.slot()] =
@@ -256,12 +256,12 @@ class BackwardRank final : public Rank<Format> {
         const int32_t tile_row = i % schedule_.tile.rows;
         const Number factor = factor_of(slot, tile_row);
         const Storage* row = ring_row(columns.ring, slot, tile_row, columns.width) + columns.first + first;
-        for (int32_t c = 0; c < count; ++c) line[c] += factor * Format::load(row[c]);
+        for (int32_t c = 0; c < count; ++c) line[c] += factor * Precision::load(row[c]);
       }
     };
     for (int32_t row = first_row; row < end_row; ++row) {
       add_rows([&](int32_t slot, int32_t tile_row) {
-        return Format::load(ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
+        return Precision::load(ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
       });
       const int64_t offset = int64_t{row} * columns.columns + first;
       finish(task, line, gradient, task.expert * matrix_size() + offset, sums + offset);
@@ -285,7 +285,7 @@ class BackwardRank final : public Rank<Format> {
     for (size_t c = 0; c < line.size(); ++c) {
       const Number sum = task.part & kFirstPart ? line[c] : sums[c] + line[c];
       if (task.part & kLastPart && !arrays_.wide_gradients) {
-        static_cast<Storage*>(gradients)[offset + c] = Format::store(sum);
+        static_cast<Storage*>(gradients)[offset + c] = Precision::store(sum);
       } else {
         sums[c] = sum;
       }

@@ -6,15 +6,15 @@
 
 namespace jaxmoe::host {
 
-template <class Format>
-std::string run_rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays, LaunchTimeline* timeline) {
-  if (launch.schedule.backward()) return BackwardRank<Format>(launch, rank, arrays, timeline).run();
-  return ForwardRank<Format>(launch, rank, arrays, timeline).run();
+template <class Precision>
+std::string run_rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays, LaunchTimeline* timeline) {
+  if (launch.schedule.backward()) return BackwardRank<Precision>(launch, rank, arrays, timeline).run();
+  return ForwardRank<Precision>(launch, rank, arrays, timeline).run();
 }
 
-template std::string run_rank<F32>(const Launch&, int32_t, const LayerArrays<F32>&, LaunchTimeline*);
-template std::string run_rank<F64>(const Launch&, int32_t, const LayerArrays<F64>&, LaunchTimeline*);
-template std::string run_rank<Bf16>(const Launch&, int32_t, const LayerArrays<Bf16>&, LaunchTimeline*);
-template std::string run_rank<F16>(const Launch&, int32_t, const LayerArrays<F16>&, LaunchTimeline*);
+template std::string run_rank<F32>(const Launch&, int32_t, const ArraysOf<F32>&, LaunchTimeline*);
+template std::string run_rank<F64>(const Launch&, int32_t, const ArraysOf<F64>&, LaunchTimeline*);
+template std::string run_rank<Bf16>(const Launch&, int32_t, const ArraysOf<Bf16>&, LaunchTimeline*);
+template std::string run_rank<F16>(const Launch&, int32_t, const ArraysOf<F16>&, LaunchTimeline*);
 
 }  // namespace jaxmoe::host

@@ -104,7 +104,7 @@ class Results {
 };
 
 // The arrays of one rank in one launch of all passes.
-host::LayerArrays<host::F32> arrays_of(const Shape& shape, const Inputs& in, const Results& out, int64_t launch,
+host::ArraysOf<host::F32> arrays_of(const Shape& shape, const Inputs& in, const Results& out, int64_t launch,
                                        int32_t rank) {
   const int64_t nth = launch * shape.ranks + rank;
   const int64_t tokens = nth * shape.tokens * shape.hidden, slots = nth * shape.slots();
@@ -116,8 +116,8 @@ host::LayerArrays<host::F32> arrays_of(const Shape& shape, const Inputs& in, con
           .w_gate = in.w_gate.data() + rank * experts,
           .w_up = in.w_up.data() + rank * experts,
           .w_down = in.w_down.data() + rank * experts,
-          .y = from(out.y, tokens),
           .dy = in.dy.size() == 0 ? nullptr : in.dy.data() + tokens,
+          .y = from(out.y, tokens),
           .dx = from(out.dx, tokens),
           .dtopk_weights = from(out.dtopk_weights, slots),
           .dw_gate = from(out.dw_gate, nth * experts),
@@ -133,7 +133,7 @@ host::Arenas arenas_for(const Shape& shape, const std::vector<Schedule>& passes,
   }
   int64_t bytes = 0;
   for (const Schedule& schedule : passes) {
-    bytes = std::max(bytes, layout_of(shape, schedule, head, sizeof(float)).bytes);
+    bytes = std::max(bytes, layout_of(shape, schedule, Formats::of(Element::kF32), head).bytes);
   }
   return {head, bytes};
 }

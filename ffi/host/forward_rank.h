@@ -9,10 +9,10 @@
 
 namespace jaxmoe::host {
 
-template <class Format>
-class ForwardRank final : public Rank<Format> {
+template <class Precision>
+class ForwardRank final : public Rank<Precision> {
  public:
-  using Base = Rank<Format>;
+  using Base = Rank<Precision>;
   using typename Base::Number;
   using typename Base::Span;
   using typename Base::Storage;
@@ -74,10 +74,10 @@ class ForwardRank final : public Rank<Format> {
       for (int32_t c = 0; c < columns; ++c) {
         const Number g = gate[c] + bias_of(arrays_.b_gate, bias + c);
         const Number u = arrays_.w_up == nullptr ? 1 : up[c] + bias_of(arrays_.b_up, bias + c);
-        h[c] = Format::store(activate(launch_.activation, g, u));
+        h[c] = Precision::store(activate(launch_.activation, g, u));
         if (task.row_tile >= schedule_.saved_tiles) continue;
-        saved_row(task.row_tile, i, 0)[first + c] = Format::store(g);
-        if (arrays_.w_up != nullptr) saved_row(task.row_tile, i, 1)[first + c] = Format::store(u);
+        saved_row(task.row_tile, i, 0)[first + c] = Precision::store(g);
+        if (arrays_.w_up != nullptr) saved_row(task.row_tile, i, 1)[first + c] = Precision::store(u);
       }
     }
   }
@@ -94,7 +94,7 @@ class ForwardRank final : public Rank<Format> {
       const RowTarget target{*target_of(task.ring_slot, i)};
       Storage* out =
           at<Storage>(launch_, target.source(), layout_.answers) + int64_t{target.slot()} * shape_.hidden + first;
-      for (int32_t c = 0; c < columns; ++c) out[c] = Format::store(sums[c] + bias_of(arrays_.b_down, bias + c));
+      for (int32_t c = 0; c < columns; ++c) out[c] = Precision::store(sums[c] + bias_of(arrays_.b_down, bias + c));
     }
   }
 
@@ -108,10 +108,10 @@ class ForwardRank final : public Rank<Format> {
         if (!shape_.has_expert(arrays_.topk_ids[slot])) continue;
         const Storage* answer = at<Storage>(launch_, rank_, layout_.answers) + slot * shape_.hidden;
         for (int32_t c = 0; c < shape_.hidden; ++c) {
-          sums[c] += arrays_.topk_weights[slot] * Format::load(answer[c]);
+          sums[c] += arrays_.topk_weights[slot] * Precision::load(answer[c]);
         }
       }
-      std::transform(sums.begin(), sums.end(), arrays_.y + token * shape_.hidden, Format::store);
+      std::transform(sums.begin(), sums.end(), arrays_.y + token * shape_.hidden, Precision::store);
     }
   }
 };

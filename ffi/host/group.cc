@@ -41,10 +41,10 @@ struct Attendance::Table {
   static constexpr size_t kRemembered = 4096;
 
   std::unique_ptr<Arenas> take_arenas(const HeadCapacity& needed, const Shape& shape, const Schedule& schedule,
-                                      int32_t itemsize) {
+                                      const Formats& formats) {
     for (auto it = free_arenas.begin(); it != free_arenas.end(); ++it) {
       const Arenas& arenas = **it;
-      if (arenas.head().holds(needed) && arenas.bytes() >= layout_of(shape, schedule, arenas.head(), itemsize).bytes) {
+      if (arenas.head().holds(needed) && arenas.bytes() >= layout_of(shape, schedule, formats, arenas.head()).bytes) {
         std::unique_ptr<Arenas> taken = std::move(*it);
         free_arenas.erase(it);
         return taken;
@@ -57,7 +57,7 @@ struct Attendance::Table {
         break;
       }
     }
-    return std::make_unique<Arenas>(needed, layout_of(shape, schedule, needed, itemsize).bytes);
+    return std::make_unique<Arenas>(needed, layout_of(shape, schedule, formats, needed).bytes);
   }
 };
 
@@ -66,7 +66,7 @@ Attendance::Table& Attendance::table() {
   return *table;
 }
 
-Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule& schedule, int32_t itemsize)
+Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule& schedule, const Formats& formats)
     : ranks_(shape.ranks) {
   Table& all = table();
   const std::lock_guard lock(all.mutex);
@@ -80,7 +80,7 @@ Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule&
   auto& [meeting, arrived] = calls.meetings[{replica, call}];
   if (meeting == nullptr) {
     meeting = std::make_shared<Meeting>();
-    meeting->arenas = all.take_arenas(needed_head(shape, schedule), shape, schedule, itemsize);
+    meeting->arenas = all.take_arenas(needed_head(shape, schedule), shape, schedule, formats);
     all.ranks_left[meeting.get()] = 0;
   }
   meeting_ = meeting;

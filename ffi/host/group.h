@@ -54,7 +54,7 @@ struct CallSite {
 // One rank's presence in a call: from construction to destruction it may use the meeting. Nothing here waits for peers.
 class Attendance {
  public:
-  Attendance(const CallSite& site, const Shape& shape, const Schedule& schedule, int32_t itemsize);
+  Attendance(const CallSite& site, const Shape& shape, const Schedule& schedule, const Formats& formats);
   ~Attendance();
   Attendance(const Attendance&) = delete;
   Attendance& operator=(const Attendance&) = delete;

@@ -7,6 +7,7 @@
 
 #include <pybind11/stl.h>
 
+#include "common/formats.h"
 #include "common/layout.h"
 #include "common/protocol.h"
 #include "common/shape.h"
@@ -49,22 +50,57 @@ py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]
   return regions;
 }
 
-void check(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
+void check(const Shape& shape, const Schedule& schedule, const HeadCapacity& head) {
   check(shape, schedule);
   check(head);
-  require_at_least("itemsize", itemsize, 1);
   require(head.holds(needed_head(shape, schedule)),
           "the head is too small for the shape. It needs to hold needed_head().");
 }
 
-ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
-  check(shape, schedule, head, itemsize);
-  return layout_of(shape, schedule, head, itemsize);
+ArenaLayout layout_for(const Shape& shape, const Schedule& schedule, const Formats& formats, const HeadCapacity& head) {
+  check(shape, schedule, head);
+  return layout_of(shape, schedule, formats, head);
 }
 
-uint64_t agreement_for(const Shape& shape, const Schedule& schedule, const HeadCapacity& head, int32_t itemsize) {
-  check(shape, schedule, head, itemsize);
-  return agreement_of(shape, schedule, head, itemsize);
+uint64_t agreement_for(const Shape& shape, const Schedule& schedule, const Formats& formats, const HeadCapacity& head) {
+  check(shape, schedule, head);
+  return agreement_of(shape, schedule, formats, head);
+}
+
+Element element_named(const std::string& name) {
+  for (int32_t i = 0; i < kNumElements; ++i) {
+    if (name == kElements[i].name) return static_cast<Element>(i);
+  }
+  require(false, "element " + name + " is none that layers have.");
+  return {};
+}
+
+Format format_of(const std::string& element, int32_t scale_rows, int32_t scale_columns, const std::string& scale) {
+  require((scale_rows > 0) == (scale_columns > 0) && scale_rows >= 0 && scale_columns >= 0,
+          "scale_rows=" + std::to_string(scale_rows) + " and scale_columns=" + std::to_string(scale_columns) +
+              ". Both need to be positive, or both 0.");
+  return {element_named(element), scale_rows, scale_columns, element_named(scale)};
+}
+
+void define_formats(py::module_& module) {
+  const auto name_of = [](Element Format::* element) {
+    return [element](const Format& format) { return info_of(format.*element).name; };
+  };
+  py::class_<Format>(module, "Format", "What the elements of an array are; elements go by NumPy's names.")
+      .def(py::init(&format_of), py::arg("element"), py::arg("scale_rows") = 0, py::arg("scale_columns") = 0,
+           py::arg("scale") = "float32")
+      .def_property_readonly("element", name_of(&Format::element))
+      .def_readonly("scale_rows", &Format::scale_rows)
+      .def_readonly("scale_columns", &Format::scale_columns)
+      .def_property_readonly("scale", name_of(&Format::scale))
+      .def("row_bytes", &Format::row_bytes, py::arg("columns"))
+      .def("scale_bytes", &Format::scale_bytes, py::arg("rows"), py::arg("columns"))
+      .def("bytes", &Format::bytes, py::arg("rows"), py::arg("columns"));
+  define_struct(module, "Formats", "The formats of a layer's arrays.", Field{"tokens", &Formats::tokens},
+                Field{"h", &Formats::h}, Field{"answers", &Formats::answers}, Field{"weights", &Formats::weights},
+                Field{"sums", &Formats::sums})
+      .def_static("of", [](const std::string& element) { return Formats::of(element_named(element)); },
+                  py::arg("element"), "All in one type but for the sums, which have at least 32 bits.");
 }
 
 int64_t word_offset(const ArenaLayout& layout, const HeadCapacity& head, uint32_t launch_number, Signal signal,
@@ -86,6 +122,7 @@ int64_t slots_from_offset(const ArenaLayout& layout, const HeadCapacity& head, i
 }  // namespace
 
 void define_layout(py::module_& module) {
+  define_formats(module);
   define_struct(module, "HeadCapacity", "What the head of an arena has room for.", Field{"ranks", &HeadCapacity::ranks},
                 Field{"local_experts", &HeadCapacity::local_experts}, Field{"row_tiles", &HeadCapacity::row_tiles},
                 Field{"slots", &HeadCapacity::slots})
@@ -114,9 +151,10 @@ void define_layout(py::module_& module) {
   counted("num_sorters", [](const Shape& shape, const Schedule& schedule) { return num_sorters(shape, schedule); });
   counted("needed_head", needed_head);
 
-  module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("head"), py::arg("itemsize"));
-  module.def("agreement_of", &agreement_for, py::arg("shape"), py::arg("schedule"), py::arg("head"),
-             py::arg("itemsize"), "A hash of all that the ranks of a group must have the same.");
+  module.def("layout_of", &layout_for, py::arg("shape"), py::arg("schedule"), py::arg("formats"),
+             py::arg("head"));
+  module.def("agreement_of", &agreement_for, py::arg("shape"), py::arg("schedule"), py::arg("formats"),
+             py::arg("head"), "A hash of all that the ranks of a group must have the same.");
   module.def("counter_words", &counter_words, py::arg("head"), "Words in one bank of counters.");
   module.def("word_of", &word_offset, py::arg("layout"), py::arg("head"), py::arg("launch_number"), py::arg("signal"),
              py::arg("index"), "Byte offset of a signal's word.");

@@ -1,14 +1,17 @@
-// The number formats of the host executor: how one element is stored, and what it is computed in. A format is a policy
-// of executor.cc, as it is of the GPU kernel (cuda/kernel/precision/).
+// Precision policies of the host executor: how one element is stored, and what it is computed in, as those of the GPU
+// kernels say it of theirs (cuda/kernel/gemm/precision/).
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 
+#include "common/formats.h"
+
 namespace jaxmoe::host {
 
 struct F32 {
+  static constexpr Element kElement = Element::kF32;
   using Storage = float;
   using Number = float;
   static Number load(Storage value) { return value; }
@@ -16,6 +19,7 @@ struct F32 {
 };
 
 struct F64 {
+  static constexpr Element kElement = Element::kF64;
   using Storage = double;
   using Number = double;
   static Number load(Storage value) { return value; }
@@ -23,6 +27,7 @@ struct F64 {
 };
 
 struct Bf16 {
+  static constexpr Element kElement = Element::kBf16;
   using Storage = uint16_t;
   using Number = float;
   static Number load(Storage value) { return std::bit_cast<float>(uint32_t{value} << 16); }
@@ -35,6 +40,7 @@ struct Bf16 {
 };
 
 struct F16 {
+  static constexpr Element kElement = Element::kF16;
   using Storage = uint16_t;
   using Number = float;
   static Number load(Storage value) {

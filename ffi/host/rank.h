@@ -32,15 +32,15 @@ T* at(const Launch& launch, int32_t rank, const Region& region) {
   return at<T>(launch, rank, region.offset);
 }
 
-template <class Format>
+template <class Precision>
 class Rank {
  public:
-  using Storage = typename Format::Storage;
-  using Number = typename Format::Number;
+  using Storage = typename Precision::Storage;
+  using Number = typename Precision::Number;
 
-  Rank(const Launch& launch, int32_t rank, const LayerArrays<Format>& arrays, LaunchTimeline* timeline)
+  Rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays, LaunchTimeline* timeline)
       : launch_(launch), shape_(launch.shape), schedule_(launch.schedule), arrays_(arrays), rank_(rank),
-        layout_(layout_of(shape_, schedule_, launch.head, sizeof(Storage))),
+        layout_(layout_of(shape_, schedule_, Formats::of(Precision::kElement), launch.head)),
         sorters_(num_sorters(shape_, schedule_)),
         launch_number_(at<Control>(launch, rank, layout_.control)->launch_number + 1),
         signals_(launch, rank, layout_, launch_number_),
@@ -223,7 +223,7 @@ class Rank {
   // Gate (0) or up (1) of a row of a tile that is saved.
   Storage* saved_row(int32_t row_tile, int32_t tile_row, int32_t which) const {
     const int64_t row = int64_t{row_tile} * schedule_.tile.rows + tile_row;
-    return arrays_.saved + (row * shape_.projections + which) * shape_.intermediate;
+    return arrays_.gate_up + (row * shape_.projections + which) * shape_.intermediate;
   }
 
   // --- counts --------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Rank {
 
   // --- products ------------------------------------------------------------------------------------------------------
 
-  static Number bias_of(const Storage* bias, int64_t index) { return bias == nullptr ? 0 : Format::load(bias[index]); }
+  static Number bias_of(const Storage* bias, int64_t index) { return bias == nullptr ? 0 : Precision::load(bias[index]); }
 
   // sums[c] = sum over k of row[k] * weights[k, first + c], for one row and `columns` columns of a [depth, width]
   // matrix.
@@ -325,9 +325,9 @@ class Rank {
                            int32_t columns, Number* sums) {
     for (int32_t c = 0; c < columns; ++c) sums[c] = 0;  // of std::fill g++ 13 thinks that columns may be negative
     for (int32_t k = 0; k < depth; ++k) {
-      const Number factor = Format::load(row[k]);
+      const Number factor = Precision::load(row[k]);
       const Storage* line = weights + int64_t{k} * width + first;
-      for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Format::load(line[c]);
+      for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Precision::load(line[c]);
     }
   }
 
@@ -343,7 +343,7 @@ class Rank {
   const Launch& launch_;
   const Shape shape_;
   const Schedule schedule_;
-  const LayerArrays<Format>& arrays_;
+  const ArraysOf<Precision>& arrays_;
   const int32_t rank_;
   const ArenaLayout layout_;
   const int32_t sorters_;

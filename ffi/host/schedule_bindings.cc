@@ -12,6 +12,7 @@
 
 #include "common/chunks.h"
 #include "common/extension.h"
+#include "common/layer_arrays.h"
 #include "common/protocol.h"
 #include "common/scheduler.h"
 #include "common/shape.h"
@@ -33,8 +34,27 @@ void define_names(py::module_& module) {
   for (int32_t i = 0; i < kNumSignals; ++i) signals.value(kSignalNames[i], static_cast<Signal>(i));
   py::enum_<Site> sites(module, "Site", "Where in the code a wait stands.");
   for (int32_t i = 0; i < static_cast<int32_t>(Site::kCount); ++i) sites.value(kSiteNames[i], static_cast<Site>(i));
+  module.attr("ARRAY_NAMES") = std::vector<std::string>(std::begin(kArrayNames), std::end(kArrayNames));
   module.def("is_per_tile", &is_per_tile, py::arg("signal"));
   module.def("is_from_peers", &is_from_peers, py::arg("signal"));
+}
+
+Granularity granularity(const std::string& platform, bool gated) {
+  require(platform == "cpu" || platform == "gpu", "platform=" + platform + ". It needs to be cpu or gpu.");
+  return platform == "gpu" ? granularity_of_gpu(gated) : granularity_of_cpu(gated);
+}
+
+Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles) {
+  const auto chosen = [&](const char* name) { return py::int_(plan.attr(name)).cast<int32_t>(); };
+  Schedule schedule{};
+  schedule.unit_tiles = chosen("unit_tiles");
+  schedule.lag_units = chosen("lag_units");
+  schedule.ring_tiles = chosen("ring_tiles");
+  schedule.chunk_rows = chosen("chunk_rows");
+  schedule.keep_tokens = chosen("keep_tokens");
+  schedule.segment_tiles = chosen("segment_tiles");
+  schedule.saved_tiles = saved_tiles;
+  return complete(schedule, shape, granularity(platform, shape.projections > 1));
 }
 
 void define_structs(py::module_& module) {
@@ -48,7 +68,14 @@ void define_structs(py::module_& module) {
   define_struct(module, "TileSizes", "What one task computes.", Field{"rows", &TileSizes::rows},
                 Field{"h_columns", &TileSizes::h_columns},
                 Field{"columns", &TileSizes::columns});
-  module.def("kernel_tiles", &kernel_tiles, py::arg("gated"), "The tiles that the GPU kernels are compiled for.");
+  define_struct(module, "Granularity", "Into what pieces the work of a platform is cut.",
+                Field{"tile", &Granularity::tile}, Field{"workers", &Granularity::workers},
+                Field{"dispatchers_per_worker", &Granularity::dispatchers_per_worker});
+  module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"),
+             "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated.");
+  module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
+             py::arg("saved_tiles") = 0,
+             "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
@@ -56,6 +83,7 @@ void define_structs(py::module_& module) {
                 Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
                 Field{"saved_tiles", &Schedule::saved_tiles, 0})
+      .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("row_multiple", &Schedule::row_multiple)
       .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);

@@ -5,6 +5,7 @@ The steps are the GEMMs of ffi/common/scheduler.h. Rows hold a token and behind 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxmoe.bench.traffic import (
     WORD,
@@ -15,9 +16,7 @@ from jaxmoe.bench.traffic import (
     Terms,
     Traffic,
     busiest,
-    matrix_bytes,
 )
-from jaxmoe.implementations.megakernel.tiling import Granularity
 from jaxmoe.plan import KernelPlan, Shape
 
 
@@ -29,37 +28,37 @@ class BackwardMemory(Terms):
     `segment_tiles` row tiles.
 
     Args:
-      weights_of_gate_up: `active_experts * projections * hidden * intermediate * itemsize`: w_gate and w_up, from which
+      weights_of_gate_up: `active_experts * projections * matrix_bytes`: w_gate and w_up, from which
         gate and up are computed again. An expert without rows is not read.
-      weights_of_h_gradient: `active_experts * hidden * intermediate * itemsize`: w_down.
+      weights_of_h_gradient: `active_experts * matrix_bytes`: w_down.
       weights_of_token_gradient: as `weights_of_gate_up`, once more.
-      tokens_staged: `4 * tokens * hidden * itemsize`: x and dy read, and their copies written side by side. So does one
+      tokens_staged: `4 * tokens * token_bytes`: x and dy read, and their copies written side by side. So does one
         rank alone.
       weights_staged: `4 * (tokens * top_k + used_slots)`: routing weights written where peers reach them, and read by
         dispatch.
-      tokens_pulled: twice the bytes of a forward pass: `2 * used_slots * hidden * itemsize`, or, where the plan keeps
+      tokens_pulled: twice the bytes of a forward pass: `2 * used_slots * token_bytes`, or, where the plan keeps
         tokens, by each peer once for all slots of a token.
-      tokens_kept: `2 * remote_rows * hidden * itemsize` where the plan keeps tokens.
-      rows_written: `2 * rows * hidden * itemsize`: by dispatch.
-      rows_read: `(3 + projections) * rows * hidden * itemsize`: tokens by gate_up, gate_gradient and up_gradient,
+      tokens_kept: `2 * remote_rows * token_bytes` where the plan keeps tokens.
+      rows_written: `2 * rows * token_bytes`: by dispatch.
+      rows_read: `(3 + projections) * rows * token_bytes`: tokens by gate_up, gate_gradient and up_gradient,
         gradients of outputs by h_gradient and down_gradient.
-      projections_written: `2 * projections * rows * intermediate * itemsize`: gate and up by gate_up, their gradients
+      projections_written: `2 * projections * rows * h_bytes`: gate and up by gate_up, their gradients
         by h_gradient.
-      projections_read: `3 * projections * rows * intermediate * itemsize`: gate and up by h_gradient, their
+      projections_read: `3 * projections * rows * h_bytes`: gate and up by h_gradient, their
         gradients by token_gradient, and by gate_gradient and up_gradient.
-      h_written: `rows * intermediate * itemsize`: h times the routing weight, by h_gradient.
+      h_written: `rows * h_bytes`: h times the routing weight, by h_gradient.
       hidden_read: the same, by down_gradient.
       row_numbers_written: `4 * (1 + gradient_tiles) * rows`: routing weights of rows by dispatch, and by
         h_gradient h times its gradient, summed over each of its column tiles.
       row_numbers_read: the same, by h_gradient and by token_gradient.
-      weight_gradients_written: `local_experts * matrices * hidden * intermediate * itemsize`; zeros of an expert
+      weight_gradients_written: `local_experts * matrices * matrix_bytes`; zeros of an expert
         without rows.
       weight_sums: `2 * (segments - 1) * matrices * hidden * intermediate * 4` of every expert that has more than one:
         float32 sums written for the next segment and read by it.
-      answers_written: `used_slots * (hidden * itemsize + 4)`: gradients of this rank's tokens and routing weights, by
+      answers_written: `used_slots * (token_bytes + 4)`: gradients of this rank's tokens and routing weights, by
         the token_gradient of all ranks.
       answers_read: the same, by combine.
-      gradients_written: `tokens * (hidden * itemsize + 4 * top_k)`: of x and of topk_weights.
+      gradients_written: `tokens * (token_bytes + 4 * top_k)`: of x and of topk_weights.
       routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by publish.
       lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
       lists_read: the same, by dispatch and by token_gradient.
@@ -90,19 +89,16 @@ class BackwardMemory(Terms):
     lists_read: Bytes
 
     @classmethod
-    def of_rank(
-        cls, routing: Routing, shape: Shape, rank: int, plan: KernelPlan, pieces: Granularity
-    ) -> "BackwardMemory":
+    def of_rank(cls, routing: Routing, shape: Shape, rank: int, plan: KernelPlan, tile: Any) -> "BackwardMemory":
         """Counts the terms of one rank, for a plan of a backward pass."""
         rows, slots, active = routing.rows(rank), routing.used_slots(rank), routing.active_experts(rank)
         to_peers = routing.wanted_tokens(rank) if plan.keep_tokens else routing.remote_slots(rank)
-        token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
-        projections = 2 if shape.gated else 1
-        matrix = matrix_bytes(shape)
-        gradient_tiles = -(-shape.intermediate // pieces.columns)
-        segments = -(-routing.rows_of_experts(rank) // (plan.segment_tiles * pieces.tile_rows))
+        token, h = shape.token_bytes, shape.h_bytes
+        projections, matrix = shape.projections, shape.matrix_bytes
+        gradient_tiles = -(-shape.intermediate // tile.columns)
+        segments = -(-routing.rows_of_experts(rank) // (plan.segment_tiles * tile.rows))
         further_segments = int((segments - 1).clip(min=0).sum())
-        sums = (projections + 1) * matrix // shape.itemsize * WORD
+        sums = (projections + 1) * shape.hidden * shape.intermediate * WORD
         return cls(
             weights_of_gate_up=active * projections * matrix,
             weights_of_h_gradient=active * matrix,
@@ -135,10 +131,10 @@ class BackwardLinks(Terms):
     """Bytes that one rank receives from its peers in a backward pass; it sends as many, but for lists and weights.
 
     Args:
-      rows_received: `2 * remote_rows * hidden * itemsize`: tokens of other ranks and the gradients of their outputs.
-        Where the plan keeps tokens `2 * remote_tokens * hidden * itemsize`, the least.
+      rows_received: `2 * remote_rows * token_bytes`: tokens of other ranks and the gradients of their outputs.
+        Where the plan keeps tokens `2 * remote_tokens * token_bytes`, the least.
       weights_received: `4 * remote_rows`: routing weights.
-      answers_received: `remote_slots * (hidden * itemsize + 4)`: gradients of this rank's tokens and routing weights.
+      answers_received: `remote_slots * (token_bytes + 4)`: gradients of this rank's tokens and routing weights.
       lists_received: `4 * remote_rows`: slot lists.
     """
 
@@ -150,7 +146,7 @@ class BackwardLinks(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "BackwardLinks":
         """Counts the terms of one rank."""
-        token = shape.hidden * shape.itemsize
+        token = shape.token_bytes
         rows = routing.remote_rows(rank)
         received = routing.remote_tokens(rank) if keep_tokens else rows
         return cls(
@@ -161,11 +157,11 @@ class BackwardLinks(Terms):
         )
 
 
-def of_backward(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, pieces: Granularity) -> Traffic:
+def of_backward(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, tile: Any) -> Traffic:
     """Returns what a backward pass of `"megakernel"` moves for these routings with a plan of a backward pass."""
 
     def memory(routing: Routing, rank: int) -> dict[str, Bytes]:
-        return BackwardMemory.of_rank(routing, shape, rank, plan, pieces).items()
+        return BackwardMemory.of_rank(routing, shape, rank, plan, tile).items()
 
     def links(routing: Routing, rank: int) -> dict[str, Bytes]:
         return BackwardLinks.of_rank(routing, shape, rank, plan.keep_tokens).items()
@@ -173,15 +169,13 @@ def of_backward(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, pie
     return Traffic(busiest(memory, routings), busiest(links, routings), complete=True)
 
 
-def of_both(
-    routings: Sequence[Routing], shape: Shape, plan: KernelPlan, backward: KernelPlan, pieces: Granularity
-) -> Traffic:
+def of_both(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, backward: KernelPlan, tile: Any) -> Traffic:
     """Returns what a forward pass with a plan and a backward pass with another one move together."""
 
     def memory(routing: Routing, rank: int) -> dict[str, Bytes]:
         return _named(
             forward=MegakernelMemory.of_rank(routing, shape, rank, plan.keep_tokens),
-            backward=BackwardMemory.of_rank(routing, shape, rank, backward, pieces),
+            backward=BackwardMemory.of_rank(routing, shape, rank, backward, tile),
         )
 
     def links(routing: Routing, rank: int) -> dict[str, Bytes]:

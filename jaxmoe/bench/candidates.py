@@ -21,7 +21,7 @@ from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.tiling import granularity
+from jaxmoe.implementations.megakernel.schedule import tile_sizes
 from jaxmoe.options import Arguments
 from jaxmoe.plan import KernelPlan
 
@@ -173,10 +173,10 @@ def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic |
     if candidate.pass_name == "forward":
         return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens)
     assert backward is not None
-    pieces = granularity(_platform(mesh), inputs.shape.gated)
+    tile = tile_sizes(inputs.shape, _platform(mesh))
     if candidate.pass_name == "backward":
-        return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, pieces)
-    return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, pieces)
+        return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, tile)
+    return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, tile)
 
 
 def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:

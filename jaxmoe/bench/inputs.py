@@ -23,6 +23,7 @@ import jaxmoe
 from jaxmoe.activation import resolve
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.formats import Formats
 from jaxmoe.implementations.reference import reference
 from jaxmoe.options import Arguments
 from jaxmoe.plan import Shape
@@ -112,7 +113,7 @@ def make_inputs(
         shape.num_experts,
         shape.top_k,
         ranks=ranks,
-        itemsize=jnp.dtype(dtype).itemsize,
+        formats=Formats.of(dtype),
     )
     made, routings, samples = [], [], []
     for seed in range(sets):

@@ -108,21 +108,21 @@ class MegakernelMemory(Terms):
     """Bytes that `"megakernel"` reads from and writes to the memory of one rank.
 
     Args:
-      weights: `active_experts * matrices * hidden * intermediate * itemsize`. An expert without rows is not read.
-      tokens_staged: `2 * tokens * hidden * itemsize`: x read, and its copy written where peers reach it. One rank alone
+      weights: `active_experts * matrices * matrix_bytes`. An expert without rows is not read.
+      tokens_staged: `2 * tokens * token_bytes`: x read, and its copy written where peers reach it. One rank alone
         makes no copy: 0.
-      tokens_pulled: `used_slots * hidden * itemsize`: this rank's tokens read by dispatch, its own and that of its
+      tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
         peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
         Where the plan keeps tokens, by each peer once for all slots of a token.
-      tokens_kept: where the plan keeps tokens, `remote_rows * hidden * itemsize`: a peer's token is written for its
+      tokens_kept: where the plan keeps tokens, `remote_rows * token_bytes`: a peer's token is written for its
         first row and read for each of the others.
-      rows_written: `rows * hidden * itemsize`: rows of this rank's experts into the ring, by dispatch.
+      rows_written: `rows * token_bytes`: rows of this rank's experts into the ring, by dispatch.
       rows_read: the same, by the gate and up GEMM.
-      h_written: `rows * intermediate * itemsize`: h into its ring, by the gate and up GEMM.
+      h_written: `rows * h_bytes`: h into its ring, by the gate and up GEMM.
       hidden_read: the same, by the down GEMM.
-      answers_written: `used_slots * hidden * itemsize`: answers to this rank's tokens, by the down GEMMs of all ranks.
+      answers_written: `used_slots * token_bytes`: answers to this rank's tokens, by the down GEMMs of all ranks.
       answers_read: the same, by combine.
-      y_written: `tokens * hidden * itemsize`: y.
+      y_written: `tokens * token_bytes`: y.
       routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by combine.
       lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
       lists_read: the same, by dispatch and by the down GEMM.
@@ -148,7 +148,7 @@ class MegakernelMemory(Terms):
         """Counts the terms of one rank."""
         rows, slots = routing.rows(rank), routing.used_slots(rank)
         to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
-        token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
+        token, h = shape.token_bytes, shape.h_bytes
         return cls(
             weights=weight_bytes(routing, shape, rank),
             tokens_staged=0 if shape.ranks == 1 else 2 * shape.tokens * token,
@@ -172,10 +172,10 @@ class MegakernelLinks(Terms):
     """Bytes that one rank of `"megakernel"` receives from its peers; it sends as many, but for the lists.
 
     Args:
-      rows_received: `remote_rows * hidden * itemsize`: tokens of other ranks that chose this rank's experts, pulled by
-        dispatch, once for each of their slots. Where the plan keeps tokens `remote_tokens * hidden * itemsize`, the
+      rows_received: `remote_rows * token_bytes`: tokens of other ranks that chose this rank's experts, pulled by
+        dispatch, once for each of their slots. Where the plan keeps tokens `remote_tokens * token_bytes`, the
         least: a token that two experts pull at the same time crosses twice.
-      answers_received: `remote_slots * hidden * itemsize`: answers of other ranks' experts to this rank's tokens.
+      answers_received: `remote_slots * token_bytes`: answers of other ranks' experts to this rank's tokens.
       lists_received: `4 * remote_rows`: slot lists.
     """
 
@@ -186,7 +186,7 @@ class MegakernelLinks(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelLinks":
         """Counts the terms of one rank."""
-        token = shape.hidden * shape.itemsize
+        token = shape.token_bytes
         rows, slots = routing.remote_rows(rank), routing.remote_slots(rank)
         received = routing.remote_tokens(rank) if keep_tokens else rows
         return cls(rows_received=received * token, answers_received=slots * token, lists_received=WORD * rows)
@@ -201,11 +201,11 @@ class GatherMemory(Terms):
 
     Args:
       weights: as of `MegakernelMemory`; grouped GEMMs that skip no expert read more.
-      tokens_gathered: `(1 + ranks) * tokens * hidden * itemsize`: x read, the tokens of all ranks written. One rank
+      tokens_gathered: `(1 + ranks) * tokens * token_bytes`: x read, the tokens of all ranks written. One rank
         alone gathers nothing: 0.
-      sums_sent: `ranks * tokens * hidden * itemsize`: what its experts answered to every token, read by the collective
+      sums_sent: `ranks * tokens * token_bytes`: what its experts answered to every token, read by the collective
         that takes it to the tokens' owners. One rank alone: 0.
-      y_written: `tokens * hidden * itemsize`: y.
+      y_written: `tokens * token_bytes`: y.
     """
 
     weights: Bytes
@@ -216,7 +216,7 @@ class GatherMemory(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherMemory":
         """Counts the terms of one rank."""
-        tokens = shape.tokens * shape.hidden * shape.itemsize
+        tokens = shape.tokens * shape.token_bytes
         alone = shape.ranks == 1
         return cls(
             weights=weight_bytes(routing, shape, rank),
@@ -231,7 +231,7 @@ class GatherLinks(Terms):
     """Bytes that one rank of a layer which gathers all tokens receives from its peers, whatever the routing.
 
     Args:
-      tokens_received: `(ranks - 1) * tokens * hidden * itemsize`, by the all-gather.
+      tokens_received: `(ranks - 1) * tokens * token_bytes`, by the all-gather.
       sums_received: the same, by the all-to-all or the reduce-scatter.
       routing_received: `2 * 4 * (ranks - 1) * tokens * top_k`: ids and weights.
     """
@@ -245,7 +245,7 @@ class GatherLinks(Terms):
         """Counts the terms of one rank; all have the same."""
         del routing, rank
         tokens = (shape.ranks - 1) * shape.tokens
-        token = shape.hidden * shape.itemsize
+        token = shape.token_bytes
         return cls(
             tokens_received=tokens * token,
             sums_received=tokens * token,
@@ -305,15 +305,9 @@ def of_gathering(routings: Sequence[Routing], shape: Shape) -> Traffic:
     return Traffic(memory, links, complete=False)
 
 
-def matrix_bytes(shape: Shape) -> int:
-    """Returns the bytes of one weight matrix of one expert."""
-    return shape.hidden * shape.intermediate * shape.itemsize
-
-
 def weight_bytes(routing: Routing, shape: Shape, rank: int) -> int:
     """Returns the bytes of a rank's weights that a forward pass reads: those of its experts that have rows."""
-    matrices = 3 if shape.gated else 2
-    return routing.active_experts(rank) * matrices * matrix_bytes(shape)
+    return routing.active_experts(rank) * (shape.projections + 1) * shape.matrix_bytes
 
 
 def busiest(count: Callable[[Routing, int], Mapping[str, Bytes]], routings: Sequence[Routing]) -> OfRank:

@@ -5,7 +5,6 @@ Another implementation is another folder, and an entry in the table below.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -33,7 +32,7 @@ class Implementation:
       name: of the user's argument.
       run: returns the output for the tokens of a rank.
       explain: what a call costs.
-      default_plan: called with a shape, a platform and a dtype.
+      default_plan: called with a shape and a platform.
       plan_type: of the plans that it takes.
       residuals: what its backward pass gets where the user does not say.
       check: raises where it cannot run a call; before anything runs.
@@ -42,7 +41,7 @@ class Implementation:
     name: ImplementationName
     run: Callable[[Call, Inputs], jax.Array]
     explain: Callable[[Call], Explanation]
-    default_plan: Callable[[Shape, str, Any], AnyPlan]
+    default_plan: Callable[[Shape, str], AnyPlan]
     plan_type: type[Plan] | type[KernelPlan]
     residuals: Residuals = "save"
     check: Callable[[Call], None] = lambda call: None

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
+from jaxmoe.formats import BF16, Formats
 from jaxmoe.options import ImplementationName, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement
 
@@ -31,8 +32,8 @@ class Shape:
       num_experts: experts of the whole group.
       top_k: slots per token.
       ranks: size of the expert-parallel group.
-      itemsize: bytes per element of tokens and weights.
       gated: whether the experts have an up projection.
+      formats: of the arrays.
     """
 
     tokens: int
@@ -41,8 +42,8 @@ class Shape:
     num_experts: int
     top_k: int
     ranks: int = 1
-    itemsize: int = 2
     gated: bool = True
+    formats: Formats = BF16
 
     @property
     def all_slots(self) -> int:
@@ -65,6 +66,21 @@ class Shape:
         return 2 if self.gated else 1
 
     @property
+    def token_bytes(self) -> int:
+        """Of a token, or of an answer to one of its slots."""
+        return self.formats.tokens.bytes(1, self.hidden)
+
+    @property
+    def h_bytes(self) -> int:
+        """Of a row between the two GEMMs of an expert."""
+        return self.formats.h.bytes(1, self.intermediate)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of one of the matrices of an expert."""
+        return self.formats.weights.bytes(self.hidden, self.intermediate)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of a rank in a balanced forward pass."""
         return 2 * (self.projections + 1) * self.balanced_rows * self.hidden * self.intermediate
@@ -81,7 +97,6 @@ class Call:
       placement: ranks, mesh and axes.
       platform: what it is compiled for.
       shape: sizes as one rank sees them.
-      dtype: of tokens and weights.
       plan: how it is computed, of the implementation's own kind.
       residuals: what the backward pass keeps of the forward pass.
     """
@@ -92,9 +107,13 @@ class Call:
     placement: Placement
     platform: str
     shape: Shape
-    dtype: Any
     plan: Any
     residuals: Residuals
+
+    @property
+    def dtype(self) -> Any:
+        """Of tokens."""
+        return self.shape.formats.tokens.dtype
 
     @property
     def group(self) -> ExpertGroup:

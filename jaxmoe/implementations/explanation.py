@@ -85,4 +85,4 @@ def unsplit_axes(call: Call) -> list[str]:
 
 def residual_bytes(shape: Shape, rows: int) -> dict[str, int]:
     """Bytes of the inputs of the activation, by choice of `residuals`, where those of so many rows are kept."""
-    return {"recompute": 0, "save": rows * shape.projections * shape.intermediate * shape.itemsize}
+    return {"recompute": 0, "save": rows * shape.projections * shape.h_bytes}

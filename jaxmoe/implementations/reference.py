@@ -76,10 +76,10 @@ def run(call: Call, inputs: Inputs) -> jax.Array:
 def explain(call: Call) -> Explanation:
     """Returns what a dense computation takes: all experts on every rank, each of them applied to every token."""
     shape = call.shape
-    wide = max(4, shape.itemsize)
-    matrices = (shape.projections + 1) * shape.hidden * shape.intermediate
+    wide = shape.formats.sums.row_bytes(1)
+    matrices = shape.projections + 1
     memory = {
-        "experts of all ranks, in float32": shape.num_experts * matrices * wide,
+        "experts of all ranks, in float32": shape.num_experts * matrices * shape.hidden * shape.intermediate * wide,
         "one expert on every token": shape.tokens * (3 * shape.intermediate + 2 * shape.hidden) * wide,
     }
     return Explanation(
@@ -87,6 +87,6 @@ def explain(call: Call) -> Explanation:
         reasons=(call.implementation_reason, "every expert is applied to every token"),
         memory_bytes=memory,
         worst_case_bytes=sum(memory.values()),
-        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.itemsize,
+        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.matrix_bytes,
         flops=shape.flops // shape.top_k * shape.num_experts,
     )

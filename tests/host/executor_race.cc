@@ -21,6 +21,7 @@ using namespace jaxmoe;
 
 namespace {
 
+constexpr Formats kFormats = Formats::of(Element::kF32);
 constexpr Shape kShape{.ranks = 3, .tokens = 24, .hidden = 16, .intermediate = 24, .num_experts = 6, .top_k = 2};
 constexpr Schedule kForward{.tile = {4, 8, 8},
                             .unit_tiles = 2,
@@ -64,7 +65,7 @@ class RankArrays {
  public:
   explicit RankArrays(uint32_t seed) : random_(seed) {}
 
-  host::LayerArrays<host::F32> fill(int32_t rank) {
+  host::ArraysOf<host::F32> fill(int32_t rank) {
     const size_t tokens = size_t{kShape.tokens} * kShape.hidden, slots = kShape.slots();
     const size_t experts = size_t{kShape.local_experts()} * kShape.hidden * kShape.intermediate;
     const size_t up = size_t{kShape.local_experts()} * kShape.intermediate;
@@ -81,8 +82,8 @@ class RankArrays {
             .b_gate = numbers(up),
             .b_up = numbers(up),
             .b_down = numbers(down),
-            .y = numbers(tokens),
             .dy = numbers(tokens),
+            .y = numbers(tokens),
             .dx = numbers(tokens),
             .dtopk_weights = numbers(slots),
             .dw_gate = numbers(experts),
@@ -116,8 +117,8 @@ int main(int argc, char** argv) {
     disturbance.skipped_site = site_named(argv[2]);
   }
   const HeadCapacity head = needed_head(kShape, kForward);
-  const host::Arenas arenas(head, std::max(layout_of(kShape, kForward, head, sizeof(float)).bytes,
-                                           layout_of(kShape, kBackward, head, sizeof(float)).bytes));
+  const host::Arenas arenas(head, std::max(layout_of(kShape, kForward, kFormats, head).bytes,
+                                           layout_of(kShape, kBackward, kFormats, head).bytes));
   std::atomic<bool> given_up = false;
   std::vector<host::Launch> launches;
   for (const Schedule& schedule : passes) {
@@ -136,7 +137,7 @@ int main(int argc, char** argv) {
   for (int32_t rank = 0; rank < kShape.ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       RankArrays memory(7 + rank);
-      const host::LayerArrays<host::F32> arrays = memory.fill(rank);
+      const host::ArraysOf<host::F32> arrays = memory.fill(rank);
       for (int i = 0; i < kLaunches && failures[rank].empty(); ++i) {
         failures[rank] = host::run_rank<host::F32>(launches[i % launches.size()], rank, arrays);
       }

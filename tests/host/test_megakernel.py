@@ -18,7 +18,7 @@ from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE, timeout_seconds
 from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
-from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
@@ -143,37 +143,35 @@ def attributes_of(text: str, target: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+) = (\S+) : [if]32", line))
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_plans_of_gpus_have_the_tiles_that_the_kernels_are_compiled_for(gated):
-    pieces, tiles = granularity("gpu", gated), native.schedule().kernel_tiles(gated)
-    assert (pieces.tile_rows, pieces.h_columns) == (tiles.rows, tiles.h_columns)
-    assert pieces.columns == tiles.columns
+CHOICES = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "segment_tiles")
 
 
-def test_the_call_carries_the_plan_the_pieces_and_the_activation():
+def schedule_in(text: str, target: str) -> Any:
+    """The schedule that a call carries."""
+    line = next(line for line in text.splitlines() if f"@{target}(" in line)
+    (numbers,) = re.findall(r"schedule = dense<\[([-\d, ]+)\]>", line)
+    rows, h_columns, columns, *others = map(int, numbers.split(","))
+    steps = native.schedule()
+    return steps.Schedule(steps.TileSizes(rows, h_columns, columns), *others)
+
+
+def test_the_call_carries_the_schedule_of_the_plan_and_the_activation():
     arguments = make_inputs(0, **SIZES)
     swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)
     plan = KernelPlan(3, 1, 7, 2, True, backward=KernelPlan(1, 2, 6, 3, segment_tiles=2))
     run = layer("all devices", implementation="megakernel", activation=swiglu, plan=plan)
     text = jax.jit(jax.value_and_grad(lambda a: jnp.sum(run(a)), allow_int=True)).lower(arguments).as_text()
-    pieces = granularity("cpu", gated=True)
-    of_both = {
-        "ranks": 8,
-        "num_experts": 8,
-        "activation": 4,
-        "tile_rows": pieces.tile_rows,
-        "tile_h_columns": pieces.h_columns,
-        "tile_columns": pieces.columns,
-        "workers": pieces.workers,
-        "dispatchers_per_worker": pieces.dispatchers_per_worker,
-    }
-    choices = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "segment_tiles")
+    pieces = native.schedule().granularity("cpu", True)
+    integers = {"ranks": 8, "num_experts": 8, "activation": 4}
     floats = {"limit": 7.0, "alpha": 1.5, "up_offset": 1.0, "timeout_seconds": 60.0}
-    for target, values in (("jaxmoe_forward", (3, 1, 7, 2, 1, 0)), ("jaxmoe_backward", (1, 2, 6, 3, 0, 2))):
+    for target, of_pass in (("jaxmoe_forward", plan), ("jaxmoe_backward", plan.backward)):
         attributes = attributes_of(text, target)
-        integers = of_both | dict(zip(choices, values, strict=True))
         assert {name: int(attributes[name]) for name in integers} == integers
         assert {name: float(attributes[name]) for name in floats} == floats
+        carried = schedule_in(text, target)
+        assert {name: getattr(carried, name) for name in CHOICES} == {name: getattr(of_pass, name) for name in CHOICES}
+        assert (carried.tile, carried.workers) == (pieces.tile, pieces.workers)
+        assert (carried.dispatchers, carried.narrow_rows) == (pieces.workers, pieces.tile.rows // 2)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,7 @@ def test_compiled_code_refuses_a_timeout_whose_nanoseconds_it_cannot_count(monke
     monkeypatch.setenv(TIMEOUT_VARIABLE, "1e10")
     monkeypatch.setattr(megakernel, "LONGEST_TIMEOUT_SECONDS", 1e30)
     arguments = inputs_of(tokens=72)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="timeout_seconds at most 1e9"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="timeout_seconds must be positive and at most 1e9"):
         jax.block_until_ready(jax.jit(layer("one rank", implementation="megakernel"))(arguments))
 
 
@@ -229,6 +227,31 @@ def test_compiled_code_takes_any_id_that_names_no_expert_for_a_slot_nobody_uses(
     assert (ids < 0).sum() > 4
     found = outputs_and_gradients(jnp.asarray(np.where(ids < 0, outside, ids)))
     jax.tree.map(np.testing.assert_array_equal, found, outputs_and_gradients(arguments.topk_ids))
+
+
+# What a call from elsewhere may get wrong: arrays by name, and what compiled code says.
+WRONG_ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "left out": ({"w_down": None}, "a forward pass without w_down"),
+    "of the other pass": ({"dx": jnp.zeros((88, 24))}, "8 operands and 1 results; the attribute `arrays` names 7 and 2"),
+    "of another size": ({"w_down": jnp.zeros((8, 24, 39))}, "shapes do not go together"),
+    "of another type": ({"w_down": jnp.zeros((8, 40, 24), jnp.bfloat16)}, "weights, biases, y, dy, dx and what is"),
+    "unknown": ({"topk_ids": jnp.zeros((88, 3))}, "topk_ids must be int32"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ARRAYS)
+def test_compiled_code_refuses_arrays_that_make_no_layer(monkeypatch, wrong):
+    changes, told = WRONG_ARRAYS[wrong]
+    right = megakernel._operands
+
+    def operands(group: Any, inputs: Inputs) -> dict[str, Any]:
+        return {name: array for name, array in (right(group, inputs) | changes).items() if array is not None}
+
+    monkeypatch.setattr(megakernel, "_operands", operands)
+    arguments = make_inputs(11, **{**SIZES, "tokens": 88})
+    run = layer("one rank", implementation="megakernel", plan=KernelPlan(1, 1, 2 + list(WRONG_ARRAYS).index(wrong)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(jax.jit(run)(arguments))
 
 
 @pytest.mark.parametrize("rank", [-1, 1])
@@ -269,11 +292,10 @@ def test_without_a_plan_for_it_the_backward_pass_has_the_default_one():
     told = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"), implementation="megakernel")
     assert isinstance(told.call.plan, KernelPlan)
     default = told.call.plan.backward
-    attributes = attributes_of(text, "jaxmoe_backward")
+    carried = schedule_in(text, "jaxmoe_backward")
     assert default is not None
     assert default.segment_tiles == SEGMENT_TILES_ON_CPU
-    for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "segment_tiles"):
-        assert int(attributes[name]) == getattr(default, name)
+    assert {name: getattr(carried, name) for name in CHOICES} == {name: getattr(default, name) for name in CHOICES}
 
 
 def test_no_more_ring_is_asked_for_than_a_rank_can_fill():
@@ -282,7 +304,7 @@ def test_no_more_ring_is_asked_for_than_a_rank_can_fill():
     most = most_row_tiles(told.call.shape, "cpu")
     assert sum(told.memory_bytes.values()) == told.worst_case_bytes
     run = layer("one rank", implementation="megakernel", plan=KernelPlan(1, 1, 10**9))
-    assert f"ring_tiles = {most} : i32" in jax.jit(run).lower(arguments).as_text()
+    assert schedule_in(jax.jit(run).lower(arguments).as_text(), "jaxmoe_forward").ring_tiles == most
 
 
 def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_routing():
@@ -293,9 +315,9 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     told = jaxmoe.explain(x, *slots, experts, mesh=mesh_of("expert"), implementation="megakernel")
     plan = told.call.plan
     assert isinstance(plan, KernelPlan)
-    rows = plan.ring_tiles * granularity("cpu", gated=True).tile_rows
+    rows = plan.ring_tiles * tile_sizes(told.call.shape, "cpu").rows
     assert told.memory_bytes["arena: rows"] == rows * 64 * 2
-    assert told.memory_bytes["arena: hidden"] == rows * 96 * 2
+    assert told.memory_bytes["arena: h"] == rows * 96 * 2
     assert told.memory_bytes["arena: tokens"] == 4096 * 64 * 2
     assert told.memory_bytes["arena: answers"] == 4096 * 2 * 64 * 2
     assert sum(told.memory_bytes.values()) < told.worst_case_bytes
@@ -307,10 +329,10 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
         assert part in str(told)
     backward = plan.backward
     assert backward is not None
-    rows = backward.ring_tiles * granularity("cpu", gated=True).tile_rows
+    rows = backward.ring_tiles * tile_sizes(told.call.shape, "cpu").rows
     assert told.backward_memory_bytes["arena: rows"] == rows * 2 * 64 * 2  # tokens and gradients of their outputs
     assert told.backward_memory_bytes["arena: projections"] == rows * 2 * 96 * 2
-    saved_rows = saved_row_tiles(told.call.shape, "cpu") * granularity("cpu", gated=True).tile_rows
+    saved_rows = saved_row_tiles(told.call.shape, "cpu") * tile_sizes(told.call.shape, "cpu").rows
     assert told.residual_bytes == {"recompute": 0, "save": saved_rows * 2 * 96 * 2}
     assert "residuals='recompute'; kept beside the inputs: 0.0 MiB with 'recompute'" in str(told)
 

@@ -83,7 +83,7 @@ class RankLaunch:
         )
         self.experts = launch.experts[self.rank]
         self.head = self.group.head
-        self.layout = steps.layout_of(self.shape, self.schedule, self.head, ITEMSIZE)
+        self.layout = steps.layout_of(self.shape, self.schedule, steps.Formats.of("bfloat16"), self.head)
         self.regions = {name: offset for name, (offset, _) in (self.layout.head | self.layout.body).items()}
         self.sorters = steps.num_sorters(self.shape, self.schedule)
         self.answer_tiles = steps.answer_tiles(self.shape, self.schedule)

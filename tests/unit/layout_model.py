@@ -11,10 +11,11 @@ import hypothesis.strategies as st
 from tests.unit.schedule_model import Problem, Signal, problems, schedules, steps, weight_matrices, with_fields
 
 ALIGNMENT = steps.region_alignment
-EPOCHS = (6, 7)  # one of each parity
+LAUNCH_NUMBERS = (6, 7)  # one of each parity
 COUNTERS = [signal for signal in Signal.__members__.values() if not steps.is_from_peers(signal)]
 FLAGS = [signal for signal in Signal.__members__.values() if steps.is_from_peers(signal)]
-itemsizes = st.sampled_from([1, 2, 4, 8])
+ELEMENTS = {2: "bfloat16", 4: "float32", 8: "float64"}  # one for each size
+itemsizes = st.sampled_from(list(ELEMENTS))
 
 
 class Claim(NamedTuple):
@@ -44,10 +45,10 @@ def head_claims(layout, head) -> list[Claim]:
 
     for signal in FLAGS:
         for source in range(head.ranks):
-            start = steps.word_of(layout, head, EPOCHS[0], signal, source)
-            assert start == steps.word_of(layout, head, EPOCHS[1], signal, source), "flags have one bank"
+            start = steps.word_of(layout, head, LAUNCH_NUMBERS[0], signal, source)
+            assert start == steps.word_of(layout, head, LAUNCH_NUMBERS[1], signal, source), "flags have one bank"
             claim(start, steps.flag_bytes, "flags", f"{signal.name}[{source}]")
-    for launch_number in EPOCHS:
+    for launch_number in LAUNCH_NUMBERS:
         for signal in COUNTERS:
             for index in range(head.row_tiles if steps.is_per_tile(signal) else 1):
                 start = steps.word_of(layout, head, launch_number, signal, index)
@@ -59,6 +60,11 @@ def head_claims(layout, head) -> list[Claim]:
         start = steps.slots_from_source(layout, head, source)
         claim(start, head.slots * 4, "source_slots", f"slots of {source}")
     return claims
+
+
+def formats_of(itemsize: int):
+    """Of a layer whose elements take so many bytes."""
+    return steps.Formats.of(ELEMENTS[itemsize])
 
 
 def number_bytes(itemsize: int) -> int:

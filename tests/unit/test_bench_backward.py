@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+from jaxmoe import native
 from jaxmoe.bench import candidates, gradient_check, inputs, layer, passes, shapes, table, traffic
 from jaxmoe.bench.backward_traffic import BackwardLinks, BackwardMemory, of_backward, of_both
 from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
 from jaxmoe.bench.passes import Gradients, Results
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.bench.traffic import MegakernelMemory, Routing
-from jaxmoe.implementations.megakernel.tiling import Granularity
 from jaxmoe.options import Arguments
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import dense, make_ids, relative_error
@@ -300,18 +300,18 @@ def test_operations_are_those_of_the_products():
 
 
 # Two ranks of two tokens. Rank 0 owns the experts 0 and 1, rank 1 owns 2 and 3, and nobody asks for expert 3.
-SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2, itemsize=2)
+SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2)
 IDS = np.array([[0, 2], [1, -1], [2, 2], [1, 2]], np.int32)
 TOKEN, H, MATRIX = 10 * 2, 7 * 2, 10 * 7 * 2
 # Two column tiles of gradients, and segments of two rows: expert 2, with four, has two.
-PIECES = Granularity(2, 4, 4, workers=1, dispatchers_per_worker=1)
+TILE = native.schedule().TileSizes(2, 4, 4)
 PLAN = KernelPlan(1, 0, 4, segment_tiles=1)
 
 
 def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
     # Rank 1 has the rows of slots 0:1, 2:0, 2:1 and 3:1; its tokens use four slots.
-    assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, PIECES) == BackwardMemory(
+    assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE) == BackwardMemory(
         weights_of_gate_up=2 * MATRIX,
         weights_of_h_gradient=MATRIX,
         weights_of_token_gradient=2 * MATRIX,
@@ -336,10 +336,10 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
         lists_written=4 * 8,
         lists_read=4 * 8,
     )
-    kept = BackwardMemory.of_rank(routing, SMALL, 1, dataclasses.replace(PLAN, keep_tokens=True), PIECES)
+    kept = BackwardMemory.of_rank(routing, SMALL, 1, dataclasses.replace(PLAN, keep_tokens=True), TILE)
     assert kept.tokens_kept == 2 * TOKEN  # the row of slot 0:1
     assert kept.tokens_pulled == 4 * 2 * TOKEN
-    one_segment = BackwardMemory.of_rank(routing, SMALL, 1, KernelPlan(1, 0, 4, segment_tiles=2), PIECES)
+    one_segment = BackwardMemory.of_rank(routing, SMALL, 1, KernelPlan(1, 0, 4, segment_tiles=2), TILE)
     assert one_segment.weight_sums == 0
 
 
@@ -354,9 +354,9 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
     """What every rank moves for its tokens and rows, in a walk over the slots as the kernel sees them."""
     kept = set()
     pair, token, h = (
-        2 * shape.hidden * shape.itemsize,
-        shape.hidden * shape.itemsize,
-        shape.intermediate * shape.itemsize,
+        2 * shape.token_bytes,
+        shape.token_bytes,
+        shape.h_bytes,
     )
     ranks: list[dict[str, int]] = [{} for _ in range(shape.ranks)]
 
@@ -404,11 +404,11 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
 def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(seed, ranks, local_experts, tokens, kind, keep_tokens):
     num_experts = ranks * local_experts
     top_k = min(3, num_experts)
-    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks, itemsize=2)
+    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks)
     ids = make_ids(np.random.default_rng(seed), tokens * ranks, num_experts, top_k, kind)
     routing, plan = Routing.of(ids, ranks, num_experts), dataclasses.replace(PLAN, keep_tokens=keep_tokens)
     for rank, counts in enumerate(counted_slot_by_slot(ids, shape, keep_tokens)):
-        memory = BackwardMemory.of_rank(routing, shape, rank, plan, PIECES).items()
+        memory = BackwardMemory.of_rank(routing, shape, rank, plan, TILE).items()
         links = BackwardLinks.of_rank(routing, shape, rank, keep_tokens).items()
         by_slot = {
             name: size for name, size in (memory | links).items() if not name.startswith(("weights_of", "row_n"))
@@ -419,8 +419,8 @@ def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(seed, ranks, loc
 
 def test_both_passes_move_the_bytes_of_each():
     routings = [Routing.of(IDS, ranks=2, num_experts=4)]
-    backward = of_backward(routings, SMALL, PLAN, PIECES)
-    both = of_both(routings, SMALL, KernelPlan(1, 0, 4), PLAN, PIECES)
+    backward = of_backward(routings, SMALL, PLAN, TILE)
+    both = of_both(routings, SMALL, KernelPlan(1, 0, 4), PLAN, TILE)
     assert both.complete
     assert both.memory.rank == backward.memory.rank == 1
     forward = MegakernelMemory.of_rank(routings[0], SMALL, 1, keep_tokens=False)

@@ -18,7 +18,7 @@ from jaxmoe.testing import ROUTING_KINDS, make_ids
 from tests.layer_suite import mesh_of
 
 # Two ranks of two tokens. Rank 0 owns the experts 0 and 1, rank 1 owns 2 and 3, and nobody asks for expert 3.
-SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2, itemsize=2)
+SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2)
 IDS = np.array([[0, 2], [1, -1], [2, 2], [1, 2]], np.int32)
 TOKEN, H, EXPERT = 10 * 2, 7 * 2, 3 * 10 * 7 * 2
 
@@ -80,7 +80,7 @@ def test_the_terms_of_a_layer_that_gathers_all_tokens_equal_a_count_by_hand():
 def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> list[dict[str, Any]]:
     """What every rank moves for its tokens and rows, in a walk over the slots as the kernel sees them."""
     kept = set()
-    token, h = shape.hidden * shape.itemsize, shape.intermediate * shape.itemsize
+    token, h = shape.token_bytes, shape.h_bytes
     ranks: list[dict[str, Any]] = [{"weights": set()} for _ in range(shape.ranks)]
 
     def add(rank: int, name: str, number: int) -> None:
@@ -116,7 +116,7 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
                 add(owner, "lists_received", 4)
                 add(home, "answers_received", token)
     for counts in ranks:
-        counts["weights"] = len(counts["weights"]) * 3 * shape.hidden * shape.intermediate * shape.itemsize
+        counts["weights"] = len(counts["weights"]) * 3 * shape.matrix_bytes
     return ranks
 
 
@@ -134,7 +134,7 @@ def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(
 ):
     num_experts = ranks * local_experts
     top_k = min(top_k, num_experts)
-    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks, itemsize=2)
+    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks)
     ids = make_ids(np.random.default_rng(seed), tokens * ranks, num_experts, top_k, kind)
     routing = Routing.of(ids, ranks, num_experts)
     for rank, counts in enumerate(counted_slot_by_slot(ids, shape, keep_tokens)):

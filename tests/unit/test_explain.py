@@ -1,5 +1,7 @@
 """`explain`, `default_plan` and the choice of implementation."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmoe
+from jaxmoe.formats import Formats
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED
 from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
-from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles
+from jaxmoe.implementations.megakernel.schedule import most_row_tiles, tile_sizes
 from jaxmoe.implementations.xla import plan as xla_plans
 from jaxmoe.plan import Shape, default_plan
 from jaxmoe.testing import make_inputs
@@ -62,7 +65,7 @@ def test_a_passed_plan_is_the_one_that_is_used():
 )
 def test_the_default_plan_bounds_memory_and_gives_a_reason_for_every_choice(tokens, top_k, ranks, platform, dtype):
     shape = Shape(tokens, hidden=64, intermediate=64, num_experts=64, top_k=top_k, ranks=ranks)
-    plan = default_plan(shape, platform, dtype)
+    plan = default_plan(dataclasses.replace(shape, formats=Formats.of(dtype)), platform)
     assert 1 <= plan.batch_rows <= max(shape.all_slots, 1)
     roomy = ROWS_OVER_BALANCED * shape.balanced_rows + xla_plans.ROW_TILE
     assert plan.batch_rows <= max(xla_plans.WORST_CASE_ROWS, roomy)
@@ -83,7 +86,7 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     tokens, hidden, experts_per_rank, top_k, ranks, gated, platform
 ):
     shape = Shape(tokens, hidden, 64, ranks * experts_per_rank, top_k, ranks, gated=gated)
-    plan = default_plan(shape, platform, jnp.bfloat16, "megakernel")
+    plan = default_plan(shape, platform, "megakernel")
     most = most_row_tiles(shape, platform)
     assert min(plan.fewest_ring_tiles, most) <= plan.ring_tiles <= most
     backward = plan.backward
@@ -92,11 +95,11 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     assert min(backward.fewest_ring_tiles, most) <= backward.ring_tiles <= most
     for choice in ("segment_tiles", "unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens"):
         assert any(reason.startswith(f"{choice}={getattr(backward, choice)}: ") for reason in backward.reasons)
-    rows = plan.unit_tiles * granularity(platform, gated).tile_rows
+    rows = plan.unit_tiles * tile_sizes(shape, platform).rows
     if platform == "gpu":
         assert (
             plan.unit_tiles <= kernel_defaults.FEWEST_UNIT_TILES
-            or rows * hidden * shape.itemsize <= kernel_defaults.UNIT_BYTES
+            or rows * shape.token_bytes <= kernel_defaults.UNIT_BYTES
         )
     # Whatever the number of tokens, the rings hold a few units beyond the lag.
     assert plan.lag_units <= kernel_defaults.MOST_LAG_UNITS
@@ -125,5 +128,5 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
 )
 def test_the_grouped_gemm_is_tokamax_on_gpus_where_it_can_be(monkeypatch, platform, dtype, installed, hidden, chosen):
     monkeypatch.setattr(xla_plans, "has_tokamax", lambda: installed)
-    shape = Shape(64, hidden=hidden, intermediate=64, num_experts=8, top_k=2)
-    assert default_plan(shape, platform, dtype).grouped_gemm == chosen
+    shape = Shape(64, hidden=hidden, intermediate=64, num_experts=8, top_k=2, formats=Formats.of(dtype))
+    assert default_plan(shape, platform).grouped_gemm == chosen

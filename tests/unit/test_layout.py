@@ -10,6 +10,7 @@ from tests.unit.layout_model import (
     Claim,
     assert_apart,
     body_claims,
+    formats_of,
     grown,
     head_claims,
     itemsizes,
@@ -37,7 +38,7 @@ from tests.unit.schedule_model import (
 def test_no_two_writers_share_a_byte_and_no_byte_is_without_a_writer(segment_tiles, data, growth, itemsize):
     problem = data.draw(small_problems(segment_tiles))
     head = grown(steps.needed_head(problem.shape, problem.schedule), growth)
-    layout = steps.layout_of(problem.shape, problem.schedule, head, itemsize)
+    layout = steps.layout_of(problem.shape, problem.schedule, formats_of(itemsize), head)
     regions = regions_of(layout)
     claims = head_claims(layout, head) + body_claims(layout, problem, itemsize)
     claimed = Counter(dict.fromkeys(regions, 0))
@@ -62,7 +63,7 @@ class Writers:
         self.first_slots = [0, *itertools.accumulate(rows_of_tile.values())]
         self.shape = with_fields(problem.shape, tokens=sum(rows_of_tile.values()), top_k=1)
         head = steps.needed_head(self.shape, self.schedule)
-        self.body = steps.layout_of(self.shape, self.schedule, head, itemsize).body
+        self.body = steps.layout_of(self.shape, self.schedule, formats_of(itemsize), head).body
 
     def of(self, *gemms, row_tiles=None) -> list:
         """The tasks of some GEMMs, of some row tiles or segments where they are named."""
@@ -167,6 +168,6 @@ def test_weight_gradients_of_a_segment_write_their_sums_apart_and_leave_none_out
 @settings(max_examples=150)
 def test_there_is_room_for_sums_wherever_an_expert_has_two_segments(problem):
     shape, schedule, rows_per_expert = problem
-    layout = steps.layout_of(shape, schedule, steps.needed_head(shape, schedule), 2)
+    layout = steps.layout_of(shape, schedule, formats_of(2), steps.needed_head(shape, schedule))
     several = len(steps.segments(schedule, rows_per_expert)) > sum(rows > 0 for rows in rows_per_expert)
     assert layout.body["weight_sums"][1] > 0 or not several

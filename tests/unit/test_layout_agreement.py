@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.unit.layout_model import grown, itemsizes, large_problems
+from tests.unit.layout_model import formats_of, grown, itemsizes, large_problems
 from tests.unit.schedule_model import problems, steps, with_fields
 
 
@@ -19,11 +19,11 @@ def test_ranks_with_any_numbers_of_workers_have_the_same_layout_and_agree(proble
     shape, schedule, _ = problem
     head = grown(steps.needed_head(shape, schedule), growth)
     crewed = [with_fields(schedule, workers=workers, dispatchers=dispatchers) for workers, dispatchers in (one, other)]
-    layouts = [steps.layout_of(shape, each, head, itemsize) for each in crewed]
+    layouts = [steps.layout_of(shape, each, formats_of(itemsize), head) for each in crewed]
     assert layouts[0].head == layouts[1].head
     assert layouts[0].body == layouts[1].body
     assert layouts[0].bytes == layouts[1].bytes  # else one rank would make its arena larger and the other would not
-    assert len({steps.agreement_of(shape, each, head, itemsize) for each in crewed}) == 1
+    assert len({steps.agreement_of(shape, each, formats_of(itemsize), head) for each in crewed}) == 1
     assert steps.needed_head(shape, crewed[0]) == steps.needed_head(shape, crewed[1])
 
 
@@ -52,12 +52,22 @@ OTHER_SCHEDULES = {
     },
 }
 OTHER_HEADS = ("local_experts", "row_tiles", "slots")
+FORMATS = ("tokens", "h", "answers", "weights", "sums")
 
 
-@pytest.mark.parametrize("changed", [*OTHER_SHAPES, *OTHER_SCHEDULES, *OTHER_HEADS, "itemsize"])
+def with_another(formats, name: str, by: int):
+    """The same formats but for one array, which has another element or scales that it did not have."""
+    arrays = {field: getattr(formats, field) for field in FORMATS}
+    element = arrays[name].element
+    other = steps.Format("float16") if by % 2 else steps.Format(element, scale_rows=1, scale_columns=by)
+    return steps.Formats(**arrays | {name: other})
+
+
+@pytest.mark.parametrize("changed", [*OTHER_SHAPES, *OTHER_SCHEDULES, *OTHER_HEADS, *FORMATS])
 @given(problem=problems(), by=st.integers(1, 9), itemsize=itemsizes)
 def test_ranks_that_differ_in_anything_but_their_workers_do_not_agree(changed, problem, by, itemsize):
     shape, schedule, _ = problem
+    formats = formats_of(itemsize)
     need = steps.needed_head(shape, schedule)
     # Room for any of the changes, so that nothing else changes with them.
     room = {
@@ -66,15 +76,15 @@ def test_ranks_that_differ_in_anything_but_their_workers_do_not_agree(changed, p
         "slots": 99 * need.slots + 999,
     }
 
-    def agreement(shape, schedule, itemsize=itemsize, **other_room: int) -> int:
-        return steps.agreement_of(shape, schedule, steps.HeadCapacity(shape.ranks, **room | other_room), itemsize)
+    def agreement(shape, schedule, formats=formats, **other_room: int) -> int:
+        return steps.agreement_of(shape, schedule, formats, steps.HeadCapacity(shape.ranks, **room | other_room))
 
     if changed in OTHER_SHAPES:
         other = agreement(with_fields(shape, **OTHER_SHAPES[changed](shape, by)), schedule)
     elif changed in OTHER_SCHEDULES:
         other = agreement(shape, with_fields(schedule, **OTHER_SCHEDULES[changed](schedule, by)))
-    elif changed == "itemsize":
-        other = agreement(shape, schedule, itemsize + by)
+    elif changed in FORMATS:
+        other = agreement(shape, schedule, with_another(formats, changed, by))
     else:
         other = agreement(shape, schedule, **{changed: room[changed] + by})
     assert other != agreement(shape, schedule)

@@ -6,7 +6,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from tests.unit.layout_model import ALIGNMENT, EPOCHS, head_claims, itemsizes, large_problems, number_bytes, regions_of
+from tests.unit.layout_model import (
+    ALIGNMENT,
+    LAUNCH_NUMBERS,
+    formats_of,
+    head_claims,
+    itemsizes,
+    large_problems,
+    number_bytes,
+    regions_of,
+)
 from tests.unit.schedule_model import Problem, Signal, problems, steps
 
 
@@ -49,7 +58,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
 @settings(max_examples=300)
 def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, itemsize):
     head = steps.needed_head(problem.shape, problem.schedule)
-    layout = steps.layout_of(problem.shape, problem.schedule, head, itemsize)
+    layout = steps.layout_of(problem.shape, problem.schedule, formats_of(itemsize), head)
     _, control_bytes = layout.head["control"]
     assert control_bytes > 0
     end = 0
@@ -68,7 +77,7 @@ PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients
 @given(problem=problems() | large_problems(), itemsize=itemsizes)
 def test_what_peers_reach_lies_before_what_a_rank_has_for_itself(problem, itemsize):
     shape, schedule, _ = problem
-    body = steps.layout_of(shape, schedule, steps.needed_head(shape, schedule), itemsize).body
+    body = steps.layout_of(shape, schedule, formats_of(itemsize), steps.needed_head(shape, schedule)).body
     ends = [sum(body[name]) for name in PEERS_REACH]
     assert max(ends) <= min(offset for name, (offset, _) in body.items() if name not in PEERS_REACH)
 
@@ -86,13 +95,13 @@ def test_every_token_of_every_peer_has_a_place_of_its_own_where_it_is_kept(ranks
 @settings(max_examples=100)
 def test_offsets_of_words_and_lists_stay_inside_their_regions_at_any_size(problem):
     head = steps.needed_head(problem.shape, problem.schedule)
-    layout = steps.layout_of(problem.shape, problem.schedule, head, 2)
+    layout = steps.layout_of(problem.shape, problem.schedule, formats_of(2), head)
     last = head.ranks - 1
-    last_word = steps.word_of(layout, head, EPOCHS[1], Signal.weight_gradients_written, head.row_tiles - 1)
+    last_word = steps.word_of(layout, head, LAUNCH_NUMBERS[1], Signal.weight_gradients_written, head.row_tiles - 1)
     assert last_word + 4 == sum(layout.head["counters"])
-    last_flag = steps.word_of(layout, head, EPOCHS[1], Signal.answers_ready, last)
+    last_flag = steps.word_of(layout, head, LAUNCH_NUMBERS[1], Signal.answers_ready, last)
     assert last_flag + steps.flag_bytes == sum(layout.head["flags"])
-    last_counts = steps.rows_from_source(layout, head, EPOCHS[1], last)
+    last_counts = steps.rows_from_source(layout, head, LAUNCH_NUMBERS[1], last)
     assert last_counts + head.local_experts * 4 == sum(layout.head["rows_from"])
     assert steps.slots_from_source(layout, head, last) + head.slots * 4 == sum(layout.head["source_slots"])
 
@@ -110,8 +119,8 @@ def test_the_head_stays_in_place_whatever_the_launch_as_long_as_its_capacity_doe
     )
     assert all(head.holds(need) for need in needs)
     layouts = [
-        steps.layout_of(some.shape, some.schedule, head, itemsize),
-        steps.layout_of(other.shape, other.schedule, head, other_itemsize),
+        steps.layout_of(some.shape, some.schedule, formats_of(itemsize), head),
+        steps.layout_of(other.shape, other.schedule, formats_of(other_itemsize), head),
     ]
     assert layouts[0].head == layouts[1].head
     assert layouts[0].head_bytes == layouts[1].head_bytes
@@ -130,7 +139,7 @@ def test_a_head_that_is_too_small_is_refused(problem, field):
     if smaller != need and smaller.ranks > 0:
         assert not smaller.holds(need)
         with pytest.raises(ValueError, match=r"schedule: the head is too small"):
-            steps.layout_of(problem.shape, problem.schedule, smaller, 2)
+            steps.layout_of(problem.shape, problem.schedule, formats_of(2), smaller)
 
 
 @given(problem=problems() | large_problems())

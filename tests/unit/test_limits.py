@@ -10,6 +10,7 @@ import pytest
 import jaxmoe
 from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
+from jaxmoe.formats import Formats
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.native import FORWARD
 from jaxmoe.plan import KernelPlan, Shape
@@ -45,8 +46,8 @@ def both_platforms(monkeypatch):
 
 
 def check(platform: str = "cpu", dtype: Any = jnp.bfloat16, activation: Any = "silu", plan: Any = PLAN, **sizes: int):
-    shape = dataclasses.replace(LARGEST, **sizes)
-    limits.check_megakernel(shape, platform, jnp.dtype(dtype), resolve(activation), plan)
+    shape = dataclasses.replace(LARGEST, formats=Formats.of(dtype), **sizes)
+    limits.check_megakernel(shape, platform, resolve(activation), plan)
 
 
 def call(**changes: Any) -> Any:

@@ -39,10 +39,10 @@ std::string no_memory_text(int32_t rank, int64_t bytes, const Schedule& schedule
 
 }  // namespace
 
-bool Arena::holds(const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+bool Arena::holds(const LaunchSizes& sizes) {
   const std::lock_guard lock(state_mutex_);
-  return bytes_ > 0 && head_.holds(needed_head(shape, schedule)) &&
-         layout_of(shape, schedule, head_, itemsize).bytes <= bytes_;
+  return bytes_ > 0 && head_.holds(needed_head(sizes.shape, sizes.schedule)) &&
+         layout_of(sizes.shape, sizes.schedule, sizes.formats, head_).bytes <= bytes_;
 }
 
 void Arena::offer(const HeadCapacity& head, int64_t bytes) {
@@ -97,16 +97,17 @@ ffi::Error Arena::prepare_launches() {
   return ffi::Error::Success();
 }
 
-ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
+  const auto& [shape, schedule, formats] = sizes;
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = usable(); error.failure()) return error;
   program_stream_ = link.stream;
-  if (holds(shape, schedule, itemsize)) return reserve_timeline(schedule);
+  if (holds(sizes)) return reserve_timeline(schedule);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
   const HeadCapacity head = larger_head(head_, needed_head(shape, schedule));
-  const ArenaLayout layout = layout_of(shape, schedule, head, itemsize);
+  const ArenaLayout layout = layout_of(shape, schedule, formats, head);
   const int64_t body_bytes = std::max(body_bytes_, layout.bytes - layout.head_bytes);
   const int64_t bytes = ceil_div(layout.head_bytes + body_bytes, kMemoryStep) * kMemoryStep;
 
@@ -121,7 +122,7 @@ ffi::Error Arena::reserve(const Link& link, const Shape& shape, const Schedule& 
   offer({}, 0);
   body_bytes_ = 0;
   const int64_t ring_bytes = layout.rows.bytes + layout.h.bytes;
-  const WantedArena wanted{rank_, bytes, agreement_of(shape, schedule, head, itemsize)};
+  const WantedArena wanted{rank_, bytes, agreement_of(shape, schedule, formats, head)};
   if (ffi::Error error = replace_memory(link, wanted, schedule, ring_bytes); error.failure()) return error;
   offer(head, memory_.bytes);
   body_bytes_ = body_bytes;
@@ -177,44 +178,43 @@ ffi::Error Arena::replace_memory(const Link& link, const WantedArena& wanted, co
   return others;
 }
 
-template <class Params>
-ffi::Error Arena::launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
-                         cudaStream_t stream, const int32_t* place) {
+ffi::Error Arena::launch(const ArenaCall& call) {
   // Another thread has it while it launches, or until its ranks have met.
   const std::lock_guard lock(claimed_);
   if (ffi::Error error = usable(); error.failure()) return error;
-  if (!holds(params->shape, params->schedule, itemsize)) {
-    return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
-  }
-  params->head = head_;
-  params->layout = layout_of(params->shape, params->schedule, head_, itemsize);
-  params->rank = rank_;
-  params->failure = &report_->failure;
-  params->timeline = timeline_;
-  std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), params->arenas);
-  if (const std::string error = complete_params(params, type, weights); !error.empty()) {
+  if (!holds(call.sizes)) return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
+  const auto& [shape, schedule, formats] = call.sizes;
+  RankParams rank{.shape = shape,
+                  .schedule = schedule,
+                  .head = head_,
+                  .layout = layout_of(shape, schedule, formats, head_),
+                  .activation = call.activation,
+                  .rank = rank_,
+                  .timeout_ns = static_cast<uint64_t>(call.timeout_seconds * 1e9),
+                  .failure = &report_->failure,
+                  .arenas = {}};
+  std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), rank.arenas);
+  ReadyLaunch ready{};
+  if (const std::string error = make_launch(rank, formats, call.arrays, timeline_, &ready); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
   }
   {
     const std::lock_guard state(state_mutex_);
-    timeout_seconds_ = static_cast<double>(params->timeout_ns) * 1e-9;
+    timeout_seconds_ = call.timeout_seconds;
   }
   // The program's own kernels come after this one: on the stream of the collectives it is in line with those, but one
   // that XLA has made synchronous runs on the program's stream. Beside the kernel it could hold multiprocessors of one
   // GPU while the kernel holds those of another, each waiting for its peer for ever.
-  cudaError_t status = gpu_.launch(stream, program_stream_, [&] {
-    const cudaError_t launched = launch_kernel(*params, type, stream);
-    if (launched != cudaSuccess || place == nullptr) return launched;
-    return cudaMemcpyAsync(&report_->place, place, sizeof(*place), cudaMemcpyDeviceToHost, stream);
+  cudaError_t status = gpu_.launch(call.stream, program_stream_, [&] {
+    const cudaError_t launched = enqueue(ready, call.stream);
+    if (launched != cudaSuccess || call.place == nullptr) return launched;
+    return cudaMemcpyAsync(&report_->place, call.place, sizeof(*call.place), cudaMemcpyDeviceToHost, call.stream);
   });
-  launch_blocks_ = timeline_blocks(params->schedule);
-  launch_backward_ = params->schedule.backward();
+  launch_blocks_ = timeline_blocks(schedule);
+  launch_backward_ = schedule.backward();
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);
 }
-
-template ffi::Error Arena::launch(ForwardParams*, ElementType, const Weights&, int32_t, cudaStream_t, const int32_t*);
-template ffi::Error Arena::launch(BackwardParams*, ElementType, const Weights&, int32_t, cudaStream_t, const int32_t*);
 
 ffi::ErrorOr<std::optional<LaunchTimeline>> Arena::timeline() {
   std::unique_lock<std::mutex> lock;

@@ -13,19 +13,29 @@
 #include <optional>
 #include <string>
 
+#include "common/activation.h"
+#include "common/layer_arrays.h"
 #include "common/layout.h"
 #include "common/shape.h"
 #include "common/timeline.h"
 #include "cuda/host/notes.h"
 #include "cuda/host/gpu.h"
-#include "cuda/kernel/params.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/host/meeting.h"
 #include "cuda/host/symmetric_memory.h"
-#include "cuda/host/tensor_map.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmoe {
+
+// A call of a layer, on one device.
+struct ArenaCall {
+  LaunchSizes sizes;
+  LayerArrays<void, float> arrays;
+  Activation activation;
+  double timeout_seconds;
+  cudaStream_t stream;
+  const int32_t* place;  // on the GPU; its rank is compared with that of the arena when it has been read. Null: it is not
+};
 
 class Arena {
  public:
@@ -37,20 +47,16 @@ class Arena {
   int32_t rank() const { return rank_; }
 
   // Whether a launch of these sizes finds room.
-  bool holds(const Shape& shape, const Schedule& schedule, int32_t itemsize);
+  bool holds(const LaunchSizes& sizes);
 
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
   // and the same history, so all of them come here together. Waits for the work of this device then, and for the other
   // ranks until the deadline of `link`.
-  xla::ffi::Error reserve(const Link& link, const Shape& shape, const Schedule& schedule, int32_t itemsize);
+  xla::ffi::Error reserve(const Link& link, const LaunchSizes& sizes);
 
-  // Launches the kernel of a pass after the last launch on this GPU, whatever stream that was on. `params` has
-  // everything that does not depend on the arena. Neither allocates nor waits. What the program enqueues on its own
-  // stream afterwards comes after the kernel. Where `place` is not null, the rank that it holds on the GPU is compared
-  // with that of the arena when it has been read.
-  template <class Params>
-  xla::ffi::Error launch(Params* params, ElementType type, const Weights& weights, int32_t itemsize,
-                         cudaStream_t stream, const int32_t* place);
+  // Launches the kernel of a call after the last launch on this GPU, whatever stream that was on. Neither allocates nor
+  // waits. What the program enqueues on its own stream afterwards comes after the kernel.
+  xla::ffi::Error launch(const ArenaCall& call);
 
   // What a launch on this arena has found wrong so far; empty where none has. Does not wait.
   std::string failure();

@@ -1,6 +1,7 @@
 // See launch.h. The kernels that are compiled: one for each pass and element type.
 #include "cuda/host/launch.h"
 
+#include "cuda/host/tensor_map.h"
 #include "cuda/kernel/backward.cuh"
 #include "cuda/kernel/forward.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
@@ -35,20 +36,20 @@ struct BackwardF16 : BackwardBf16 {
   using Precision = F16;
 };
 
-// Call body(Variant{}, kernel) for the variant of a pass and an element type.
+// Call body(Variant{}, kernel) for the variant of a pass and the elements of tokens.
 template <class Body>
-auto with_forward(ElementType type, Body body) {
-  return type == ElementType::kBf16 ? body(ForwardBf16{}, moe_forward<ForwardBf16>)
-                                    : body(ForwardF16{}, moe_forward<ForwardF16>);
+auto with_forward(Element element, Body body) {
+  return element == Bf16::kElement ? body(ForwardBf16{}, moe_forward<ForwardBf16>)
+                                   : body(ForwardF16{}, moe_forward<ForwardF16>);
 }
 template <class Body>
-auto with_backward(ElementType type, Body body) {
-  return type == ElementType::kBf16 ? body(BackwardBf16{}, moe_backward<BackwardBf16>)
-                                    : body(BackwardF16{}, moe_backward<BackwardF16>);
+auto with_backward(Element element, Body body) {
+  return element == Bf16::kElement ? body(BackwardBf16{}, moe_backward<BackwardBf16>)
+                                   : body(BackwardF16{}, moe_backward<BackwardF16>);
 }
 template <class Body>
-auto with_variant(Pass pass, ElementType type, Body body) {
-  return pass == Pass::kBackward ? with_backward(type, body) : with_forward(type, body);
+auto with_variant(Pass pass, Element element, Body body) {
+  return pass == Pass::kBackward ? with_backward(element, body) : with_forward(element, body);
 }
 
 // How the kernel of a variant is launched with a number of workers. Not cooperatively: that would wait until all blocks
@@ -78,8 +79,8 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-std::string prepare_kernel(Pass pass, ElementType type, int32_t* workers) {
-  return with_variant(pass, type, [&](auto variant, auto kernel) -> std::string {
+std::string prepare_kernel(Pass pass, Element element, int32_t* workers) {
+  return with_variant(pass, element, [&](auto variant, auto kernel) -> std::string {
     using Variant = decltype(variant);
     constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
     static_assert(kSharedBytes <= kMaxSharedBytes);
@@ -104,16 +105,13 @@ namespace {
 // Makes tensor maps one after the other, until one fails.
 class MapMaker {
  public:
-  explicit MapMaker(ElementType type) : type_(type) {}
-
-  void make(CUtensorMap* map, const char* name, const void* base, std::initializer_list<int64_t> extents,
-            std::initializer_list<int32_t> box) {
-    if (error_.empty()) error_ = make_tensor_map(map, name, base, type_, extents, box);
+  void make(CUtensorMap* map, const char* name, const Format& format, const void* base,
+            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box) {
+    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box);
   }
   const std::string& error() const { return error_; }
 
  private:
-  const ElementType type_;
   std::string error_;
 };
 
@@ -121,7 +119,7 @@ constexpr int32_t kBox = Tiling::kDepth;
 static_assert(kBox == gradient_producer::kBox);
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
-std::string schedule_error(const LaunchParams& p) {
+std::string tiles_error(const LaunchParams& p) {
   const TileSizes tile = p.schedule.tile, own = kernel_tiles(p.gated);
   if (tile.rows != own.rows || tile.h_columns != own.h_columns || tile.columns != own.columns ||
       p.schedule.narrow_rows > Tiling::kRows) {
@@ -132,7 +130,9 @@ std::string schedule_error(const LaunchParams& p) {
   }
   // A lane of a warp for each row of a chunk, and for each slot of a token.
   constexpr int32_t kLanes = 32;
-  const int32_t dispatchers = p.schedule.workers * Tiling::kBlocks * Roles::kDispatchWarps;
+  constexpr int32_t kDispatchers = granularity_of_gpu(true).dispatchers_per_worker;
+  static_assert(kDispatchers == Tiling::kBlocks * Roles::kDispatchWarps);
+  const int32_t dispatchers = p.schedule.workers * kDispatchers;
   if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
     return "jaxmoe: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
            std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
@@ -144,83 +144,93 @@ std::string schedule_error(const LaunchParams& p) {
 
 int64_t ring_rows_of(const LaunchParams& p) { return int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows; }
 
-void make_weight_maps(MapMaker& maker, LaunchParams& p, const Weights& weights) {
+void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) {
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
-  maker.make(&p.w_gate, "w_gate", weights.gate, {intermediate, hidden, experts}, {kBox, kBox, 1});
-  maker.make(&p.w_up, "w_up", p.gated ? weights.up : weights.gate, {intermediate, hidden, experts}, {kBox, kBox, 1});
-  maker.make(&p.w_down, "w_down", weights.down, {hidden, intermediate, experts}, {kBox, kBox, 1});
+  const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
+    maker.make(map, name, formats.weights, matrices, {columns, rows, experts}, {kBox, kBox, 1});
+  };
+  make(&p.w_gate_map, "w_gate", p.w_gate, hidden, intermediate);
+  make(&p.w_up_map, "w_up", p.gated ? p.w_up : p.w_gate, hidden, intermediate);
+  make(&p.w_down_map, "w_down", p.w_down, intermediate, hidden);
 }
 
-// Result number `n`; those that are not there have no elements.
-void set_result(LaunchParams& p, int n, void* data, int64_t elements, int64_t itemsize) {
-  p.results[n] = {data, data == nullptr ? 0 : elements * itemsize};
+// Result number `n`, of so many bytes where it is there.
+void set_result(LaunchParams& p, int n, void* data, int64_t bytes) { p.results[n] = {data, data == nullptr ? 0 : bytes}; }
+
+int64_t saved_rows_of(const LaunchParams& p) {
+  return int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows * p.shape.projections;
 }
 
-constexpr int64_t kItemsize = sizeof(uint16_t);  // of both element types
-
-void list_results(ForwardParams& p) {
-  const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
-  set_result(p, 0, p.y, int64_t{p.shape.tokens} * p.shape.hidden, kItemsize);
-  set_result(p, 1, p.saved, saved_rows * p.shape.projections * p.shape.intermediate, kItemsize);
-}
-
-void list_results(BackwardParams& p) {
-  const int64_t gradient_itemsize = p.float_gradients ? sizeof(float) : kItemsize;
-  const int64_t experts = p.shape.local_experts();
-  const int64_t matrices = experts * p.shape.hidden * p.shape.intermediate;
-  set_result(p, 0, p.dx, int64_t{p.shape.tokens} * p.shape.hidden, kItemsize);
-  set_result(p, 1, p.dtopk_weights, p.shape.slots(), sizeof(float));
-  set_result(p, 2, p.dw_gate, matrices, gradient_itemsize);
-  set_result(p, 3, p.dw_up, matrices, gradient_itemsize);
-  set_result(p, 4, p.dw_down, matrices, gradient_itemsize);
-  set_result(p, 5, p.db_gate, experts * p.shape.intermediate, gradient_itemsize);
-  set_result(p, 6, p.db_up, experts * p.shape.intermediate, gradient_itemsize);
-  set_result(p, 7, p.db_down, experts * p.shape.hidden, gradient_itemsize);
-}
-
-}  // namespace
-
-std::string complete_params(ForwardParams* params, ElementType type, const Weights& weights) {
-  ForwardParams& p = *params;
-  if (const std::string error = schedule_error(p); !error.empty()) return error;
-  list_results(p);
+std::string complete(ForwardParams& p, const Formats& formats) {
+  set_result(p, 0, p.y, formats.answers.bytes(p.shape.tokens, p.shape.hidden));
+  set_result(p, 1, p.gate_up, formats.h.bytes(saved_rows_of(p), p.shape.intermediate));
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const std::byte* arena = p.arenas[p.rank];
   constexpr int32_t rows = Tiling::kRows;
   constexpr int32_t few = GemmShape<ForwardBf16>::kFewRows;
-  MapMaker maker(type);
-  maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
-  maker.make(&p.few_rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
-  maker.make(&p.h, "h", arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, rows});
-  maker.make(&p.few_h, "h", arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, few});
-  make_weight_maps(maker, p, weights);
+  MapMaker maker;
+  maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
+  maker.make(&p.few_rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
+  maker.make(&p.h, "h", formats.h, arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, rows});
+  maker.make(&p.few_h, "h", formats.h, arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, few});
+  make_weight_maps(maker, p, formats);
   return maker.error();
 }
 
-std::string complete_params(BackwardParams* params, ElementType type, const Weights& weights) {
-  BackwardParams& p = *params;
-  if (const std::string error = schedule_error(p); !error.empty()) return error;
-  list_results(p);
+void list_results(BackwardParams& p, const Formats& formats) {
+  const Format& gradients = p.wide_gradients ? formats.sums : formats.weights;
+  const int64_t experts = p.shape.local_experts(), hidden = p.shape.hidden, intermediate = p.shape.intermediate;
+  set_result(p, 0, p.dx, formats.answers.bytes(p.shape.tokens, hidden));
+  set_result(p, 1, p.dtopk_weights, formats.sums.bytes(1, p.shape.slots()));
+  set_result(p, 2, p.dw_gate, gradients.bytes(experts * hidden, intermediate));
+  set_result(p, 3, p.dw_up, gradients.bytes(experts * hidden, intermediate));
+  set_result(p, 4, p.dw_down, gradients.bytes(experts * intermediate, hidden));
+  set_result(p, 5, p.db_gate, gradients.bytes(experts, intermediate));
+  set_result(p, 6, p.db_up, gradients.bytes(experts, intermediate));
+  set_result(p, 7, p.db_down, gradients.bytes(experts, hidden));
+}
+
+std::string complete(BackwardParams& p, const Formats& formats) {
+  list_results(p, formats);
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
   const std::byte* arena = p.arenas[p.rank];
   constexpr int32_t few = GemmShape<BackwardBf16>::kWarpRows;
-  MapMaker maker(type);
-  maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
+  MapMaker maker;
+  maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
   const std::byte* of_projections = arena + p.layout.projections.offset;
-  maker.make(&p.projections, "projections", of_projections, {intermediate, projections, ring_rows}, {kBox, 1, kBox});
-  if (p.saved != nullptr) {
-    const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
-    maker.make(&p.saved_rows, "saved", p.saved, {intermediate, projections, saved_rows}, {kBox, 1, kBox});
+  maker.make(&p.projections, "projections", formats.h, of_projections, {intermediate, projections, ring_rows},
+             {kBox, 1, kBox});
+  if (p.gate_up != nullptr) {
+    maker.make(&p.saved_rows, "gate_up", formats.h, p.gate_up,
+               {intermediate, projections, saved_rows_of(p) / projections}, {kBox, 1, kBox});
   }
-  maker.make(&p.few_projections, "projections", of_projections, {intermediate, projections, ring_rows},
+  maker.make(&p.few_projections, "projections", formats.h, of_projections, {intermediate, projections, ring_rows},
              {kBox, 1, few});
   const std::byte* of_h = arena + p.layout.h.offset;
-  maker.make(&p.h, "h", of_h, {intermediate, ring_rows}, {kBox, kBox});
-  maker.make(&p.few_h, "h", of_h, {intermediate, ring_rows}, {kBox, few});
-  make_weight_maps(maker, p, weights);
+  maker.make(&p.h, "h", formats.h, of_h, {intermediate, ring_rows}, {kBox, kBox});
+  maker.make(&p.few_h, "h", formats.h, of_h, {intermediate, ring_rows}, {kBox, few});
+  make_weight_maps(maker, p, formats);
   return maker.error();
+}
+
+}  // namespace
+
+std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
+                        std::byte* timeline, ReadyLaunch* launch) {
+  if (rank.schedule.backward()) launch->params.emplace<BackwardParams>();
+  launch->element = formats.tokens.element;
+  return std::visit(
+      [&](auto& p) {
+        static_cast<RankParams&>(p) = rank;
+        static_cast<LayerArrays<void, float>&>(p) = arrays;
+        p.gated = rank.shape.projections > 1;
+        p.timeline = timeline;
+        const std::string error = tiles_error(p);
+        return error.empty() ? complete(p, formats) : error;
+      },
+      launch->params);
 }
 
 int32_t timeline_blocks(const Schedule& schedule) {
@@ -238,16 +248,14 @@ cudaError_t launch(Kernel kernel, const typename Variant::Params& params, cudaSt
 
 }  // namespace
 
-cudaError_t launch_kernel(const ForwardParams& params, ElementType type, cudaStream_t stream) {
-  return with_forward(type, [&](auto variant, auto kernel) {
-    return launch<decltype(variant)>(kernel, params, stream);
-  });
-}
-
-cudaError_t launch_kernel(const BackwardParams& params, ElementType type, cudaStream_t stream) {
-  return with_backward(type, [&](auto variant, auto kernel) {
-    return launch<decltype(variant)>(kernel, params, stream);
-  });
+cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
+  const auto launched = [&](const auto& params) {
+    return [&](auto variant, auto kernel) { return launch<decltype(variant)>(kernel, params, stream); };
+  };
+  if (const auto* params = std::get_if<ForwardParams>(&ready.params)) {
+    return with_forward(ready.element, launched(*params));
+  }
+  return with_backward(ready.element, launched(std::get<BackwardParams>(ready.params)));
 }
 
 }  // namespace jaxmoe

@@ -5,35 +5,42 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <variant>
 
+#include "common/formats.h"
+#include "common/layer_arrays.h"
 #include "common/scheduler.h"
 #include "cuda/kernel/params.cuh"
-#include "cuda/host/tensor_map.h"
 
 namespace jaxmoe {
 
-// Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
-// and sets its attributes. Returns what went wrong, empty where nothing did.
-std::string prepare_kernel(Pass pass, ElementType type, int32_t* workers);
-
-// The arrays that the copy engine reads as they are; `up` is null for experts without it.
-struct Weights {
-  const void* gate;
-  const void* up;
-  const void* down;
+// What the memory and the kernel of a launch follow from.
+struct LaunchSizes {
+  Shape shape;
+  Schedule schedule;
+  Formats formats;
 };
 
-// Fills the tensor maps and the results of `params` from its other fields and the weights. The schedule's tile sizes
-// must be those of the kernels. Returns what is wrong, empty where nothing is.
-std::string complete_params(ForwardParams* params, ElementType type, const Weights& weights);
-std::string complete_params(BackwardParams* params, ElementType type, const Weights& weights);
+// Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
+// for tokens of these elements and sets its attributes. Returns what went wrong, empty where nothing did.
+std::string prepare_kernel(Pass pass, Element element, int32_t* workers);
 
-// Thread blocks that record a timeline, which params.timeline has to have room for; 0 where the kernels are compiled
-// without.
+// A launch whose parameters are complete.
+struct ReadyLaunch {
+  std::variant<ForwardParams, BackwardParams> params;
+  Element element;
+};
+
+// Completes `rank`, which says where everything lies, with the arrays of a call: tensor maps, results. The tile sizes of
+// its schedule must be those of the kernels. `timeline` has room for timeline_blocks(), or is null where those are 0.
+// Returns what is wrong, empty where nothing is.
+std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
+                        std::byte* timeline, ReadyLaunch* launch);
+
+// Thread blocks that record a timeline; 0 where the kernels are compiled without.
 int32_t timeline_blocks(const Schedule& schedule);
 
 // Enqueues the kernel on `stream`.
-cudaError_t launch_kernel(const ForwardParams& params, ElementType type, cudaStream_t stream);
-cudaError_t launch_kernel(const BackwardParams& params, ElementType type, cudaStream_t stream);
+cudaError_t enqueue(const ReadyLaunch& launch, cudaStream_t stream);
 
 }  // namespace jaxmoe

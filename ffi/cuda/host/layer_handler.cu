@@ -28,7 +28,9 @@
 #include <utility>
 #include <vector>
 
+#include "common/formats.h"
 #include "common/layer_call.h"
+#include "common/tiling.h"
 #include "cuda/host/arenas.h"
 #include "cuda/host/call_checks.h"
 #include "cuda/host/collectives.h"
@@ -60,12 +62,10 @@ class Instruction {
   }
 
   // Whether `devices` devices have arenas with room for a launch, so that none of them has to meet its group.
-  bool is_ready(int32_t devices, const Shape& shape, const Schedule& schedule, int32_t itemsize) {
+  bool is_ready(int32_t devices, const LaunchSizes& sizes) {
     const std::lock_guard lock(mutex_);
     if (static_cast<int32_t>(arenas_.size()) < devices) return false;
-    return std::ranges::all_of(arenas_, [&](const auto& of_device) {
-      return of_device.second->holds(shape, schedule, itemsize);
-    });
+    return std::ranges::all_of(arenas_, [&](const auto& of_device) { return of_device.second->holds(sizes); });
   }
 
   // True once for every device.
@@ -83,7 +83,6 @@ ffi::TypeId Instruction::id{};
 
 namespace {
 
-constexpr int32_t kItemsize = 2;  // of both element types
 // A device that others of its process wait for tells itself that the time is over, and they hear it.
 constexpr double kMarginSeconds = 10;
 
@@ -142,13 +141,13 @@ class CurrentDevice {
 };
 
 // Workers of the kernel of a pass for an element type on the current device; the first call loads it.
-ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, ElementType type) {
-  using Kernel = std::tuple<int, Pass, ElementType>;
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, Element element) {
+  using Kernel = std::tuple<int, Pass, Element>;
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
     const std::lock_guard lock(mutex);
-    if (const auto found = known->find({device, pass, type}); found != known->end()) return found->second;
+    if (const auto found = known->find({device, pass, element}); found != known->end()) return found->second;
   }
   // Without the lock: loading may wait for kernels that wait for peers, whose handlers come through here too.
   int major = 0, minor = 0;
@@ -162,19 +161,12 @@ ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, ElementType type) {
             std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
   }
   int32_t workers = 0;
-  if (const std::string error = prepare_kernel(pass, type, &workers); !error.empty()) {
+  if (const std::string error = prepare_kernel(pass, element, &workers); !error.empty()) {
     return ffi::Unexpected(ffi::Error::Internal(error));
   }
   const std::lock_guard lock(mutex);
-  return (*known)[{device, pass, type}] = workers;
+  return (*known)[{device, pass, element}] = workers;
 }
-
-// A call as initialize and execute see it.
-struct KernelCall {
-  ElementType type;
-  Shape shape;
-  Schedule schedule;
-};
 
 // As the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see.
 ffi::ErrorOr<int> device_of(cudaStream_t stream) {
@@ -184,35 +176,41 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
   return device;
 }
 
-// Checks a call of initialize or execute, makes its device the current one and calls body(device, buffers).
+// Checks a call of initialize or execute, makes its device the current one and calls body(device, call).
 template <class Body>
 ffi::Error on_device(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                      const LayerAttributes& attributes, Body body) {
   std::string wrong;
-  const LayerBuffers buffers(operands, results, &wrong);
-  if (wrong.empty()) wrong = call_error(buffers, attributes);
+  const LayerCall call(operands, results, attributes, &wrong);
+  if (wrong.empty()) wrong = gpu_call_error(call, attributes);
   if (!wrong.empty()) return ffi::Error::InvalidArgument(wrong);
   ffi::ErrorOr<int> device = device_of(stream);
   if (device.has_error()) return device.error();
   const CurrentDevice current(*device);
-  return body(*device, buffers);
+  return body(*device, call);
 }
 
-Pass pass_of(const LayerBuffers& buffers) { return buffers.backward() ? Pass::kBackward : Pass::kForward; }
+// With the workers that a call names, at least one.
+LaunchSizes named_sizes(const LayerCall& call, const LayerAttributes& attributes) {
+  LaunchSizes sizes{shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
+  sizes.schedule.workers = std::max(sizes.schedule.workers, 1);
+  return sizes;
+}
 
-// `device` is current.
-ffi::ErrorOr<KernelCall> call_of(int device, const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  const bool is_bf16 = buffers[LayerBuffers::kX].element_type() == ffi::BF16;
-  const ElementType type = is_bf16 ? ElementType::kBf16 : ElementType::kF16;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, pass_of(buffers), type);
+// With the workers of `device`, which is current.
+ffi::ErrorOr<LaunchSizes> sizes_of(int device, const LayerCall& call, const LayerAttributes& attributes) {
+  LaunchSizes sizes{shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
+  Schedule& schedule = sizes.schedule;
+  const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats.tokens.element);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
-  if (attributes.workers > *workers) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(attributes.workers) +
+  if (schedule.workers > *workers) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(schedule.workers) +
                                                        "; this device has room for " + std::to_string(*workers) + "."));
   }
-  return KernelCall{.type = type,
-                    .shape = shape_of(buffers, attributes),
-                    .schedule = schedule_of(attributes, attributes.workers > 0 ? attributes.workers : *workers)};
+  if (schedule.workers == 0) schedule.workers = *workers;
+  schedule.dispatchers = schedule.workers * granularity_of_gpu(true).dispatchers_per_worker;
+  return sizes;
 }
 
 ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) {
@@ -243,9 +241,9 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
 
 // All that may fail on one device alone, which is current.
 ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& context, cudaStream_t stream,
-                      const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  ffi::ErrorOr<KernelCall> call = call_of(device, buffers, attributes);
-  if (call.has_error()) return call.error();
+                      const LayerCall& call, const LayerAttributes& attributes) {
+  ffi::ErrorOr<LaunchSizes> sizes = sizes_of(device, call, attributes);
+  if (sizes.has_error()) return sizes.error();
   ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
   if (link.has_error()) return link.error();
   Arena* arena = instruction->arena_of(device);
@@ -255,23 +253,21 @@ ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& 
     arena = *found;
     instruction->remember(device, arena);
   }
-  return arena->reserve(*link, call->shape, call->schedule, kItemsize);
+  return arena->reserve(*link, *sizes);
 }
 
 // What initialize does on its device. Returns only errors that all devices have alike: XLA leaves the others waiting
 // for a device whose initialize has failed.
 ffi::Error initialize_on(int device, Instruction* instruction, const ffi::Context& context, int64_t run_id,
-                         cudaStream_t stream, const LayerBuffers& buffers, const LayerAttributes& attributes) {
+                         cudaStream_t stream, const LayerCall& call, const LayerAttributes& attributes) {
   const int32_t devices = local_devices(attributes);
   const std::shared_ptr<Run> run = instruction->runs.enter(run_id, device, [&] {
     // No size of an arena depends on the number of workers.
-    const Schedule schedule = schedule_of(attributes, std::max(attributes.workers, 1));
-    return Run::Start{
-        .refusal = process_failure(),
-        .waits = devices > 1 && !instruction->is_ready(devices, shape_of(buffers, attributes), schedule, kItemsize)};
+    return Run::Start{.refusal = process_failure(),
+                      .waits = devices > 1 && !instruction->is_ready(devices, named_sizes(call, attributes))};
   });
   if (run->is_refused()) return ffi::Error::Success();
-  ffi::Error error = make_ready(instruction, device, context, stream, buffers, attributes);
+  ffi::Error error = make_ready(instruction, device, context, stream, call, attributes);
   if (error.failure() && devices != 1) {
     error = ffi::Error(*error.errc(), error.message() + " (On GPU " + std::to_string(device) +
                                           " of this process; the call fails on all of them.)");
@@ -283,70 +279,35 @@ ffi::Error initialize_on(int device, Instruction* instruction, const ffi::Contex
 // Buffers are there, what they hold is not.
 ffi::Error initialize(Instruction* instruction, ffi::Context context, ffi::RunId run_id, cudaStream_t stream,
                       ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
-  return on_device(stream, operands, results, attributes, [&](int device, const LayerBuffers& buffers) {
-    return initialize_on(device, instruction, context, run_id.run_id, stream, buffers, attributes);
+  return on_device(stream, operands, results, attributes, [&](int device, const LayerCall& call) {
+    return initialize_on(device, instruction, context, run_id.run_id, stream, call, attributes);
   });
-}
-
-// What both passes are given.
-void fill(LaunchParams* params, const KernelCall& call, const LayerBuffers& b, const LayerAttributes& attributes) {
-  using Buffers = LayerBuffers;
-  params->shape = call.shape;
-  params->schedule = call.schedule;
-  params->activation = activation_of(attributes);
-  params->timeout_ns = static_cast<uint64_t>(static_cast<double>(attributes.timeout_seconds) * 1e9);
-  params->x = data_of(b[Buffers::kX]);
-  params->topk_ids = data_of<const int32_t>(b[Buffers::kTopkIds]);
-  params->topk_weights = data_of<const float>(b[Buffers::kTopkWeights]);
-  params->b_gate = data_of(b[Buffers::kBGate]);
-  params->b_up = data_of(b[Buffers::kBUp]);
-  params->b_down = data_of(b[Buffers::kBDown]);
-  params->gated = call.shape.projections > 1;
-  params->saved = b.saved() == nullptr ? nullptr : data_of(*b.saved());
 }
 
 // Device and rank follow from the stream and the communicator. `place`, which is on the GPU, is compared with them
 // once.
-ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cudaStream_t stream,
-                      const LayerBuffers& buffers, const LayerAttributes& attributes) {
-  using Buffers = LayerBuffers;
+ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cudaStream_t stream, const LayerCall& call,
+                      const LayerAttributes& attributes) {
   if (const std::shared_ptr<Run> run = instruction->runs.find(run_id, device); run != nullptr) {
     if (ffi::Error error = run->error(); error.failure()) return error;
   }
-  ffi::ErrorOr<KernelCall> call = call_of(device, buffers, attributes);
-  if (call.has_error()) return call.error();
+  ffi::ErrorOr<LaunchSizes> sizes = sizes_of(device, call, attributes);
+  if (sizes.has_error()) return sizes.error();
   Arena* arena = instruction->arena_of(device);
   if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");
-  const int32_t* place =
-      instruction->is_first_launch(device) ? data_of<const int32_t>(buffers[Buffers::kPlace]) : nullptr;
-
-  const Weights weights{data_of(buffers[Buffers::kWGate]), data_of(buffers[Buffers::kWUp]),
-                        data_of(buffers[Buffers::kWDown])};
-  if (!buffers.backward()) {
-    ForwardParams params{};
-    fill(&params, *call, buffers, attributes);
-    params.y = buffers.y().untyped_data();
-    return arena->launch(&params, call->type, weights, kItemsize, stream, place);
-  }
-  BackwardParams params{};
-  fill(&params, *call, buffers, attributes);
-  params.dy = data_of(buffers[Buffers::kDy]);
-  params.dx = data_of(buffers[Buffers::kDX]);
-  params.dtopk_weights = data_of<float>(buffers[Buffers::kDTopkWeights]);
-  params.float_gradients = buffers[Buffers::kDWGate].element_type() == ffi::F32;
-  params.dw_gate = data_of(buffers[Buffers::kDWGate]);
-  params.dw_up = data_of(buffers[Buffers::kDWUp]);
-  params.dw_down = data_of(buffers[Buffers::kDWDown]);
-  params.db_gate = data_of(buffers[Buffers::kDBGate]);
-  params.db_up = data_of(buffers[Buffers::kDBUp]);
-  params.db_down = data_of(buffers[Buffers::kDBDown]);
-  return arena->launch(&params, call->type, weights, kItemsize, stream, place);
+  return arena->launch(
+      {.sizes = *sizes,
+       .arrays = arrays_of<void, float>(call),
+       .activation = activation_of(attributes),
+       .timeout_seconds = attributes.timeout_seconds,
+       .stream = stream,
+       .place = instruction->is_first_launch(device) ? call.data<const int32_t>(ArrayName::kPlace) : nullptr});
 }
 
 ffi::Error execute(Instruction* instruction, ffi::Context, ffi::RunId run_id, cudaStream_t stream,
                    ffi::RemainingArgs operands, ffi::RemainingRets results, LayerAttributes attributes) {
-  return on_device(stream, operands, results, attributes, [&](int device, const LayerBuffers& buffers) {
-    return execute_on(device, instruction, run_id.run_id, stream, buffers, attributes);
+  return on_device(stream, operands, results, attributes, [&](int device, const LayerCall& call) {
+    return execute_on(device, instruction, run_id.run_id, stream, call, attributes);
   });
 }
 

@@ -2,13 +2,13 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace jaxmoe {
 namespace {
 
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kAlignment = 16;         // of the base and of every stride, in bytes
 constexpr int32_t kMaxBoxExtent = 256;
 constexpr int32_t kSwizzleBytes = 128;     // widest row of a box under this swizzle
@@ -28,6 +28,15 @@ Encode find_encode(std::string& error) {
   return nullptr;
 }
 
+// None where no kernel multiplies such elements.
+std::optional<CUtensorMapDataType> copied_as(Element element) {
+  switch (element) {
+    case Element::kBf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Element::kF16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default: return std::nullopt;
+  }
+}
+
 template <class Integers>
 std::string join(const Integers& values) {
   std::string text;
@@ -37,10 +46,13 @@ std::string join(const Integers& values) {
 
 }  // namespace
 
-std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, ElementType type,
+std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
                             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box) {
   const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
-                            " (innermost first, 2-byte elements)";
+                            " (innermost first, " + info_of(element).name + ")";
+  const std::optional<CUtensorMapDataType> type = copied_as(element);
+  if (!type) return given + ". The copy engine is given no such elements.";
+  const int64_t element_bytes = info_of(element).bits / 8;
   if (extents.size() != box.size() || extents.size() < 1 || extents.size() > kMaxRank) {
     return given + ". It needs as many box sizes as extents, one to five of each.";
   }
@@ -54,10 +66,11 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   for (const int32_t extent : box) {
     if (extent < 1 || extent > kMaxBoxExtent) return given + ". Box sizes have to be in 1 .. 256.";
   }
-  if (*box.begin() * kElementBytes > kSwizzleBytes) return given + ". A row of a box has to be at most 64 elements.";
-  if (*extents.begin() * kElementBytes % kAlignment != 0) {
-    return given + ". The innermost extent has to be a multiple of 8; pad it to " +
-           std::to_string((*extents.begin() + 7) / 8 * 8) + ".";
+  if (*box.begin() * element_bytes > kSwizzleBytes) return given + ". A row of a box has to be at most 128 bytes.";
+  if (*extents.begin() * element_bytes % kAlignment != 0) {
+    const int64_t multiple = kAlignment / element_bytes;
+    return given + ". The innermost extent has to be a multiple of " + std::to_string(multiple) + "; pad it to " +
+           std::to_string(ceil_div(*extents.begin(), multiple) * multiple) + ".";
   }
 
   std::string error;
@@ -67,14 +80,13 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   std::vector<cuuint64_t> sizes(extents.begin(), extents.end());
   std::vector<cuuint32_t> box_sizes(box.begin(), box.end());
   std::vector<cuuint64_t> strides;  // of all dimensions but the innermost
-  cuuint64_t bytes = kElementBytes;
+  cuuint64_t bytes = static_cast<cuuint64_t>(element_bytes);
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) strides.push_back(bytes *= sizes[i]);
   if (strides.empty()) strides.push_back(bytes);
   const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
   const CUresult status = encode(
-      map, type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(), box_sizes.data(),
-      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
+      box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +

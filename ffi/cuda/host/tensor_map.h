@@ -9,13 +9,13 @@
 #include <initializer_list>
 #include <string>
 
-#include "cuda/kernel/gemm/precision/element_type.h"
+#include "common/formats.h"
 
 namespace jaxmoe {
 
 // Fills `map` for the dense tensor at `base` with these extents and boxes, innermost dimension first, 128-byte swizzle;
 // what a box holds outside the tensor is read as zeros. Returns what is wrong, empty where nothing is.
-std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, ElementType type,
+std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
                             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box);
 
 }  // namespace jaxmoe

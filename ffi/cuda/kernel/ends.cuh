@@ -80,7 +80,7 @@ __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
   const int32_t local = p.shape.local_experts();
   const auto clear = [&](void* gradients, int64_t elements, int32_t expert) {
     if (gradients == nullptr) return;
-    const int64_t size = p.float_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
+    const int64_t size = p.wide_gradients ? sizeof(float) : sizeof(typename Cta<Variant>::Element);
     const int64_t vectors = elements * size / kVectorBytes;
     uint4* of_expert = static_cast<uint4*>(gradients) + expert * vectors;
     for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
@@ -105,12 +105,12 @@ __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
 template <class Variant>
 __device__ void clear_unused_saved(const Cta<Variant>& cta) {
   const ForwardParams& p = cta.params;
-  if (p.saved == nullptr || cta.is_latecomer()) return;
+  if (p.gate_up == nullptr || cta.is_latecomer()) return;
   using Element = typename Cta<Variant>::Element;
   const int64_t vectors = int64_t{p.shape.projections} * p.shape.intermediate *
                           static_cast<int64_t>(sizeof(Element)) / kVectorBytes;  // of a row
   const int64_t saved_rows = int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows;
-  uint4* saved = static_cast<uint4*>(p.saved);
+  uint4* saved = static_cast<uint4*>(p.gate_up);
   const auto clear = [&](int64_t first_row, int64_t end_row) {
     const int64_t end = at_most(end_row, saved_rows) * vectors;
     for (int64_t i = first_row * vectors + thread_of(cta); i < end; i += threads_of(cta)) saved[i] = uint4{0, 0, 0, 0};

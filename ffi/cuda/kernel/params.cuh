@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/layer_arrays.h"
 #include "cuda/device/rank_params.cuh"
 
 namespace jaxmoe {
@@ -18,31 +19,20 @@ struct Result {
 };
 inline constexpr int kMaxResults = 8;
 
-// Both passes. Pointers are to 16-bit elements of the variant's type; null where there is no such array.
-struct LaunchParams : RankParams {
-  const void* x;              // [tokens, hidden]
-  const int32_t* topk_ids;    // [tokens, top_k]
-  const float* topk_weights;  // [tokens, top_k]
-  const void* b_gate;         // [local_experts, intermediate]
-  const void* b_up;           // the same
-  const void* b_down;         // [local_experts, hidden]
-  bool gated;
-  // [saved_tiles, tile rows, projections, intermediate]: gate and up, written by a forward and read by a backward pass;
-  // null where nothing is saved.
-  void* saved;
+// Both passes. Elements are those of the variant's format.
+struct LaunchParams : RankParams, LayerArrays<void, float> {
+  bool gated;  // experts have an up projection
 
-  CUtensorMap w_gate;       // [local_experts, hidden, intermediate], box {64, 64, 1}
-  CUtensorMap w_up;         // the same; that of w_gate where there is no up projection
-  CUtensorMap w_down;       // [local_experts, intermediate, hidden], box {64, 64, 1}
+  CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}
+  CUtensorMap w_up_map;    // the same; that of w_gate where there is no up projection
+  CUtensorMap w_down_map;  // [local_experts, intermediate, hidden], box {64, 64, 1}
 
   Result results[kMaxResults];  // all that the launch writes for its caller; those that are not there have no bytes
 
-  std::byte* timeline;      // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
+  std::byte* timeline;  // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
 };
 
 struct ForwardParams : LaunchParams {
-  void* y;                  // [tokens, hidden]
-
   CUtensorMap rows;         // [ring rows, hidden], box {64, 128}
   CUtensorMap few_rows;     // the same, box {64, 16}
   CUtensorMap h;            // [ring rows, intermediate], box {64, 128}
@@ -50,17 +40,6 @@ struct ForwardParams : LaunchParams {
 };
 
 struct BackwardParams : LaunchParams {
-  const void* dy;           // [tokens, hidden]
-  void* dx;                 // the same
-  float* dtopk_weights;     // [tokens, top_k]
-  bool float_gradients;     // those of weights and biases are float32; else they are 16-bit elements
-  void* dw_gate;            // of the shapes of the weights and biases
-  void* dw_up;
-  void* dw_down;
-  void* db_gate;
-  void* db_up;
-  void* db_down;
-
   // A factor of a product, 64 x 64 whichever way it is turned; and the same tensors 16 rows at a time, to be written.
   CUtensorMap rows;             // [ring rows, 2, hidden], box {64, 1, 64}: tokens, gradients of their outputs
   CUtensorMap projections;      // [ring rows, projections, intermediate], box {64, 1, 64}

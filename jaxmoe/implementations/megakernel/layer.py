@@ -21,14 +21,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int32
 
+from jaxmoe import native
 from jaxmoe.activation import compiled_form
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel import lowering
-from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, saved_row_tiles
+from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
@@ -82,77 +82,74 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-    operands, results = _operands(call.group, inputs), _results_of_forward(call, inputs.x)
-    y, *gate_up = _launch(FORWARD, call, call.plan, operands, results)
-    return y, gate_up[0] if gate_up else None
-
-
-def _results_of_forward(call: Call, x: jax.Array) -> tuple[Any, ...]:
-    like_x = jax.typeof(x)
-    if not (saved_tiles := _saved_tiles(call)):
-        return (like_x,)
-    shape = call.shape
-    rows = saved_tiles * granularity(call.platform, shape.gated).tile_rows
-    # Varies over the mesh as the tokens do. Only its type is used.
-    gate_up = jnp.broadcast_to(x[0, 0], (rows, shape.projections, shape.intermediate))
-    return like_x, jax.typeof(gate_up)
-
-
-def _saved_tiles(call: Call) -> int:
-    """Row tiles whose inputs of the activation are kept for the backward pass."""
-    return saved_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
+    results = {"y": jax.typeof(inputs.x)}
+    saved_tiles = saved_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
+    if saved_tiles:
+        rows = saved_tiles * tile_sizes(call.shape, call.platform).rows
+        # Varies over the mesh as the tokens do. Only its type is used.
+        like = jnp.broadcast_to(inputs.x[0, 0], (rows, call.shape.projections, call.shape.intermediate))
+        results["gate_up"] = jax.typeof(like)
+    schedule = schedule_of(call.shape, call.platform, call.plan, saved_tiles)
+    made = _launch(FORWARD, call, schedule, _operands(call.group, inputs), results)
+    return made["y"], made.get("gate_up")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
     inputs, gate_up = saved
-    of_layer = _operands(call.group, inputs)
-    operands = (*of_layer, dy) if gate_up is None else (*of_layer, dy, gate_up)
-    plan = backward_plan(call.plan, call.shape, call.platform)
-    # Gradients have the shapes of the operands from x on, but for the ids.
+    operands = _operands(call.group, inputs) | {"dy": dy}
+    if gate_up is not None:
+        operands["gate_up"] = gate_up
     # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
-    dtype, experts = inputs.experts.w_gate.dtype, inputs.experts
-    of_experts = (jax.typeof(operand.astype(dtype)) for operand in of_layer[4:])
-    results = (jax.typeof(of_layer[1]), jax.typeof(of_layer[3]), *of_experts)
-    dx, dweights, *gradients = _launch(BACKWARD, call, plan, operands, results)
-    present = [getattr(experts, field.name) is not None for field in dataclasses.fields(experts)]
-    leaves = [gradient for gradient, is_there in zip(gradients, present, strict=True) if is_there]
-    return dx, dweights, jax.tree.unflatten(jax.tree.structure(experts), leaves)
+    wide = {name: operands[name].astype(inputs.experts.w_gate.dtype) for name in _present(inputs.experts)}
+    differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
+    results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
+    saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
+    plan = backward_plan(call.plan, call.shape, call.platform)
+    schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
+    made = _launch(BACKWARD, call, schedule, operands, results)
+    gradients = {name: made[f"d{name}"] for name in wide}
+    return made["dx"], made["dtopk_weights"], dataclasses.replace(inputs.experts, **gradients)
 
 
-def _operands(group: ExpertGroup, inputs: Inputs) -> tuple[jax.Array, ...]:
-    """Returns the operands of a forward pass: LayerBuffers in ffi/common/layer_call.h, in order."""
+def _present(experts: Experts) -> list[str]:
+    """Names of the arrays that experts have."""
+    names = (field.name for field in dataclasses.fields(experts))
+    return [name for name in names if getattr(experts, name) is not None]
+
+
+def _operands(group: ExpertGroup, inputs: Inputs) -> dict[str, jax.Array]:
+    """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`."""
     x, experts = inputs.x, inputs.experts.astype(inputs.x.dtype)
-    # What experts without an up projection or biases pass: an array without elements, and one that depends on all
-    # inputs. jax.grad moves what does not depend on the carry of a lax.scan out of its loop, and so through shard_map,
-    # where XLA (jax 0.11.2) crashes on an operand without elements. Nothing of the barrier is left after compilation.
-    nothing = jax.lax.optimization_barrier(inputs).x[:0]
-    return (
-        _place(group),
-        x,
-        inputs.topk_ids,
-        inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
-        experts.w_gate,
-        nothing if experts.w_up is None else experts.w_up,
-        experts.w_down,
-        *(nothing if bias is None else bias for bias in (experts.b_gate, experts.b_up, experts.b_down)),
-    )
+    return {
+        "place": _place(group),
+        "x": x,
+        "topk_ids": inputs.topk_ids,
+        "topk_weights": inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        **{name: getattr(experts, name) for name in _present(experts)},
+    }
 
 
 def _launch(
-    target: str, call: Call, plan: KernelPlan, operands: tuple[jax.Array, ...], results: tuple[Any, ...]
-) -> tuple[jax.Array, ...]:
+    target: str, call: Call, schedule: Any, operands: dict[str, jax.Array], results: dict[str, Any]
+) -> dict[str, jax.Array]:
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
-    attributes = _attributes(call, plan)
+    order = native.schedule().ARRAY_NAMES
+    given = [name for name in order if name in operands]
+    made = [name for name in order if name in results]
+    arrays = sum(1 << order.index(name) for name in (*given, *made))
+    attributes = _attributes(call, schedule) | {"arrays": np.int32(arrays)}
+    types = tuple(results[name] for name in made)
     if call.group.size > 1 and _several_processes() and lowering.can_name_devices():
-        launch = functools.partial(lowering.call, target, results, **attributes)
+        launch = functools.partial(lowering.call, target, types, **attributes)
     else:
-        launch = functools.partial(jax.ffi.ffi_call(target, results), **attributes, devices=lowering.NOT_KNOWN)
+        launch = functools.partial(jax.ffi.ffi_call(target, types), **attributes, devices=lowering.NOT_KNOWN)
     if call.platform == "gpu" and call.group.size > 1:
         launch = _on_collective_stream(launch)
     # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
     # that number, so they vary as the inputs do.
-    return tuple(launch(*vary_alike(operands)))
+    outputs = launch(*vary_alike(tuple(operands[name] for name in given)))
+    return dict(zip(made, outputs, strict=True))
 
 
 def _several_processes() -> bool:
@@ -211,37 +208,18 @@ def timeout_seconds(platform: str) -> float:
     return min(seconds, LONGEST_TIMEOUT_SECONDS)
 
 
-def _attributes(call: Call, plan: KernelPlan) -> dict[str, np.int32 | np.float32 | np.ndarray]:
-    """Returns the attributes of the call: LayerAttributes in ffi/common/layer_call.h, by name."""
+def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | np.ndarray]:
+    """Returns the attributes of the call: `LayerAttributes` in `ffi/common/layer_call.h`, by name."""
     form = compiled_form(call.activation)
     assert form is not None, "limits.py rejects activations that compiled code does not have"
-    pieces = granularity(call.platform, call.shape.gated)
-    integers = {
-        "ranks": call.group.size,
-        "num_experts": call.shape.num_experts,
-        "activation": form.kind,
-        "tile_rows": pieces.tile_rows,
-        "tile_h_columns": pieces.h_columns,
-        "tile_columns": pieces.columns,
-        "unit_tiles": plan.unit_tiles,
-        "lag_units": plan.lag_units,
-        "ring_tiles": min(plan.ring_tiles, most_row_tiles(call.shape, call.platform)),
-        "chunk_rows": plan.chunk_rows,
-        "workers": pieces.workers,
-        "dispatchers_per_worker": pieces.dispatchers_per_worker,
-        "keep_tokens": int(plan.keep_tokens),
-        "segment_tiles": plan.segment_tiles,
-        "saved_tiles": _saved_tiles(call),
+    return {
+        "ranks": np.int32(call.group.size),
+        "num_experts": np.int32(call.shape.num_experts),
+        "activation": np.int32(form.kind),
+        "limit": np.float32(form.limit),
+        "alpha": np.float32(form.alpha),
+        "up_offset": np.float32(form.up_offset),
+        "schedule": np.array(schedule.numbers, np.int32),
+        "timeout_seconds": np.float32(timeout_seconds(call.platform)),
+        "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),
     }
-    floats = {
-        "limit": form.limit,
-        "alpha": form.alpha,
-        "up_offset": form.up_offset,
-        "timeout_seconds": timeout_seconds(call.platform),
-    }
-    groups = replica_groups(call.group, jax.sharding.get_abstract_mesh())
-    return (
-        {name: np.int32(value) for name, value in integers.items()}
-        | {name: np.float32(value) for name, value in floats.items()}
-        | {"groups": groups.reshape(-1)}
-    )

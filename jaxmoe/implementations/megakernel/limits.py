@@ -4,16 +4,13 @@ The numbers are those of the compiled part: ffi/common/layout.h packs a rank and
 counts of experts in shared memory.
 """
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
 from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.tiling import most_row_tiles
+from jaxmoe.implementations.megakernel.schedule import most_row_tiles
 from jaxmoe.native import FORWARD
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
@@ -30,19 +27,20 @@ _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
 
 def check(call: Call) -> None:
     """Raises where the megakernel cannot run a call."""
-    check_megakernel(call.shape, call.platform, call.dtype, call.activation, call.plan)
+    check_megakernel(call.shape, call.platform, call.activation, call.plan)
 
 
-def check_megakernel(shape: Shape, platform: str, dtype: Any, activation: Activation, plan: KernelPlan) -> None:
+def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: KernelPlan) -> None:
     """Raises where the megakernel cannot run a call.
 
     Raises:
       NotImplementedError: it does not exist for the platform, its build, the processes or the activation.
-      TypeError: dtype.
+      TypeError: formats.
       ValueError: sizes, or a plan that would wait for ever.
     """
     _check_platform(platform, shape.ranks)
-    if jnp.dtype(dtype).name not in DTYPES[platform]:
+    dtype = shape.formats.tokens.dtype
+    if dtype.name not in DTYPES[platform]:
         raise TypeError(
             f"moe_layer: x is {dtype}; implementation='megakernel' on {platform} takes "
             f"{' and '.join(DTYPES[platform])}. Cast x and experts, or pass implementation='xla'."

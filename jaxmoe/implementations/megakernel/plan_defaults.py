@@ -3,11 +3,9 @@
 `layer.py` and the benchmark also ask for the backward plan that goes with a plan.
 """
 
-from typing import Any
-
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.tiling import granularity, most_row_tiles, rows_per_expert, tiles_per_expert
+from jaxmoe.implementations.megakernel.schedule import most_row_tiles, rows_per_expert, tile_sizes, tiles_per_expert
 
 # Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
 # the unit's tiles share stay there as well.
@@ -41,9 +39,8 @@ FEWEST_SEGMENT_TILES = 4
 SEGMENT_TILES_ON_CPU = 3
 
 
-def kernel_plan(shape: Shape, platform: str, dtype: Any) -> KernelPlan:
+def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     """Returns the plan of the forward pass, and with it that of the backward pass."""
-    del dtype  # shape.itemsize is all that counts of it
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
@@ -99,8 +96,8 @@ def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
             f"segment_tiles={SEGMENT_TILES_ON_CPU}: few, so that tests have experts of several segments"
         )
     # Tokens and gradients of outputs; gate, up and h.
-    columns = 2 * shape.hidden + (3 if shape.gated else 2) * shape.intermediate
-    tile_bytes = granularity(platform, shape.gated).tile_rows * columns * shape.itemsize
+    row_bytes = 2 * shape.token_bytes + (shape.projections + 1) * shape.h_bytes
+    tile_bytes = tile_sizes(shape, platform).rows * row_bytes
     expected = tiles_per_expert(shape, platform)
     whole_expert = expected + 1 if expected > 1 else 2
     room = max(SEGMENT_BYTES // tile_bytes, FEWEST_SEGMENT_TILES)
@@ -119,7 +116,7 @@ def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:
         if shape.balanced_rows <= rows * PULLING_WARPS:
             of_rows = f"{shape.balanced_rows} rows"
             return rows, f"chunk_rows={rows}: {of_rows}, so that none of {PULLING_WARPS} warps pulls twice"
-    pulled = shape.balanced_rows * shape.hidden * shape.itemsize
+    pulled = shape.balanced_rows * shape.token_bytes
     if pulled <= LARGE_CHUNK_BYTES:
         return CHUNK_ROWS, f"chunk_rows={CHUNK_ROWS}: small pieces, so that the first tiles are there early"
     return LARGE_CHUNK_ROWS, (
@@ -156,7 +153,7 @@ def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
         return UNIT_TILES_ON_CPU, (
             f"unit_tiles={UNIT_TILES_ON_CPU}: the fewest that share weights; on a CPU this implementation is for tests"
         )
-    tile_bytes = granularity(platform, shape.gated).tile_rows * shape.hidden * shape.itemsize
+    tile_bytes = tile_sizes(shape, platform).rows * shape.token_bytes
     expected = tiles_per_expert(shape, platform)
     whole_expert = expected + 1 if expected > 1 else 1  # one more than the average has
     in_cache = max(UNIT_BYTES // tile_bytes, FEWEST_UNIT_TILES)
@@ -175,9 +172,9 @@ def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
     """A down task that comes too early waits for gate and up tasks of its unit that other workers have just begun."""
     if platform == "cpu":
         return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
-    pieces = granularity(platform, shape.gated)
-    columns = -(-shape.intermediate // pieces.h_columns)
-    narrow = unit_tiles == 1 and rows_per_expert(shape) <= pieces.tile_rows // 2
+    tile = tile_sizes(shape, platform)
+    columns = -(-shape.intermediate // tile.h_columns)
+    narrow = unit_tiles == 1 and rows_per_expert(shape) <= tile.rows // 2
     tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
     lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
     return lag, (

@@ -8,7 +8,7 @@ from jaxmoe.implementations.xla.plan import Plan
 def explain(call: Call) -> Explanation:
     """Returns the bytes of the temporary arrays and those that ranks send each other."""
     shape, plan = call.shape, call.plan
-    token_bytes = shape.tokens * shape.hidden * shape.itemsize
+    token_bytes = shape.tokens * shape.token_bytes
     return Explanation(
         call=call,
         reasons=(call.implementation_reason, *plan.reasons, *unsplit_axes(call)),
@@ -24,17 +24,14 @@ def explain(call: Call) -> Explanation:
 def _memory(call: Call, plan: Plan) -> dict[str, int]:
     """Bytes of the temporary arrays of `layer.py`, each counted once although the compiler lets some share memory."""
     shape, batch_rows = call.shape, plan.batch_rows
-    all_tokens, token_bytes = shape.ranks * shape.tokens, shape.hidden * shape.itemsize
+    all_tokens, token_bytes = shape.ranks * shape.tokens, shape.token_bytes
     # XLA:CPU multiplies a copy of the rows for every local expert, zero but for the expert's own.
     copies = shape.local_experts if plan.grouped_gemm == "ragged_dot" else 0
     return {
         "tokens of all ranks": all_tokens * token_bytes if shape.ranks > 1 else 0,
         "rows of one batch: tokens and outputs": 2 * batch_rows * token_bytes,
-        "rows of one batch: gate, up and h": (shape.projections + 1) * batch_rows * shape.intermediate * shape.itemsize,
-        "masked copies of the rows, in jax.lax.ragged_dot": copies
-        * batch_rows
-        * max(shape.hidden, shape.intermediate)
-        * shape.itemsize,
+        "rows of one batch: gate, up and h": (shape.projections + 1) * batch_rows * shape.h_bytes,
+        "masked copies of the rows, in jax.lax.ragged_dot": copies * batch_rows * max(shape.token_bytes, shape.h_bytes),
         "sums of all tokens, sent and received": (2 if shape.ranks > 1 else 1) * all_tokens * token_bytes,
         "routing of all ranks, sorted": 5 * 4 * shape.all_slots,
     }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -48,9 +48,9 @@ class Plan:
         object.__setattr__(self, "batch_rows", rows)
 
 
-def xla_plan(shape: Shape, platform: str, dtype: Any) -> Plan:
+def xla_plan(shape: Shape, platform: str) -> Plan:
     """Returns the plan for a shape on a platform."""
-    grouped_gemm, gemm_reason = _grouped_gemm(shape, platform, jnp.dtype(dtype))
+    grouped_gemm, gemm_reason = _grouped_gemm(shape, platform)
     batch_rows, rows_reason = _batch_rows(shape, 0 if platform == "cpu" else WORST_CASE_ROWS)
     return Plan(batch_rows, grouped_gemm, (rows_reason, gemm_reason))
 
@@ -76,7 +76,8 @@ def _batch_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
     )
 
 
-def _grouped_gemm(shape: Shape, platform: str, dtype: Any) -> tuple[GroupedGemm, str]:
+def _grouped_gemm(shape: Shape, platform: str) -> tuple[GroupedGemm, str]:
+    dtype = shape.formats.tokens.dtype
     if platform not in ("gpu", "cuda"):
         return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):

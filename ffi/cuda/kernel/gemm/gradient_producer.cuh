@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
       loader.step(rows_of(p.rows, k, 0), [&](int box, const auto& load) {
         const bool is_second = box >= GemmShape<Variant>::kBoxes / 2;
         const int32_t column = first_column + (is_second ? second : 0) + box % (GemmShape<Variant>::kBoxes / 2) * kBox;
-        load(is_second ? p.w_up : p.w_gate, column, k, task.expert);
+        load(is_second ? p.w_up_map : p.w_gate_map, column, k, task.expert);
       });
     }
     return;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
   if (task.gemm == Gemm::kHGradient) {
     for (int32_t k = 0; k < p.shape.hidden; k += kBox) {
       loader.step(rows_of(p.rows, k, 1), [&](int box, const auto& load) {
-        load(p.w_down, k, first_column + kBox * box, task.expert);
+        load(p.w_down_map, k, first_column + kBox * box, task.expert);
       });
     }
     const bool saved = task.part == kSavedPart;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
     return;
   }
   for (int32_t part = 0; part < p.shape.projections; ++part) {
-    const CUtensorMap& weights = part == 0 ? p.w_gate : p.w_up;
+    const CUtensorMap& weights = part == 0 ? p.w_gate_map : p.w_up_map;
     for (int32_t k = 0; k < p.shape.intermediate; k += kBox) {
       loader.step(rows_of(p.projections, k, part), [&](int box, const auto& load) {
         load(weights, k, first_column + kBox * box, task.expert);

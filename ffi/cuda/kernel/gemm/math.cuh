@@ -59,7 +59,7 @@ __device__ __forceinline__ typename Cta<Variant>::Element* saved_row_of(const Ct
   if (tile_row >= padded_rows(task.rows, p.schedule.gradient_row_multiple())) return nullptr;
   const int64_t row = int64_t{task.row_tile} * p.schedule.tile.rows +
                       task.ring_slot % kParts * Tiling::kRows + tile_row;
-  return static_cast<Element*>(p.saved) + row * p.shape.projections * p.shape.intermediate;
+  return static_cast<Element*>(p.gate_up) + row * p.shape.projections * p.shape.intermediate;
 }
 
 // Adds biases, applies the activation and stores the tile.

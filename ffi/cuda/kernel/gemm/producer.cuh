@@ -17,8 +17,8 @@ __device__ __forceinline__ GemmSource source_of(const ForwardParams& p, bool is_
   constexpr int32_t kDepth = Tiling::kDepth;
   return {.rows = is_gate_up ? &p.rows : &p.h,
           .few_rows = is_gate_up ? &p.few_rows : &p.few_h,
-          .weights = is_gate_up ? &p.w_gate : &p.w_down,
-          .second_weights = is_gate_up ? &p.w_up : &p.w_down,
+          .weights = is_gate_up ? &p.w_gate_map : &p.w_down_map,
+          .second_weights = is_gate_up ? &p.w_up_map : &p.w_down_map,
           .depth_steps = ceil_div(is_gate_up ? p.shape.hidden : p.shape.intermediate, kDepth),
           .gated = is_gate_up && p.gated};
 }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
   const TileColumns columns{task.column_tile * Tiling::kColumns, matrix.columns};
   const int32_t first_row = first_weight_row(cta, task);
   // Gradients in float32 are their own sums: every segment adds to them in place.
-  const bool in_place = p.float_gradients;
+  const bool in_place = p.wide_gradients;
   if (in_place || task.part != (kFirstPart | kLastPart)) {
     float* of_matrix = in_place ? static_cast<float*>(matrix.gradient) +
                                       int64_t{task.expert} * matrix.rows * matrix.columns
@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
   }
   if (thread.lane >= 8 || column >= matrix.columns) return;
   float pairs[2][2] = {{sums[0], sums[1]}, {sums[2], sums[3]}};
-  const bool in_place = p.float_gradients;
+  const bool in_place = p.wide_gradients;
   if (in_place || task.part != (kFirstPart | kLastPart)) {
     const int32_t part = in_place ? task.part & ~kLastPart : task.part;
     float* of_bias = (in_place ? static_cast<float*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.columns

@@ -1,5 +1,5 @@
 // Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
-// offers: Element, kElementType of its tensor maps, multiply() on slices of 16 along K, pack() and unpack() of pairs.
+// offers: Element, its name for the host (kElement), multiply() on slices of 16 along K, pack() and unpack() of pairs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,14 +7,14 @@
 
 #include <cstdint>
 
+#include "common/formats.h"
 #include "cuda/device/ptx/wgmma.cuh"
-#include "cuda/kernel/gemm/precision/element_type.h"
 
 namespace jaxmoe {
 
 struct Bf16 {
   using Element = __nv_bfloat16;
-  static constexpr ElementType kElementType = ElementType::kBf16;
+  static constexpr jaxmoe::Element kElement = jaxmoe::Element::kBf16;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
@@ -32,7 +32,7 @@ struct Bf16 {
 
 struct F16 {
   using Element = __half;
-  static constexpr ElementType kElementType = ElementType::kF16;
+  static constexpr jaxmoe::Element kElement = jaxmoe::Element::kF16;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {

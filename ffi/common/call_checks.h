@@ -1,0 +1,165 @@
+// What must hold of a call on any platform. Python has checked the same before: this keeps a call that does not come
+// from jaxmoe from reading or writing out of bounds. What arrays hold is not known here: ids that name no expert are
+// slots nobody uses (Shape::has_expert), and the rank in `place`, which only a CPU reads, is checked there.
+// Callers: host/layer_handler.cc, cuda/host/call_checks.h. All return what is wrong, empty where nothing is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "common/layer_call.h"
+#include "common/layout.h"
+
+namespace jaxmoe {
+
+inline std::string attributes_error(const LayerAttributes& a) {
+  if (a.ranks < 1 || a.ranks > kMaxRanks || a.num_experts < 1 || a.num_experts % a.ranks != 0) {
+    return "jaxmoe: num_experts=" + std::to_string(a.num_experts) + " over ranks=" + std::to_string(a.ranks) +
+           " is no whole number of experts per rank, or more than " + std::to_string(kMaxRanks) + " ranks.";
+  }
+  if (a.groups.size() == 0 || a.groups.size() % a.ranks != 0) {
+    return "jaxmoe: groups names " + std::to_string(a.groups.size()) + " devices, ranks is " +
+           std::to_string(a.ranks) + ". It has to name all devices of the mesh, group by group.";
+  }
+  if (a.devices.size() != a.groups.size() && a.devices.size() != 1) {
+    return "jaxmoe: devices names " + std::to_string(a.devices.size()) + " devices, groups " +
+           std::to_string(a.groups.size()) + ". It has to name the same ones, or be -1 alone.";
+  }
+  if (a.schedule.size() * sizeof(int32_t) != sizeof(Schedule)) {
+    return "jaxmoe: schedule has " + std::to_string(a.schedule.size()) + " numbers. It needs the " +
+           std::to_string(sizeof(Schedule) / sizeof(int32_t)) + " fields of Schedule (ffi/common/shape.h).";
+  }
+  if (!(a.timeout_seconds > 0 && a.timeout_seconds <= kLongestTimeoutSeconds)) {
+    return "jaxmoe: timeout_seconds must be positive and at most 1e9.";
+  }
+  return "";
+}
+
+inline std::string schedule_error(const Schedule& s) {
+  if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
+      s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
+      s.segment_tiles < 0 || s.saved_tiles < 0) {
+    return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
+           "dispatcher, and nothing of a schedule can be negative.";
+  }
+  return "";
+}
+
+// The arrays that a call of its pass has, for the experts that it has.
+inline std::string names_error(const LayerCall& call) {
+  using Name = ArrayName;
+  std::string missing, odd;
+  const auto expect = [&](Name name, bool expected) {
+    if (call.has(name) == expected) return;
+    std::string& text = expected ? missing : odd;
+    text += std::string(text.empty() ? "" : ", ") + kArrayNames[static_cast<std::size_t>(name)];
+  };
+  const bool backward = call.backward();
+  for (Name name : {Name::kPlace, Name::kX, Name::kTopkIds, Name::kTopkWeights, Name::kWGate, Name::kWDown}) {
+    expect(name, true);
+  }
+  expect(Name::kY, !backward);
+  expect(Name::kDX, backward);
+  expect(Name::kDTopkWeights, backward);
+  constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
+                                                  {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
+                                                  {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown}};
+  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && call.has(array));
+  if (missing.empty() && odd.empty()) return "";
+  return std::string("jaxmoe: a ") + (backward ? "backward" : "forward") + " pass" +
+         (missing.empty() ? "" : " without " + missing) + (odd.empty() ? "" : " with " + odd) +
+         ". See ArrayName in ffi/common/layer_arrays.h.";
+}
+
+inline std::string dimensions_error(const LayerCall& call, const LayerAttributes& a) {
+  using Name = ArrayName;
+  const auto rank = [&](Name name) { return call[name]->dimensions().size(); };
+  if (call[Name::kPlace]->element_count() != 2 || rank(Name::kX) != 2 || rank(Name::kTopkIds) != 2 ||
+      rank(Name::kWGate) != 3) {
+    return "jaxmoe: place must be [2], x [tokens, hidden], topk_ids [tokens, top_k], w_gate [experts, hidden, "
+           "intermediate].";
+  }
+  const Schedule schedule = schedule_of(a);
+  const int64_t tokens = call.extent(Name::kX, 0), hidden = call.extent(Name::kX, 1);
+  const int64_t top_k = call.extent(Name::kTopkIds, 1);
+  const int64_t experts = a.num_experts / a.ranks, intermediate = call.extent(Name::kWGate, 2);
+  const int64_t projections = call.has(Name::kWUp) ? 2 : 1;
+  const int64_t matrix = experts * hidden * intermediate;
+  const int64_t saved = int64_t{schedule.saved_tiles} * schedule.tile.rows * projections * intermediate;
+  bool fit = call.has(Name::kGateUp) == (schedule.saved_tiles > 0);
+  const auto expect = [&](std::initializer_list<Name> names, int64_t elements) {
+    for (Name name : names) {
+      if (call.has(name)) fit = fit && static_cast<int64_t>(call[name]->element_count()) == elements;
+    }
+  };
+  expect({Name::kDy, Name::kY, Name::kDX}, tokens * hidden);
+  expect({Name::kTopkIds, Name::kTopkWeights, Name::kDTopkWeights}, tokens * top_k);
+  expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kDWGate, Name::kDWUp, Name::kDWDown}, matrix);
+  expect({Name::kBGate, Name::kBUp, Name::kDBGate, Name::kDBUp}, experts * intermediate);
+  expect({Name::kBDown, Name::kDBDown}, experts * hidden);
+  expect({Name::kGateUp}, saved);
+  if (!fit) {
+    return "jaxmoe: shapes do not go together: x [" + std::to_string(tokens) + ", " + std::to_string(hidden) +
+           "], top_k " + std::to_string(top_k) + ", " + std::to_string(experts) + " local experts, intermediate " +
+           std::to_string(intermediate) + ", saved tiles " + std::to_string(schedule.saved_tiles) + ".";
+  }
+  if (tokens * top_k >= kMaxSlots) {
+    return "jaxmoe: " + std::to_string(tokens) + " tokens x " + std::to_string(top_k) +
+           " slots; a rank can number " + std::to_string(kMaxSlots - 1) + ".";
+  }
+  return "";
+}
+
+inline std::string types_error(const LayerCall& call) {
+  using Name = ArrayName;
+  const auto element = element_of(call.type(Name::kX));
+  if (!element) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
+  bool agree = true;
+  const auto expect = [&](std::initializer_list<Name> names, auto is_right) {
+    for (Name name : names) {
+      if (call.has(name)) agree = agree && is_right(element_of(call.type(name)));
+    }
+  };
+  const Formats formats = Formats::of(*element);
+  const auto is_of_x = [&](auto type) { return type == element; };
+  expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp,
+          Name::kY, Name::kDX},
+         is_of_x);
+  expect({Name::kTopkWeights, Name::kDTopkWeights}, [&](auto type) { return type == formats.sums.element; });
+  if (call.backward()) {
+    const auto gradients = element_of(call.type(Name::kDWGate));
+    agree = agree && (gradients == element || gradients == formats.sums.element);
+    expect({Name::kDWUp, Name::kDWDown, Name::kDBGate, Name::kDBUp, Name::kDBDown},
+           [&](auto type) { return type == gradients; });
+  }
+  if (!agree || call.type(Name::kTopkIds) != xla::ffi::S32) {
+    return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
+           std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
+           "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name + ".";
+  }
+  return "";
+}
+
+inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
+  if (std::string error = attributes_error(a); !error.empty()) return error;
+  const Schedule schedule = schedule_of(a);
+  if (std::string error = schedule_error(schedule); !error.empty()) return error;
+  if (std::string error = names_error(call); !error.empty()) return error;
+  if (call.backward() != schedule.backward()) {
+    return "jaxmoe: segment_tiles=" + std::to_string(schedule.segment_tiles) +
+           "; it must be positive for jaxmoe_backward and 0 for jaxmoe_forward.";
+  }
+  if (std::string error = dimensions_error(call, a); !error.empty()) return error;
+  if (std::string error = types_error(call); !error.empty()) return error;
+  if (schedule.ring_tiles < schedule.min_ring_tiles() &&
+      schedule.ring_tiles < max_row_tiles(shape_of(call, a), schedule.tile)) {
+    return "jaxmoe: ring_tiles=" + std::to_string(schedule.ring_tiles) + " is less than the " +
+           std::to_string(schedule.min_ring_tiles()) + " that unit_tiles, lag_units and segment_tiles need.";
+  }
+  return "";
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,59 @@
+// The number formats of a layer: what the elements of each of its arrays are, and how many bytes they take. The one
+// place where an element type is named for layout, launch, tensor maps and checks. What a kernel does with elements is
+// a policy of its own (cuda/kernel/gemm/precision/, host/precision.h).
+#pragma once
+
+#include <cstdint>
+
+#include "common/shape.h"
+
+namespace jaxmoe {
+
+enum class Element : int32_t { kF64 = 0, kF32, kBf16, kF16, kCount };
+inline constexpr int32_t kNumElements = static_cast<int32_t>(Element::kCount);
+
+struct ElementInfo {
+  const char* name;  // as NumPy has it
+  int32_t bits;
+};
+inline constexpr ElementInfo kElements[kNumElements] = {
+    {"float64", 64}, {"float32", 32}, {"bfloat16", 16}, {"float16", 16}};
+
+constexpr const ElementInfo& info_of(Element element) { return kElements[static_cast<int32_t>(element)]; }
+
+// Of an array of rows and columns: its elements, and behind them one scale for each block of `scale_rows` x
+// `scale_columns` elements.
+struct Format {
+  Element element;
+  int32_t scale_rows = 0;  // 0, both: no scales
+  int32_t scale_columns = 0;
+  Element scale = Element::kF32;
+
+  constexpr bool is_scaled() const { return scale_rows > 0; }
+  // A row's elements end at a whole byte.
+  constexpr int64_t row_bytes(int64_t columns) const { return ceil_div(columns * info_of(element).bits, int64_t{8}); }
+  constexpr int64_t scale_bytes(int64_t rows, int64_t columns) const {
+    if (!is_scaled()) return 0;
+    return ceil_div(rows, int64_t{scale_rows}) * ceil_div(columns, int64_t{scale_columns}) * info_of(scale).bits / 8;
+  }
+  constexpr int64_t bytes(int64_t rows, int64_t columns) const {
+    return rows * row_bytes(columns) + scale_bytes(rows, columns);
+  }
+};
+
+// Of a layer.
+struct Formats {
+  Format tokens;   // x, and the gradients of outputs beside it: as published, pulled and multiplied
+  Format h;        // between the GEMMs; gate and up, and the gradients of all three
+  Format answers;  // what experts make of rows, y and dx
+  Format weights;  // of the experts
+  Format sums;     // routing weights, and sums that are not rounded in between
+
+  // Everything in one type but for the sums, which have at least 32 bits.
+  static constexpr Formats of(Element element) {
+    const Format plain{element};
+    return {plain, plain, plain, plain, {info_of(element).bits < 32 ? Element::kF32 : element}};
+  }
+};
+
+}  // namespace jaxmoe

@@ -1,0 +1,71 @@
+// The arrays of a layer on one rank: their names, which Python shares, and where they lie. Null or left out where a
+// layer has no such array: plain experts have no up projection, many have no biases.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxmoe {
+
+// In the order of operands, then of results, of a call. A call names those that it has as the bits of a number.
+enum class ArrayName : int32_t {
+  kPlace = 0,    // int32[2]: rank in the group, number of the group; GPUs ask the communicator
+  kX,            // [tokens, hidden]
+  kTopkIds,      // [tokens, top_k] int32 in [0, num_experts), or any other for a slot nobody uses
+  kTopkWeights,  // [tokens, top_k], as wide as sums
+  kWGate,        // [local_experts, hidden, intermediate]
+  kWUp,          // the same
+  kWDown,        // [local_experts, intermediate, hidden]
+  kBGate,        // [local_experts, intermediate]
+  kBUp,          // the same
+  kBDown,        // [local_experts, hidden]
+  kDy,           // [tokens, hidden], of a backward pass
+  // [saved_tiles * tile rows, projections, intermediate]: gate and up, which a forward pass may write and the backward
+  // pass then reads.
+  kGateUp,
+  // Results: y of a forward pass; the gradients of the arrays above, of their shapes, of a backward pass.
+  kY,
+  kDX,
+  kDTopkWeights,
+  kDWGate,
+  kDWUp,
+  kDWDown,
+  kDBGate,
+  kDBUp,
+  kDBDown,
+  kCount
+};
+inline constexpr int32_t kNumArrays = static_cast<int32_t>(ArrayName::kCount);
+inline constexpr const char* kArrayNames[kNumArrays] = {
+    "place",   "x",  "topk_ids", "topk_weights", "w_gate",        "w_up",    "w_down",
+    "b_gate",  "b_up", "b_down", "dy",           "gate_up",       "y",       "dx",
+    "dtopk_weights", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down"};
+
+constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
+
+// `T` is how an element is stored, `Sum` what sums are.
+template <class T, class Sum>
+struct LayerArrays {
+  const T* x = nullptr;
+  const int32_t* topk_ids = nullptr;
+  const Sum* topk_weights = nullptr;
+  const T* w_gate = nullptr;
+  const T* w_up = nullptr;
+  const T* w_down = nullptr;
+  const T* b_gate = nullptr;
+  const T* b_up = nullptr;
+  const T* b_down = nullptr;
+  const T* dy = nullptr;
+  T* gate_up = nullptr;
+  T* y = nullptr;
+  T* dx = nullptr;
+  Sum* dtopk_weights = nullptr;
+  bool wide_gradients = false;  // those below are Sum, else T
+  void* dw_gate = nullptr;
+  void* dw_up = nullptr;
+  void* dw_down = nullptr;
+  void* db_gate = nullptr;
+  void* db_up = nullptr;
+  void* db_down = nullptr;
+};
+
+}  // namespace jaxmoe

@@ -1,0 +1,85 @@
+"""The number formats of a layer: what the elements of each of its arrays are, and how many bytes they take.
+
+`call.py` chooses them, the implementations read them. Compiled code has the same in `ffi/common/formats.h`, and tests
+compare the two.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Of an array of rows and columns: its elements, and one scale for each block of them.
+
+    Args:
+      dtype: of an element.
+      scale_rows: rows of a block that has one scale; 0 where elements have none.
+      scale_columns: columns of such a block.
+      scale_dtype: of a scale.
+
+    >>> Format(jnp.bfloat16).bytes(rows=2, columns=64)
+    256
+    >>> Format(jnp.float8_e4m3fn, scale_rows=1, scale_columns=128).bytes(rows=2, columns=256)
+    528
+    """
+
+    dtype: Any
+    scale_rows: int = 0
+    scale_columns: int = 0
+    scale_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of the elements of a row, which end at a whole byte."""
+        return -(-columns * _bits(self.dtype) // 8)
+
+    def scale_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the scales of an array, which lie behind its elements."""
+        if not self.scale_rows:
+            return 0
+        return -(-rows // self.scale_rows) * -(-columns // self.scale_columns) * _bits(self.scale_dtype) // 8
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Bytes of an array, scales included."""
+        return rows * self.row_bytes(columns) + self.scale_bytes(rows, columns)
+
+
+def _bits(dtype: Any) -> int:
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats:
+    """Of the arrays of a layer.
+
+    Args:
+      tokens: x, and the gradients of outputs beside it.
+      h: between the two GEMMs of an expert; gate and up, and the gradients of all three.
+      answers: what experts make of rows, and their sums: the output and the gradient of x.
+      weights: of the experts.
+      sums: routing weights, and sums that are not rounded in between.
+
+    >>> Formats.of(jnp.bfloat16).sums.dtype.name
+    'float32'
+    """
+
+    tokens: Format
+    h: Format
+    answers: Format
+    weights: Format
+    sums: Format
+
+    @classmethod
+    def of(cls, dtype: Any) -> "Formats":
+        """Everything in one dtype but for the sums, which have at least 32 bits."""
+        plain = Format(dtype)
+        return cls(plain, plain, plain, plain, Format(jnp.promote_types(dtype, jnp.float32)))
+
+
+BF16 = Formats.of(jnp.bfloat16)

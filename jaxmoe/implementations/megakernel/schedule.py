@@ -1,0 +1,97 @@
+"""A plan as compiled code follows it: sizes, schedule and formats of a call in the terms of `ffi/common/`.
+
+Also how many row tiles a rank can have, which plans and limits ask for.
+"""
+
+import functools
+from typing import Any
+
+from jaxmoe import native
+from jaxmoe.formats import Format, Formats
+from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
+from jaxmoe.implementations.megakernel.plan import KernelPlan
+
+
+def tile_sizes(shape: Shape, platform: str) -> Any:
+    """Returns into what tiles the work of a platform is cut, `TileSizes` of `ffi/common/shape.h`; not to be chosen.
+
+    Raises:
+      NotImplementedError: nothing is compiled.
+    """
+    return _tile_sizes("cpu" if platform == "cpu" else "gpu", shape.gated)
+
+
+@functools.cache
+def _tile_sizes(platform: str, gated: bool) -> Any:
+    try:
+        return native.schedule().granularity(platform, gated).tile
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"moe_layer: implementation='megakernel' is compiled code. {error} Or pass implementation='xla'."
+        ) from error
+
+
+def native_shape(shape: Shape) -> Any:
+    """Returns a shape as compiled code has it."""
+    return native.schedule().Shape(
+        ranks=shape.ranks,
+        tokens=shape.tokens,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        projections=shape.projections,
+    )
+
+
+def native_formats(formats: Formats) -> Any:
+    """Returns formats as compiled code has them."""
+
+    def of(format_: Format) -> Any:
+        return native.schedule().Format(
+            format_.dtype.name, format_.scale_rows, format_.scale_columns, format_.scale_dtype.name
+        )
+
+    return native.schedule().Formats(
+        tokens=of(formats.tokens),
+        h=of(formats.h),
+        answers=of(formats.answers),
+        weights=of(formats.weights),
+        sums=of(formats.sums),
+    )
+
+
+def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> Any:
+    """Returns the schedule of a plan; without workers on a GPU, which has as many as the device has room for.
+
+    Args:
+      shape: of the call.
+      platform: it is compiled for.
+      plan: of one pass.
+      saved_tiles: row tiles whose gate and up are kept for the backward pass.
+    """
+    return native.schedule().schedule_for(native_shape(shape), platform, plan, saved_tiles)
+
+
+def saved_row_tiles(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of a rank whose gate and up are kept from the forward to the backward pass.
+
+    Where tokens choose experts so that a rank gets more, the backward pass computes those of the others again.
+    """
+    wanted = -(-int(shape.balanced_rows * ROWS_OVER_BALANCED) // tile_sizes(shape, platform).rows)
+    return min(wanted + shape.local_experts, most_row_tiles(shape, platform))
+
+
+def most_row_tiles(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of a rank whose experts get every slot, each expert's last tile partly filled."""
+    return shape.all_slots // tile_sizes(shape, platform).rows + shape.local_experts
+
+
+def rows_per_expert(shape: Shape) -> int:
+    """Returns the rows of an expert where all have equally many."""
+    return -(-shape.balanced_rows // max(shape.local_experts, 1))
+
+
+def tiles_per_expert(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of an expert where all have equally many rows."""
+    return max(-(-rows_per_expert(shape) // tile_sizes(shape, platform).rows), 1)
