@@ -52,7 +52,7 @@ def call(
       results: types of the results, `jax.typeof` of arrays like them.
       operands: arrays that vary over the same mesh axes.
       groups: devices of every group as XLA numbers those of a program, in the order of ranks.
-      attributes: further attributes of the call, numbers.
+      attributes: further attributes of the call, numbers and arrays of int32.
 
     Returns:
       The results. `devices` has the shape of `groups` and names the same devices as all processes do
@@ -64,8 +64,17 @@ def call(
         target=target,
         results=results,
         groups=tuple(groups.reshape(-1).tolist()),
-        attributes=tuple(sorted(attributes.items())),
+        attributes=tuple((name, _hashable(value)) for name, value in sorted(attributes.items())),
     )
+
+
+def _hashable(value: Any) -> Any:
+    """A parameter of an equation has to be: of arrays, their numbers."""
+    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+
+
+def _attribute(value: Any) -> Any:
+    return np.array(value, np.int32) if isinstance(value, tuple) else value
 
 
 def _lower(
@@ -79,7 +88,8 @@ def _lower(
     del results
     devices = _devices(context.module_context)
     ids = NOT_KNOWN if devices is None else np.array([devices[number].id for number in groups])
-    return jax.ffi.ffi_lowering(target)(context, *operands, **dict(attributes), groups=np.array(groups), devices=ids)
+    named = {name: _attribute(value) for name, value in attributes}
+    return jax.ffi.ffi_lowering(target)(context, *operands, **named, groups=np.array(groups), devices=ids)
 
 
 def _devices(context: Any) -> list[Any] | None:
