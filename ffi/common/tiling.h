@@ -1,5 +1,5 @@
-// Into what pieces the work is cut: the tiles that the GPU kernels are compiled for, and those of a CPU. What kernels, the
-// host that checks a schedule against them, and Python, which makes schedules, have to agree on. Plain C++20, no CUDA.
+// Into what pieces the work is cut: the tiles that the GPU kernels are compiled for, and those of a CPU. What kernels,
+// the host that checks a schedule against them, and Python, which makes schedules, have to agree on. Plain C++20.
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,14 @@
 // See executor.h.
 #include "host/executor.h"
 
-#include "host/backward_rank.h"
-#include "host/forward_rank.h"
+#include "host/rank.h"
 
 namespace jaxmoe::host {
 
 template <class Precision>
 std::string run_rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays, LaunchTimeline* timeline) {
-  if (launch.schedule.backward()) return BackwardRank<Precision>(launch, rank, arrays, timeline).run();
-  return ForwardRank<Precision>(launch, rank, arrays, timeline).run();
+  if (launch.schedule.backward()) return Rank<Pass::kBackward, Precision>(launch, rank, arrays, timeline).run();
+  return Rank<Pass::kForward, Precision>(launch, rank, arrays, timeline).run();
 }
 
 template std::string run_rank<F32>(const Launch&, int32_t, const ArraysOf<F32>&, LaunchTimeline*);

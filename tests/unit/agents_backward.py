@@ -1,4 +1,4 @@
-"""What a rank does in a backward pass (ffi/host/backward_rank.h)."""
+"""What a rank does in a backward pass (ffi/host/rank.h, products.h)."""
 
 import math
 from collections import Counter

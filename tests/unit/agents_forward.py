@@ -1,4 +1,4 @@
-"""What a rank does in a forward pass (ffi/host/forward_rank.h)."""
+"""What a rank does in a forward pass (ffi/host/rank.h, products.h)."""
 
 from tests.unit.agents_order import Agent
 from tests.unit.agents_rank import ITEMSIZE, Cell, RankLaunch, same

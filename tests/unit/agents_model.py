@@ -7,7 +7,7 @@ reader looks before and after a pause, so memory that is reused too early is fou
 each other in a circle are found too (`Stuck`).
 
 Agents and their order are in `agents_order.py`. What they do is in `agents_rank.py`, `agents_forward.py` and
-`agents_backward.py`, which follow ffi/host/rank.h, forward_rank.h and backward_rank.h role by role; here they are put
+`agents_backward.py`, which follow ffi/host/rank.h and products.h role by role; here they are put
 together.
 """
 

@@ -34,7 +34,8 @@ struct ArenaCall {
   Activation activation;
   double timeout_seconds;
   cudaStream_t stream;
-  const int32_t* place;  // on the GPU; its rank is compared with that of the arena when it has been read. Null: it is not
+  // On the GPU; its rank is compared with that of the arena when it has been read. Null: it is not compared.
+  const int32_t* place;
 };
 
 class Arena {

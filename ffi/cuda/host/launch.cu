@@ -155,7 +155,9 @@ void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) 
 }
 
 // Result number `n`, of so many bytes where it is there.
-void set_result(LaunchParams& p, int n, void* data, int64_t bytes) { p.results[n] = {data, data == nullptr ? 0 : bytes}; }
+void set_result(LaunchParams& p, int n, void* data, int64_t bytes) {
+  p.results[n] = {data, data == nullptr ? 0 : bytes};
+}
 
 int64_t saved_rows_of(const LaunchParams& p) {
   return int64_t{p.schedule.saved_tiles} * p.schedule.tile.rows * p.shape.projections;

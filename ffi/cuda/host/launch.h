@@ -31,9 +31,9 @@ struct ReadyLaunch {
   Element element;
 };
 
-// Completes `rank`, which says where everything lies, with the arrays of a call: tensor maps, results. The tile sizes of
-// its schedule must be those of the kernels. `timeline` has room for timeline_blocks(), or is null where those are 0.
-// Returns what is wrong, empty where nothing is.
+// Completes `rank`, which says where everything lies, with the arrays of a call: tensor maps, results. The tile sizes
+// of its schedule must be those of the kernels. `timeline` has room for timeline_blocks(), or is null where those are
+// 0. Returns what is wrong, empty where nothing is.
 std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
                         std::byte* timeline, ReadyLaunch* launch);
 

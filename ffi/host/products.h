@@ -1,0 +1,266 @@
+// What a task computes: the products of both passes. Caller: host/rank.h.
+//
+// With h = activation(gate, up) of a row, w its routing weight and dy the gradient of its token's output, the answer of
+// an expert is w (h w_down + b_down), so that
+//
+//   dh = w dy w_down^T           dw = h . (dy w_down^T) + dy . b_down
+//   dgate, dup from dh           dx = dgate w_gate^T + dup w_up^T
+//   dw_gate = x^T dgate          dw_up = x^T dup          dw_down = (w h)^T dy          biases: sums over rows
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/activation.h"
+#include "common/scheduler.h"
+#include "host/rank_memory.h"
+
+namespace jaxmoe::host {
+
+template <class Precision>
+class Products {
+  using Storage = typename Precision::Storage;
+  using Number = typename Precision::Number;
+
+ public:
+  explicit Products(const RankMemory<Precision>& memory) : m_(memory) {}
+
+  void compute(const Task& task) {
+    switch (task.gemm) {
+      case Gemm::kGateUp: return gate_up(task);
+      case Gemm::kDown: return down(task);
+      case Gemm::kHGradient: return h_gradient(task);
+      case Gemm::kTokenGradient: return token_gradient(task);
+      case Gemm::kGateGradient:
+        return weight_gradient(task, tokens(), projection(0), m_.arrays.dw_gate, m_.arrays.db_gate, 0, bias_sums());
+      case Gemm::kUpGradient:
+        return weight_gradient(task, tokens(), projection(1), m_.arrays.dw_up, m_.arrays.db_up, matrix_size(),
+                               bias_sums() + m_.shape.intermediate);
+      default:
+        return weight_gradient(task, {m_.layout.h, m_.shape.intermediate, 0, m_.shape.intermediate},
+                               {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden}, m_.arrays.dw_down,
+                               m_.arrays.db_down, m_.shape.projections * matrix_size(),
+                               bias_sums() + m_.shape.projections * m_.shape.intermediate);
+    }
+  }
+
+ private:
+  int64_t matrix_size() const { return int64_t{m_.shape.hidden} * m_.shape.intermediate; }
+  // The answer to a row, at the rank that owns its token.
+  Storage* answer_at(RowTarget target) const {
+    return m_.template at<Storage>(target.source(), m_.layout.answers) + int64_t{target.slot()} * m_.shape.hidden;
+  }
+  int64_t bias_sums() const { return (m_.shape.projections + 1) * matrix_size(); }
+
+  static Number bias_of(const Storage* bias, int64_t index) {
+    return bias == nullptr ? 0 : Precision::load(bias[index]);
+  }
+
+  // sums[c] = sum over k of row[k] * weights[k, first + c], for one row and `columns` columns of a [depth, width]
+  // matrix.
+  static void multiply_row(const Storage* row, const Storage* weights, int32_t depth, int32_t width, int32_t first,
+                           int32_t columns, Number* sums) {
+    for (int32_t c = 0; c < columns; ++c) sums[c] = 0;  // of std::fill g++ 13 thinks that columns may be negative
+    for (int32_t k = 0; k < depth; ++k) {
+      const Number factor = Precision::load(row[k]);
+      const Storage* line = weights + int64_t{k} * width + first;
+      for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Precision::load(line[c]);
+    }
+  }
+
+  // row . line for a line of a [width, depth] matrix.
+  static Number multiply_line(const Storage* row, const Storage* line, int32_t depth) {
+    Number sum = 0;
+    for (int32_t k = 0; k < depth; ++k) sum += Precision::load(row[k]) * Precision::load(line[k]);
+    return sum;
+  }
+
+  // --- rows ---------------------------------------------------------------------------------------------------------
+
+  // Gate and up of rows: in a forward pass what the activation makes of them goes into the ring, and where they are
+  // saved they too; in a backward pass they do.
+  void gate_up(const Task& task) {
+    const int32_t width = m_.shape.intermediate;
+    const int32_t first = task.column_tile * m_.schedule.tile.h_columns;
+    const int32_t columns = std::min(task.column_tiles * m_.schedule.tile.h_columns, width - first);
+    const bool saves = !m_.schedule.backward() && task.row_tile < m_.schedule.saved_tiles;
+    if (saves) {
+      // The backward pass has rows of zeros behind the last row of an expert.
+      for (int32_t i = task.rows; i < padded_rows(task.rows, m_.schedule.gradient_row_multiple()); ++i) {
+        for (int32_t which = 0; which < m_.shape.projections; ++which) {
+          std::fill_n(m_.saved_row(task.row_tile, i, which) + first, columns, Storage{0});
+        }
+      }
+    }
+    const Storage* const weights[] = {m_.arrays.w_gate, m_.arrays.w_up};
+    const Storage* const biases[] = {m_.arrays.b_gate, m_.arrays.b_up};
+    std::vector<Number> of_projection[] = {std::vector<Number>(columns), std::vector<Number>(columns, 1)};
+    for (int32_t i = 0; i < task.rows; ++i) {
+      const Storage* row = m_.ring_row(m_.layout.rows, task.ring_slot, i, m_.row_width());
+      for (int32_t which = 0; which < m_.shape.projections; ++which) {
+        Number* sums = of_projection[which].data();
+        multiply_row(row, weights[which] + task.expert * matrix_size(), m_.shape.hidden, width, first, columns, sums);
+        Storage* kept = m_.schedule.backward() ? m_.projection_row(task.ring_slot, i, which) + first
+                        : saves              ? m_.saved_row(task.row_tile, i, which) + first
+                                             : nullptr;
+        for (int32_t c = 0; c < columns; ++c) {
+          sums[c] += bias_of(biases[which], int64_t{task.expert} * width + first + c);
+          if (kept != nullptr) kept[c] = Precision::store(sums[c]);
+        }
+      }
+      if (m_.schedule.backward()) continue;
+      Storage* h = m_.ring_row(m_.layout.h, task.ring_slot, i, width) + first;
+      for (int32_t c = 0; c < columns; ++c) {
+        h[c] = Precision::store(activate(m_.launch.activation, of_projection[0][c], of_projection[1][c]));
+      }
+    }
+  }
+
+  void down(const Task& task) {
+    const int32_t first = task.column_tile * m_.schedule.tile.columns;
+    const int32_t columns = std::min(task.column_tiles * m_.schedule.tile.columns, m_.shape.hidden - first);
+    const Storage* weights = m_.arrays.w_down + int64_t{task.expert} * m_.shape.intermediate * m_.shape.hidden;
+    const int64_t bias = int64_t{task.expert} * m_.shape.hidden + first;
+    std::vector<Number> sums(columns);
+    for (int32_t i = 0; i < task.rows; ++i) {
+      multiply_row(m_.ring_row(m_.layout.h, task.ring_slot, i, m_.shape.intermediate), weights, m_.shape.intermediate,
+                   m_.shape.hidden, first, columns, sums.data());
+      const RowTarget target{*m_.target_of(task.ring_slot, i)};
+      Storage* out = answer_at(target) + first;
+      for (int32_t c = 0; c < columns; ++c) out[c] = Precision::store(sums[c] + bias_of(m_.arrays.b_down, bias + c));
+    }
+  }
+
+  void h_gradient(const Task& task) {
+    const Storage* weights = m_.arrays.w_down + task.expert * matrix_size();
+    for (int32_t tile = task.column_tile; tile < task.column_tile + task.column_tiles; ++tile) {
+      const int32_t first = tile * m_.schedule.tile.columns;
+      const int32_t end = std::min(first + m_.schedule.tile.columns, m_.shape.intermediate);
+      for (int32_t i = 0; i < task.rows; ++i) {
+        const Storage* dy = m_.ring_row(m_.layout.rows, task.ring_slot, i, m_.row_width()) + m_.shape.hidden;
+        Storage* gate = m_.projection_row(task.ring_slot, i, 0);
+        Storage* up = m_.shape.projections > 1 ? m_.projection_row(task.ring_slot, i, 1) : nullptr;
+        Storage* h = m_.ring_row(m_.layout.h, task.ring_slot, i, m_.shape.intermediate);
+        const Number routing_weight = *m_.routing_weight_of(task.ring_slot, i);
+        Number product = 0;
+        const bool saved = task.part == kSavedPart;
+        const Storage* gate_value = saved ? m_.saved_row(task.row_tile, i, 0) : gate;
+        const Storage* up_value = up != nullptr && saved ? m_.saved_row(task.row_tile, i, 1) : up;
+        for (int32_t c = first; c < end; ++c) {
+          const Number gradient = multiply_line(dy, weights + int64_t{c} * m_.shape.hidden, m_.shape.hidden);
+          const Slopes<Number> slopes = slopes_of(m_.launch.activation, Precision::load(gate_value[c]),
+                                                  up == nullptr ? Number{1} : Precision::load(up_value[c]));
+          product += slopes.h * gradient;
+          h[c] = Precision::store(routing_weight * slopes.h);
+          gate[c] = Precision::store(routing_weight * gradient * slopes.gate);
+          if (up != nullptr) up[c] = Precision::store(routing_weight * gradient * slopes.up);
+        }
+        m_.products_of(task.ring_slot, i)[tile] = product;
+      }
+    }
+  }
+
+  void token_gradient(const Task& task) {
+    const int32_t first = task.column_tile * m_.schedule.tile.columns;
+    const int32_t end = std::min(first + task.column_tiles * m_.schedule.tile.columns, m_.shape.hidden);
+    for (int32_t i = 0; i < task.rows; ++i) {
+      const RowTarget target{*m_.target_of(task.ring_slot, i)};
+      if (target.packed == RowTarget::kNone) continue;
+      Storage* out = answer_at(target);
+      for (int32_t c = first; c < end; ++c) {
+        Number sum = 0;
+        for (int32_t which = 0; which < m_.shape.projections; ++which) {
+          const Storage* weights = (which == 0 ? m_.arrays.w_gate : m_.arrays.w_up) + task.expert * matrix_size();
+          const Storage* line = weights + int64_t{c} * m_.shape.intermediate;
+          sum += multiply_line(m_.projection_row(task.ring_slot, i, which), line, m_.shape.intermediate);
+        }
+        out[c] = Precision::store(sum);
+      }
+      if (task.column_tile == 0) {
+        m_.template at<Number>(target.source(), m_.layout.routing_weight_gradients)[target.slot()] =
+            routing_weight_gradient(task, i);
+      }
+    }
+  }
+
+  // Of the routing weight of a row.
+  Number routing_weight_gradient(const Task& task, int32_t tile_row) {
+    Number sum = 0;
+    const Number* products = m_.products_of(task.ring_slot, tile_row);
+    for (int32_t tile = 0; tile < gradient_tiles(m_.shape, m_.schedule.tile); ++tile) sum += products[tile];
+    if (m_.arrays.b_down == nullptr) return sum;
+    const Storage* dy = m_.ring_row(m_.layout.rows, task.ring_slot, tile_row, m_.row_width()) + m_.shape.hidden;
+    return sum + multiply_line(dy, m_.arrays.b_down + int64_t{task.expert} * m_.shape.hidden, m_.shape.hidden);
+  }
+
+  // --- weight gradients ----------------------------------------------------------------------------------------------
+
+  // Columns `first` to `first + columns` of a ring whose rows are `width` wide.
+  struct Factor {
+    Region ring;
+    int32_t width, first, columns;
+  };
+  Factor tokens() const { return {m_.layout.rows, m_.row_width(), 0, m_.shape.hidden}; }
+  Factor projection(int32_t which) const {
+    return {m_.layout.projections, m_.shape.projections * m_.shape.intermediate, which * m_.shape.intermediate,
+            m_.shape.intermediate};
+  }
+
+  // gradient = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
+  // where those of an expert with several segments lie in the weight sums.
+  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, void* gradient, void* bias,
+                       int64_t sums, int64_t bias_sums) {
+    const int32_t first_row = task.weight_row_tile * m_.schedule.tile.rows;
+    const int32_t end_row = std::min(first_row + m_.schedule.tile.rows, rows.columns);
+    const int32_t first = task.column_tile * m_.schedule.tile.columns;
+    const int32_t count = std::min(m_.schedule.tile.columns, columns.columns - first);
+    std::vector<Number> line(count);
+    const auto add_rows = [&](auto factor_of) {
+      std::fill(line.begin(), line.end(), Number{0});
+      for (int32_t i = 0; i < task.rows; ++i) {
+        const int32_t slot = (task.ring_slot + i / m_.schedule.tile.rows) % m_.schedule.ring_tiles;
+        const int32_t tile_row = i % m_.schedule.tile.rows;
+        const Number factor = factor_of(slot, tile_row);
+        const Storage* row = m_.ring_row(columns.ring, slot, tile_row, columns.width) + columns.first + first;
+        for (int32_t c = 0; c < count; ++c) line[c] += factor * Precision::load(row[c]);
+      }
+    };
+    for (int32_t row = first_row; row < end_row; ++row) {
+      add_rows([&](int32_t slot, int32_t tile_row) {
+        return Precision::load(m_.ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
+      });
+      const int64_t offset = int64_t{row} * columns.columns + first;
+      finish(task, line, gradient, task.expert * matrix_size() + offset, sums + offset);
+    }
+    if (bias != nullptr && task.weight_row_tile == 0) {
+      // Gradients of gate and up have their routing weight in them already; those of outputs have not.
+      const bool weighted = task.gemm == Gemm::kDownGradient;
+      add_rows([&](int32_t slot, int32_t tile_row) {
+        return weighted ? *m_.routing_weight_of(slot, tile_row) : Number{1};
+      });
+      finish(task, line, bias, int64_t{task.expert} * columns.columns + first, bias_sums + first);
+    }
+  }
+
+  // Adds what earlier segments of the expert have left, and leaves the sum to the next one or rounds it.
+  // Gradients as wide as sums are their own sums.
+  void finish(const Task& task, const std::vector<Number>& line, void* gradients, int64_t offset,
+              int64_t sums_offset) {
+    Number* sums = m_.arrays.wide_gradients ? static_cast<Number*>(gradients) + offset
+                                          : m_.template here<Number>(m_.layout.weight_sums) + sums_offset;
+    for (size_t c = 0; c < line.size(); ++c) {
+      const Number sum = task.part & kFirstPart ? line[c] : sums[c] + line[c];
+      if (task.part & kLastPart && !m_.arrays.wide_gradients) {
+        static_cast<Storage*>(gradients)[offset + c] = Precision::store(sum);
+      } else {
+        sums[c] = sum;
+      }
+    }
+  }
+
+  const RankMemory<Precision>& m_;
+};
+
+}  // namespace jaxmoe::host
