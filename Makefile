@@ -11,7 +11,8 @@ GPU    := $(shell sh tools/environment.sh gpu && echo yes)
 EXTRAS ?= demo,test$(if $(GPU),$(comma)cuda13$(comma)tokamax)
 comma  := ,
 
-# Test processes: each one compiles with several threads, so more than a few do not help.
+# Test processes: each one compiles with several threads, so more than a few do not help. Tests of one file go to one of
+# them: they share what they have compiled.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
 
 RUN         = $(VENV)/bin/python
@@ -40,7 +41,7 @@ demo: environment
 # All tests run on virtual CPU devices; where there is a GPU, those of tests/gpu run on it after that, in one process,
 # since each would reserve most of the GPU's memory. ARGS are for the former and leave the latter out.
 test: environment
-	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
 
 notebooks: environment
