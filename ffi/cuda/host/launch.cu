@@ -205,7 +205,7 @@ std::string complete_params(BackwardParams* params, ElementType type, const Weig
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
   const std::byte* arena = p.arenas[p.rank];
-  constexpr int32_t few = GemmShape<BackwardBf16>::kWarpRows;
+  constexpr int32_t few = Roles::kWarpRows;
   MapMaker maker(type);
   maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
   const std::byte* of_projections = arena + p.layout.projections.offset;

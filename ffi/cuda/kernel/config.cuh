@@ -14,6 +14,7 @@
 
 #include "common/tiling.h"
 #include "cuda/device/pipeline.cuh"
+#include "cuda/kernel/gemm/stage.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -35,24 +36,14 @@ struct GemmShape {
 
   static constexpr int kTileRows = Tiling::kRows;
   static constexpr int kTileColumns = Tiling::kColumns;
-  static constexpr int kTileDepth = Tiling::kDepth;
   static constexpr int kClusterSize = Tiling::kBlocks;
-  static constexpr int kBoxColumns = 64;  // of a box of weights: 128 bytes
-  static constexpr int kBoxes = kTileColumns / kBoxColumns;
-  static constexpr int kFewRows = 16;     // of a box of rows where a tile is not full
+  static constexpr int kFewRows = 16;  // of a box of rows where a tile is not full
   static constexpr int kMathWarps = Roles::kMathWarps;
-  static constexpr int kWarpRows = 16;    // of a tile: what one warp owns of a 64-row product
 
-  static_assert(sizeof(Element) == 2 && kTileDepth == 64, "a row of a stage is one swizzle period of 128 bytes");
-  static_assert(kTileColumns == 256 && kTileRows == 64 * Roles::kMathWarpgroups, "one 64 x 256 product per warpgroup");
+  static_assert(kTileColumns == 256, "one 64 x 256 product per warpgroup");
   static_assert(kClusterSize == 1 || kClusterSize == 2);
 
-  struct Stage {
-    Element rows[kTileRows][kTileDepth];               // K-major, swizzled
-    Element weights[kBoxes][kTileDepth][kBoxColumns];  // N-major, swizzled, block by block
-  };
-  static_assert(sizeof(Stage) % 1024 == 0, "every stage begins a period of the 128-byte swizzle");
-
+  using Stage = jaxmoe::Stage<OperandTile<Element, kTileRows>, OperandTile<Element, kTileColumns>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, kClusterSize>;
 
   // Where each math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. The first

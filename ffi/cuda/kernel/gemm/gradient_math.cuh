@@ -41,7 +41,7 @@ __device__ __forceinline__ int32_t rows_left(const Cta<Variant>& cta, const Task
     const int32_t of_matrix = task.gemm == Gemm::kDownGradient ? shape.intermediate : shape.hidden;
     rows = of_matrix - first_weight_row(cta, task);
   }
-  return rows - 64 * thread.warpgroup;
+  return rows - Roles::kWarpgroupRows * thread.warpgroup;
 }
 
 // Where this thread's row of a token gradient goes. Null where the row is one of zeros, or there is none.
@@ -87,11 +87,11 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
           ring_row_of<Variant>(task, thread.tile_row()) * p.shape.projections * width;
   }
   if (p.gated) {
-    if (p.b_gate != nullptr) add_bias<Variant, 0, 128>(sums, thread, columns, bias_of(p.b_gate));
-    if (p.b_up != nullptr) add_bias<Variant, 128, 128>(sums, thread, columns, bias_of(p.b_up));
+    if (p.b_gate != nullptr) add_bias<Variant, 0, Tiling::kColumns / 2>(sums, thread, columns, bias_of(p.b_gate));
+    if (p.b_up != nullptr) add_bias<Variant, Tiling::kColumns / 2, Tiling::kColumns / 2>(sums, thread, columns, bias_of(p.b_up));
     store_projections<Variant>(sums, thread, staging, columns, row, task.rows);
   } else {
-    if (p.b_gate != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_gate));
+    if (p.b_gate != nullptr) add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, bias_of(p.b_gate));
     store_plain_tile<Variant>(sums, thread, staging, columns, row);
   }
 }
@@ -121,14 +121,14 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     ptx::Accumulators sums;
     bool computed;
     if (task.gemm == Gemm::kGateUp) {
-      computed = multiply_tile<Variant, Major::kDepth, Major::kWidth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, track);
+      computed = multiply<Variant, Major::kDepth, Major::kWidth, Direct>(ring, position, thread, rows, steps, sums, meanwhile,
+                                                                   track);
     } else if (is_weight_gradient(task.gemm)) {
-      computed = multiply_tile<Variant, Major::kWidth, Major::kWidth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, track);
+      computed = multiply<Variant, Major::kWidth, Major::kWidth, Direct>(ring, position, thread, rows, steps, sums, meanwhile,
+                                                                   track);
     } else {
-      computed = multiply_tile<Variant, Major::kDepth, Major::kDepth>(ring, position, thread, rows, steps, sums,
-                                                                      meanwhile, track);
+      computed = multiply<Variant, Major::kDepth, Major::kDepth, Direct>(ring, position, thread, rows, steps, sums, meanwhile,
+                                                                   track);
     }
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     const RowTarget target = target_of(cta, task, thread.tile_row());

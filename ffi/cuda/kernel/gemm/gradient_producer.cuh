@@ -32,10 +32,10 @@ class Loader {
   using Shape = GemmShape<Variant>;
   using Ring = typename Shape::Ring;
   using Stage = typename Shape::Stage;
-  static constexpr uint32_t kBoxBytes = sizeof(Stage::weights[0]);
+  static constexpr uint32_t kBoxBytes = Stage::B::kBoxBytes;
   static constexpr int kRowBoxes = Shape::kTileRows / kBox;
-  static constexpr int kSharedBoxes = Shape::kBoxes / Shape::kClusterSize;
-  static_assert(sizeof(Stage::rows) == kRowBoxes * kBoxBytes);
+  static constexpr int kSharedBoxes = Stage::B::kBoxes / Shape::kClusterSize;
+  static_assert(Stage::A::kBoxes == kRowBoxes && Stage::A::kBoxBytes == kBoxBytes);
 
  public:
   // `row_boxes` of rows are loaded, and the weights of this block alone (`own_weights`) or a part for all blocks.
@@ -51,7 +51,7 @@ class Loader {
     // A block without rows has no use for weights, but its copy of shared ones arrives all the same.
     const bool any_weights = row_boxes_ > 0 || !own_weights_;
     track_.stall([&] { ring_.acquire(position_); });
-    ring_.commit(position_, row_boxes_ * kBoxBytes + (any_weights ? Shape::kBoxes * kBoxBytes : 0));
+    ring_.commit(position_, row_boxes_ * kBoxBytes + (any_weights ? Stage::B::kBoxes * kBoxBytes : 0));
     Stage& stage = ring_.stage(position_);
     uint64_t* full = ring_.full(position_);
     if (!own_weights_) {
@@ -60,18 +60,18 @@ class Loader {
         const int box = cta_.cta_rank * kSharedBoxes + i;
         load_weights(box, [&](const CUtensorMap& map, int32_t x, int32_t y, int32_t z) {
           constexpr uint16_t kAll = (1u << Shape::kClusterSize) - 1;
-          ptx::load_box_multicast(stage.weights[box], &map, full, weights_policy_, kAll, x, y, z);
+          ptx::load_box_multicast(stage.b.box(box), &map, full, weights_policy_, kAll, x, y, z);
         });
       }
     } else if (any_weights) {
 #pragma unroll
-      for (int box = 0; box < Shape::kBoxes; ++box) {
+      for (int box = 0; box < Stage::B::kBoxes; ++box) {
         load_weights(box, [&](const CUtensorMap& map, int32_t x, int32_t y, int32_t z) {
-          ptx::load_box(stage.weights[box], &map, full, weights_policy_, x, y, z);
+          ptx::load_box(stage.b.box(box), &map, full, weights_policy_, x, y, z);
         });
       }
     }
-    for (int box = 0; box < row_boxes_; ++box) load_rows(stage.rows[kBox * box], full, box);
+    for (int box = 0; box < row_boxes_; ++box) load_rows(stage.a.box(box), full, box);
     position_.advance();
   }
 
@@ -115,8 +115,8 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
     const int32_t first_column = task.column_tile * (p.gated ? kColumns / 2 : kColumns);
     for (int32_t k = 0; k < p.shape.hidden; k += kBox) {
       loader.step(rows_of(p.rows, k, 0), [&](int box, const auto& load) {
-        const bool is_second = box >= GemmShape<Variant>::kBoxes / 2;
-        const int32_t column = first_column + (is_second ? second : 0) + box % (GemmShape<Variant>::kBoxes / 2) * kBox;
+        const bool is_second = box >= GemmShape<Variant>::Stage::B::kBoxes / 2;
+        const int32_t column = first_column + (is_second ? second : 0) + box % (GemmShape<Variant>::Stage::B::kBoxes / 2) * kBox;
         load(is_second ? p.w_up : p.w_gate, column, k, task.expert);
       });
     }
@@ -139,8 +139,8 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const Loader&
       loader.step_of_boxes(loader.row_boxes() * p.shape.projections, [&](auto& stage, uint64_t* full) {
         for (int box = 0; box < loader.row_boxes(); ++box) {
           const int32_t row = first_projection + kBox * box;
-          ptx::load_box(stage.rows[kBox * box], &projections, full, loader.rows_policy(), column, 0, row);
-          if (p.gated) ptx::load_box(stage.weights[box], &projections, full, loader.rows_policy(), column, 1, row);
+          ptx::load_box(stage.a.box(box), &projections, full, loader.rows_policy(), column, 0, row);
+          if (p.gated) ptx::load_box(stage.b.box(box), &projections, full, loader.rows_policy(), column, 1, row);
         }
       });
     }

@@ -28,8 +28,8 @@ template <class Variant>
 __device__ __forceinline__ uint32_t stage_bytes(int32_t row_boxes, bool full_tile) {
   using Shape = GemmShape<Variant>;
   using Stage = typename Shape::Stage;
-  constexpr uint32_t kFewRowsBytes = Shape::kFewRows * sizeof(Stage::rows[0]);
-  return sizeof(Stage::weights) + (full_tile ? sizeof(Stage::rows) : row_boxes * kFewRowsBytes);
+  constexpr uint32_t kFewRowsBytes = Shape::kFewRows * Stage::A::kLineBytes;
+  return sizeof(Stage::b) + (full_tile ? sizeof(Stage::a) : row_boxes * kFewRowsBytes);
 }
 
 // `position` moves on by source.depth_steps. `own_weights`: the blocks of the cluster multiply other columns (or there
@@ -43,6 +43,7 @@ __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Rin
                                           bool own_weights, uint64_t weights_policy, uint64_t rows_policy,
                                           const Track& track) {
   using Shape = GemmShape<Variant>;
+  using B = typename Shape::Stage::B;
   // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
   const bool full_tile = task.rows > Shape::kTileRows / 2;
   const int32_t row_boxes = ceil_div(task.rows, Shape::kFewRows);
@@ -54,24 +55,24 @@ __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Rin
   const int32_t first_column = task.column_tile * block_columns;
   const int32_t second_column = source.gated ? first_column : first_column + Shape::kTileColumns / 2;
   // Of shared weights a block loads its part of the boxes for all blocks of the cluster.
-  constexpr int kSharedBoxes = Shape::kBoxes / Shape::kClusterSize;
+  constexpr int kSharedBoxes = B::kBoxes / Shape::kClusterSize;
 
   for (int32_t step = 0; step < source.depth_steps; ++step) {
     track.stall([&] { ring.acquire(position); });
     ring.commit(position, bytes);
     typename Shape::Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
-    const int32_t k = step * Shape::kTileDepth;
+    const int32_t k = step * Tiling::kDepth;
     const auto load_weights = [&](int box, auto load) {
-      const bool second = box >= Shape::kBoxes / 2;
+      const bool second = box >= B::kBoxes / 2;
       const CUtensorMap* map = second ? source.second_weights : source.weights;
-      const int32_t column = (second ? second_column : first_column) + box % (Shape::kBoxes / 2) * Shape::kBoxColumns;
-      load(stage.weights[box], map, column);
+      const int32_t column = (second ? second_column : first_column) + box % (B::kBoxes / 2) * B::kBoxWidth;
+      load(stage.b.box(box), map, column);
     };
     if (own_weights) {
       if (any_weights) {
 #pragma unroll
-        for (int box = 0; box < Shape::kBoxes; ++box) {
+        for (int box = 0; box < B::kBoxes; ++box) {
           load_weights(box, [&](void* target, const CUtensorMap* map, int32_t column) {
             ptx::load_box(target, map, full, weights_policy, column, k, task.expert);
           });
@@ -87,12 +88,12 @@ __device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Rin
       }
     }
     if (full_tile) {
-      ptx::load_box(stage.rows, source.rows, full, rows_policy, k, first_row);
+      ptx::load_box(stage.a.lines, source.rows, full, rows_policy, k, first_row);
     } else {
 #pragma unroll 1
       for (int32_t i = 0; i < row_boxes; ++i) {
         const int32_t row = i * Shape::kFewRows;
-        ptx::load_box(stage.rows[row], source.few_rows, full, rows_policy, k, first_row + row);
+        ptx::load_box(stage.a.lines[row], source.few_rows, full, rows_policy, k, first_row + row);
       }
     }
     position.advance();

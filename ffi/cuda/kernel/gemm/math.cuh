@@ -75,20 +75,20 @@ __device__ __forceinline__ void finish_tile(const Cta<Variant>& cta, const Task&
   };
   if (task.gemm == Gemm::kDown) {
     const TileColumns columns{task.column_tile * p.schedule.tile.columns, p.shape.hidden};
-    if (p.b_down != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_down, p.shape.hidden));
+    if (p.b_down != nullptr) add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, bias_of(p.b_down, p.shape.hidden));
     store_plain_tile<Variant>(sums, thread, staging, columns, row);
     return;
   }
   const TileColumns columns{task.column_tile * p.schedule.tile.h_columns, p.shape.intermediate};
   if (p.gated) {
-    if (p.b_gate != nullptr) add_bias<Variant, 0, 128>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
-    if (p.b_up != nullptr) add_bias<Variant, 128, 128>(sums, thread, columns, bias_of(p.b_up, p.shape.intermediate));
+    if (p.b_gate != nullptr) add_bias<Variant, 0, Tiling::kColumns / 2>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
+    if (p.b_up != nullptr) add_bias<Variant, Tiling::kColumns / 2, Tiling::kColumns / 2>(sums, thread, columns, bias_of(p.b_up, p.shape.intermediate));
     if (is_saved(cta, task)) {
       store_projections<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()), task.rows);
     }
     store_gated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
   } else {
-    if (p.b_gate != nullptr) add_bias<Variant, 0, 256>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
+    if (p.b_gate != nullptr) add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, bias_of(p.b_gate, p.shape.intermediate));
     if (is_saved(cta, task)) {
       store_gate<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()), task.rows);
     }
@@ -118,8 +118,8 @@ __device__ void run(const Cta<Variant>& cta) {
     const RowTarget target = target_of(cta, task, thread.tile_row());
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, depth_steps); };
     ptx::Accumulators sums;
-    const bool computed = multiply_tile<Variant>(ring, position, thread, task.rows - 64 * thread.warpgroup, depth_steps,
-                                                 sums, meanwhile, track);
+    const bool computed = multiply<Variant, ptx::Major::kDepth, ptx::Major::kWidth, Direct>(
+        ring, position, thread, task.rows - Roles::kWarpgroupRows * thread.warpgroup, depth_steps, sums, meanwhile, track);
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if (computed) {
       if (task.gemm == Gemm::kDown) answers_track(cta, thread).start();

@@ -20,19 +20,19 @@ __device__ __forceinline__ void answer_routing_weights(const Cta<Variant>& cta, 
   using Element = typename Cta<Variant>::Element;
   using Precision = typename Variant::Precision;
   const BackwardParams& p = cta.params;
-  const int32_t first_row = 16 * thread.warp;
+  const int32_t first_row = Roles::kWarpRows * thread.warp;
   float answer = 0.0f;
   if (p.b_down != nullptr) {
     const auto* bias = reinterpret_cast<const uint32_t*>(static_cast<const Element*>(p.b_down) +
                                                          int64_t{task.expert} * p.shape.hidden);
     const int32_t pairs = p.shape.hidden / 2;
     const auto* rows = reinterpret_cast<const uint32_t*>(cta.template at<Element>(p.layout.rows));
-    for (int32_t i = 0; i < 16 && first_row + i < task.rows; ++i) {
+    for (int32_t i = 0; i < Roles::kWarpRows && first_row + i < task.rows; ++i) {
       // Behind the token of the row lies the gradient of its output.
       const uint32_t* row = rows + (ring_row_of<Variant>(task, first_row + i) * 2 + 1) * pairs;
       float sum = 0.0f;
 #pragma unroll 8
-      for (int32_t pair = thread.lane; pair < pairs; pair += 32) {
+      for (int32_t pair = thread.lane; pair < pairs; pair += Roles::kWarpThreads) {
         const float2 gradient = Precision::unpack(__ldcg(row + pair));
         const float2 value = Precision::unpack(__ldg(bias + pair));
         sum += gradient.x * value.x + gradient.y * value.y;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void answer_routing_weights(const Cta<Variant>& cta, 
       if (thread.lane == i) answer = sum;
     }
   }
-  if (thread.lane >= 16 || target.source() >= p.shape.ranks || target.slot() >= p.shape.slots()) return;
+  if (thread.lane >= Roles::kWarpRows || target.source() >= p.shape.ranks || target.slot() >= p.shape.slots()) return;
   const int32_t tiles = gradient_tiles(p.shape, p.schedule.tile);
   const float* products =
       cta.template at<float>(p.layout.row_products) + ring_row_of<Variant>(task, thread.tile_row()) * tiles;

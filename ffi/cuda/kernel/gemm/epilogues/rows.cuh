@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums,
   std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const bool is_row = 16 * thread.warp + 8 * half + thread.lane / 4 < rows;
+    const bool is_row = Roles::kWarpRows * thread.warp + 8 * half + thread.lane / 4 < rows;
     epilogue::acquire_staging();
 #pragma unroll
     for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
@@ -186,7 +186,7 @@ template <class Variant>
 __device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
                                            TileColumns columns, typename GemmShape<Variant>::Element* row,
                                            int32_t rows) {
-  const bool is_row[2] = {16 * thread.warp + thread.lane / 4 < rows, 16 * thread.warp + 8 + thread.lane / 4 < rows};
+  const bool is_row[2] = {Roles::kWarpRows * thread.warp + thread.lane / 4 < rows, Roles::kWarpRows * thread.warp + 8 + thread.lane / 4 < rows};
   const auto masked = [&](float sum, int half) { return is_row[half] ? sum : 0.0f; };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, masked);
 }

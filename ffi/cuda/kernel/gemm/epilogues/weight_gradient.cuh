@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_weight_gradient(const Cta<Variant>& cta, c
                                 : cta.template at<float>(p.layout.weight_sums) + matrix.sums;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + 16 * thread.warp + 8 * half + thread.lane / 4;
+      const int32_t row = first_row + Roles::kWarpRows * thread.warp + 8 * half + thread.lane / 4;
       if (row >= matrix.rows) continue;
       float* of_row = of_matrix + int64_t{row} * matrix.columns;
 #pragma unroll
@@ -100,7 +100,8 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
   const BackwardParams& p = cta.params;
   const Matrix matrix = matrix_of(p, task.gemm);
   if (matrix.bias_gradient == nullptr || first_weight_row(cta, task) != 0) return;
-  const int32_t column = task.column_tile * Tiling::kColumns + 32 * thread.warp + 4 * (thread.lane % 8);
+  constexpr int kWarpColumns = Tiling::kColumns / Roles::kMathWarps;
+  const int32_t column = task.column_tile * Tiling::kColumns + kWarpColumns * thread.warp + 4 * (thread.lane % 8);
   const bool is_down = task.gemm == Gemm::kDownGradient;
   const int64_t width = is_down ? 2 * p.shape.hidden : p.shape.projections * p.shape.intermediate;
   const int64_t first = is_down ? p.shape.hidden : task.gemm == Gemm::kUpGradient ? p.shape.intermediate : 0;
