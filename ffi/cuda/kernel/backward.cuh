@@ -5,8 +5,8 @@
 //                                                      where peers reach them; zeros for experts without rows
 //   gradient_producer     warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
-//   gradient_math,        the other two warpgroups     five products, their results to rings, owners and the layer's
-//   then combine                                       results; sums of token gradients
+//   math, then combine    the other two warpgroups     five products, their results to rings, owners and the layer's
+//                                                      results; sums of token gradients
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
 // crew wait for each other.
@@ -20,7 +20,7 @@
 #include "cuda/kernel/ends.cuh"
 #include "cuda/kernel/exchange/combine.cuh"
 #include "cuda/kernel/exchange/dispatch.cuh"
-#include "cuda/kernel/gemm/gradient_math.cuh"
+#include "cuda/kernel/gemm/math.cuh"
 #include "cuda/kernel/gemm/gradient_producer.cuh"
 #include "cuda/kernel/roles.cuh"
 
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     }
   } else {
     ptx::take_registers<Variant::config.registers.math>();
-    gradient_math::run(cta);
+    math::run(cta);
     combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();

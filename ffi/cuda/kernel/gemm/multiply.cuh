@@ -7,7 +7,6 @@
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/config.cuh"
-#include "cuda/kernel/gemm/accumulate.cuh"
 
 namespace jaxmoe {
 
@@ -47,9 +46,9 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. kA and kB say how the
-// factors lie in the stages, Accumulate what becomes of their products.
-template <class Variant, ptx::Major kA, ptx::Major kB, class Accumulate, class Meanwhile, class Track>
+// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Factors
+// (products.cuh) says how they lie in the stages and what becomes of their products.
+template <class Variant, class Factors, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
                                          typename GemmShape<Variant>::Ring::Position& position,
                                          const MathThread& thread, int32_t rows, int32_t depth_steps,
@@ -57,6 +56,8 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   using Stage = typename GemmShape<Variant>::Stage;
   using A = typename Stage::A;
   using B = typename Stage::B;
+  using Accumulate = typename Factors::Accumulate;
+  constexpr ptx::Major kA = Factors::kA, kB = Factors::kB;
   static_assert(A::kSliceDepth == B::kSliceDepth && A::kBoxWidth == Roles::kWarpgroupRows);
 
   if (rows <= 0) {

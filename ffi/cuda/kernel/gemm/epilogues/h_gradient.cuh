@@ -16,7 +16,7 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 
-namespace jaxmoe::gradient_math {
+namespace jaxmoe::epilogue {
 
 // 8 rows x 8 columns of a 16 x 64 box that lies in shared memory as a copy with a swizzle of 128 bytes leaves it: where
 // the lane's row of 16 bytes of the tile begins, for tiles in the order of the accumulators (rows 0 to 7, rows 8 to 15
@@ -66,76 +66,78 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
 
 // The 4 stages after the products of h_gradient; each warp turns its 16 rows of them into gradients in place and
 // sends them off. A warpgroup without rows (`computed` false) takes part in the hand-over alone.
-template <class Variant>
-__device__ __forceinline__ void finish_h_gradient(const Cta<Variant>& cta,
-                                                       const typename GemmShape<Variant>::Ring& ring,
-                                                       typename GemmShape<Variant>::Ring::Position& position,
-                                                       const Task& task, const MathThread& thread, bool computed,
-                                                       const ptx::Accumulators& sums) {
-  using Shape = GemmShape<Variant>;
-  using Stage = typename Shape::Stage;
-  using Precision = typename Variant::Precision;
-  constexpr int kStepColumns = Tiling::kDepth;
-  constexpr int kSteps = Shape::kTileColumns / kStepColumns;
-  // A stage holds three times 64 columns of all rows: gate where A lies, up and room for h where B does.
-  constexpr int32_t kColumnsBytes = sizeof(typename Stage::A);
-  static_assert(sizeof(typename Stage::B) == 2 * kColumnsBytes);
-  const BackwardParams& p = cta.params;
-  if (!computed) {
-    hand_on<Variant>(ring, position, thread, kSteps, [](int32_t) {});
-    return;
-  }
-  const int32_t first_row = Roles::kWarpRows * thread.warp;
-  const auto first_ring_row = [&] { return ring_row_of<Variant>(task, first_row + thread.lane / 4); };
-  const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights) + first_ring_row();
-  const float routing_weights[2] = {__ldcg(row_routing_weights), __ldcg(row_routing_weights + 8)};
-  float products[2] = {0.0f, 0.0f};
-  // The step is a number that the compiler knows: accumulators are registers.
-  const auto finish_step = [&](auto step) {
-    constexpr int kStep = decltype(step)::value;
-    ring.wait(position);
-    std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
-    with_activation_kind(p.activation.kind, [&](auto kind) {
-      differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(sums, p.activation, gate, p.gated, routing_weights,
-                                                             products, thread.lane);
-    });
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    // The stage before is free once its stores have read it, which they had this one's time for.
-    if (thread.lane == 0) {
-      const int32_t column = task.column_tile * Shape::kTileColumns + kStep * kStepColumns;
-      const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
-      ptx::store_box(&p.few_projections, gate, column, 0, row);
-      if (p.gated) ptx::store_box(&p.few_projections, gate + kColumnsBytes, column, 1, row);
-      ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
-      ptx::commit_stores();
-      ptx::wait_stores_read<1>();
+struct HGradients {
+  template <class Variant>
+  static __device__ __forceinline__ void run(const Cta<Variant>& cta,
+                                             const typename GemmShape<Variant>::Ring& ring,
+                                             typename GemmShape<Variant>::Ring::Position& position,
+                                             const Task& task, const MathThread& thread, bool computed,
+                                             const ptx::Accumulators& sums) {
+    using Shape = GemmShape<Variant>;
+    using Stage = typename Shape::Stage;
+    using Precision = typename Variant::Precision;
+    constexpr int kStepColumns = Tiling::kDepth;
+    constexpr int kSteps = Shape::kTileColumns / kStepColumns;
+    // A stage holds three times 64 columns of all rows: gate where A lies, up and room for h where B does.
+    constexpr int32_t kColumnsBytes = sizeof(typename Stage::A);
+    static_assert(sizeof(typename Stage::B) == 2 * kColumnsBytes);
+    const BackwardParams& p = cta.params;
+    if (!computed) {
+      hand_on<Variant>(ring, position, thread, kSteps, [](int32_t) {});
+      return;
     }
+    const int32_t first_row = Roles::kWarpRows * thread.warp;
+    const auto first_ring_row = [&] { return ring_row_of<Variant>(task, first_row + thread.lane / 4); };
+    const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights) + first_ring_row();
+    const float routing_weights[2] = {__ldcg(row_routing_weights), __ldcg(row_routing_weights + 8)};
+    float products[2] = {0.0f, 0.0f};
+    // The step is a number that the compiler knows: accumulators are registers.
+    const auto finish_step = [&](auto step) {
+      constexpr int kStep = decltype(step)::value;
+      ring.wait(position);
+      std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
+      with_activation_kind(p.activation.kind, [&](auto kind) {
+        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(sums, p.activation, gate, p.gated, routing_weights,
+                                                               products, thread.lane);
+      });
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      // The stage before is free once its stores have read it, which they had this one's time for.
+      if (thread.lane == 0) {
+        const int32_t column = task.column_tile * Shape::kTileColumns + kStep * kStepColumns;
+        const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
+        ptx::store_box(&p.few_projections, gate, column, 0, row);
+        if (p.gated) ptx::store_box(&p.few_projections, gate + kColumnsBytes, column, 1, row);
+        ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
+        ptx::commit_stores();
+        ptx::wait_stores_read<1>();
+      }
+      __syncwarp();
+      if (kStep > 0) ring.release(position.before(), thread.lane);
+      position.advance();
+    };
+    finish_step(std::integral_constant<int, 0>{});
+    finish_step(std::integral_constant<int, 1>{});
+    finish_step(std::integral_constant<int, 2>{});
+    finish_step(std::integral_constant<int, 3>{});
+    static_assert(kSteps == 4);
+    if (thread.lane == 0) ptx::wait_stores_read<0>();
     __syncwarp();
-    if (kStep > 0) ring.release(position.before(), thread.lane);
-    position.advance();
-  };
-  finish_step(std::integral_constant<int, 0>{});
-  finish_step(std::integral_constant<int, 1>{});
-  finish_step(std::integral_constant<int, 2>{});
-  finish_step(std::integral_constant<int, 3>{});
-  static_assert(kSteps == 4);
-  if (thread.lane == 0) ptx::wait_stores_read<0>();
-  __syncwarp();
-  ring.release(position.before(), thread.lane);
+    ring.release(position.before(), thread.lane);
 
-  // Four lanes have columns of a row.
+    // Four lanes have columns of a row.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    products[half] += __shfl_xor_sync(0xffffffff, products[half], 1);
-    products[half] += __shfl_xor_sync(0xffffffff, products[half], 2);
+    for (int half = 0; half < 2; ++half) {
+      products[half] += __shfl_xor_sync(0xffffffff, products[half], 1);
+      products[half] += __shfl_xor_sync(0xffffffff, products[half], 2);
+    }
+    if (thread.lane % 4 == 0) {
+      const int32_t tiles = gradient_tiles(p.shape, p.schedule.tile);
+      float* row_products = cta.template at<float>(p.layout.row_products) + first_ring_row() * tiles + task.column_tile;
+      row_products[0] = products[0];
+      row_products[8 * tiles] = products[1];
+    }
   }
-  if (thread.lane % 4 == 0) {
-    const int32_t tiles = gradient_tiles(p.shape, p.schedule.tile);
-    float* row_products = cta.template at<float>(p.layout.row_products) + first_ring_row() * tiles + task.column_tile;
-    row_products[0] = products[0];
-    row_products[8 * tiles] = products[1];
-  }
-}
+};
 
-}  // namespace jaxmoe::gradient_math
+}  // namespace jaxmoe::epilogue

@@ -10,7 +10,7 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 
-namespace jaxmoe::gradient_math {
+namespace jaxmoe::epilogue {
 
 // Gradients of routing weights to the ranks that own them: h times its gradient, summed tile by tile in order, and the
 // gradient of the output times the bias that was added to it. `target` is that of the lane's row.
@@ -51,4 +51,4 @@ __device__ __forceinline__ void answer_routing_weights(const Cta<Variant>& cta, 
   cta.peers.template at<float>(target.source(), p.layout.routing_weight_gradients.offset)[target.slot()] = answer;
 }
 
-}  // namespace jaxmoe::gradient_math
+}  // namespace jaxmoe::epilogue

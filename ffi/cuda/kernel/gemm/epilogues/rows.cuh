@@ -29,11 +29,13 @@ struct TileColumns {
   int32_t count;  // of the whole result, a multiple of 8; those of the tile beyond it are not stored
 };
 
-// Adds bias[column] to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum.
-// `bias` is one expert's row of `columns.count` elements.
+// Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. `biases` are
+// `columns.count` elements of each expert; null where there are none.
 template <class Variant, int kFirstSum, int kSums>
 __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThread& thread, TileColumns columns,
-                                         const typename Variant::Precision::Element* bias) {
+                                         const void* biases, int32_t expert) {
+  if (biases == nullptr) return;
+  const auto* bias = static_cast<const typename Variant::Precision::Element*>(biases) + int64_t{expert} * columns.count;
 #pragma unroll
   for (int block = 0; block < kSums / 8; ++block) {
     const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);

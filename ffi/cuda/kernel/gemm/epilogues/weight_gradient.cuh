@@ -12,13 +12,19 @@
 #include "cuda/kernel/gemm/epilogues/rows.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 
-namespace jaxmoe::gradient_math {
+namespace jaxmoe::epilogue {
 
 // The first row of the weight matrix that this block computes of a weight gradient.
 template <class Variant>
 __device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, const Task& task) {
   return task.weight_row_tile * cta.params.schedule.tile.rows +
          static_cast<int32_t>(cta.cta_rank) * Tiling::kRows;
+}
+
+template <class Variant>
+__device__ __forceinline__ int32_t weight_rows_left(const Cta<Variant>& cta, const Task& task) {
+  const Shape& shape = cta.params.shape;
+  return (task.gemm == Gemm::kDownGradient ? shape.intermediate : shape.hidden) - first_weight_row(cta, task);
 }
 
 // A weight matrix of an expert, or its gradient.
@@ -147,4 +153,19 @@ __device__ __forceinline__ void store_bias_gradient(const Cta<Variant>& cta, con
                                        Precision::pack(pairs[1][0], pairs[1][1])};
 }
 
-}  // namespace jaxmoe::gradient_math
+struct WeightGradients {
+  template <class Variant>
+  static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                             RowTarget, ptx::Accumulators& sums) {
+    store_weight_gradient(cta, task, thread, sums);
+  }
+
+  // Also by a warpgroup without rows of the matrix.
+  template <class Variant>
+  static __device__ __forceinline__ void run_beside(const Cta<Variant>& cta, const Task& task,
+                                                    const MathThread& thread, RowTarget) {
+    store_bias_gradient(cta, task, thread);
+  }
+};
+
+}  // namespace jaxmoe::epilogue
