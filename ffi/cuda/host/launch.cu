@@ -118,7 +118,7 @@ class MapMaker {
 };
 
 constexpr int32_t kBox = Tiling::kDepth;
-static_assert(kBox == gradient_producer::kBox);
+static_assert(kBox == kBoxWidth);
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string schedule_error(const LaunchParams& p) {
@@ -188,7 +188,7 @@ std::string complete_params(ForwardParams* params, ElementType type, const Weigh
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const std::byte* arena = p.arenas[p.rank];
   constexpr int32_t rows = Tiling::kRows;
-  constexpr int32_t few = GemmShape<ForwardBf16>::kFewRows;
+  constexpr int32_t few = kFewRows;
   MapMaker maker(type);
   maker.make(&p.rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
   maker.make(&p.few_rows, "rows", arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});

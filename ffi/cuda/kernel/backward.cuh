@@ -3,7 +3,7 @@
 //
 //   plan, stage           all warps of every block     slots sorted by expert; tokens, gradients and routing weights
 //                                                      where peers reach them; zeros for experts without rows
-//   gradient_producer     warp 0, one thread           what the products read, into shared memory
+//   producer              warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
 //   math, then combine    the other two warpgroups     five products, their results to rings, owners and the layer's
 //                                                      results; sums of token gradients
@@ -21,7 +21,7 @@
 #include "cuda/kernel/exchange/combine.cuh"
 #include "cuda/kernel/exchange/dispatch.cuh"
 #include "cuda/kernel/gemm/math.cuh"
-#include "cuda/kernel/gemm/gradient_producer.cuh"
+#include "cuda/kernel/gemm/producer.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   if (warp < Roles::kFirstMathWarp) {
     ptx::release_registers<Variant::config.registers.control>();
     if (warp == Roles::kProducerWarp) {
-      if (ptx::elect_lane()) gradient_producer::run(cta);
+      if (ptx::elect_lane()) producer::run(cta);
     } else {
       dispatch::run(cta, warp - Roles::kFirstDispatchWarp);
       if (cta.block() == 0 && warp == Roles::kFirstDispatchWarp && ptx::elect_lane()) combine::announce(cta);

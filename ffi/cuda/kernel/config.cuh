@@ -37,7 +37,6 @@ struct GemmShape {
   static constexpr int kTileRows = Tiling::kRows;
   static constexpr int kTileColumns = Tiling::kColumns;
   static constexpr int kClusterSize = Tiling::kBlocks;
-  static constexpr int kFewRows = 16;  // of a box of rows where a tile is not full
   static constexpr int kMathWarps = Roles::kMathWarps;
 
   static_assert(kTileColumns == 256, "one 64 x 256 product per warpgroup");

@@ -58,7 +58,7 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   using B = typename Stage::B;
   using Accumulate = typename Factors::Accumulate;
   constexpr ptx::Major kA = Factors::kA, kB = Factors::kB;
-  static_assert(A::kSliceDepth == B::kSliceDepth && A::kBoxWidth == Roles::kWarpgroupRows);
+  static_assert(A::kSliceDepth == B::kSliceDepth && kBoxWidth == Roles::kWarpgroupRows);
 
   if (rows <= 0) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);

@@ -7,59 +7,63 @@
 #include "common/scheduler.h"
 #include "common/tiling.h"
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/stage.cuh"
 #include "cuda/kernel/params.cuh"
 
 namespace jaxmoe {
 
-// Tensors, by their maps in the parameters. load_box(p, task, part, box, x, y, load) calls load(map, coordinates ...) for
-// the box that begins at column x of row y; `part` says which projection, where the depth has both, `box` which one of
-// the tile it is.
+// Tensors, by their maps in the parameters. load(p, task, part, x, y, copy) calls copy(map, coordinates ...) for the box
+// that begins at column x of row y; `part` is the projection, where the depth has both.
 //
-// [rows, columns]
-template <auto kMap>
+// [rows, columns], in boxes of 64 rows.
+template <auto kMap_>
 struct Matrix {
-  template <class Params, class Load>
-  static __device__ __forceinline__ void load_box(const Params& p, const Task&, int32_t, int, int32_t x, int32_t y,
-                                                  const Load& load) {
-    load(p.*kMap, x, y);
+  static constexpr auto kMap = kMap_;
+  template <class Params, class Copy>
+  static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t, int32_t x, int32_t y,
+                                              const Copy& copy) {
+    copy(p.*kMap, x, y);
   }
 };
-// [rows, planes, columns], one of the planes
+// The same: all rows of a block's tile in one box, or 16 at a time.
+template <auto kMap_, auto kFewMap_>
+struct TileRows : Matrix<kMap_> {
+  static constexpr auto kFewMap = kFewMap_;
+};
+// [rows, planes, columns], one of the planes.
 template <auto kMap, int32_t kPlane>
 struct Plane {
-  template <class Params, class Load>
-  static __device__ __forceinline__ void load_box(const Params& p, const Task&, int32_t, int, int32_t x, int32_t y,
-                                                  const Load& load) {
-    load(p.*kMap, x, kPlane, y);
+  template <class Params, class Copy>
+  static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t, int32_t x, int32_t y,
+                                              const Copy& copy) {
+    copy(p.*kMap, x, kPlane, y);
   }
 };
-// The same, that of the projection.
+// The plane of the projection.
 template <auto kMap>
 struct PlaneOfPart {
-  template <class Params, class Load>
-  static __device__ __forceinline__ void load_box(const Params& p, const Task&, int32_t part, int, int32_t x, int32_t y,
-                                                  const Load& load) {
-    load(p.*kMap, x, part, y);
+  template <class Params, class Copy>
+  static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t part, int32_t x, int32_t y,
+                                              const Copy& copy) {
+    copy(p.*kMap, x, part, y);
   }
 };
-// [experts, rows, columns]
-template <auto kMap>
+// [experts, rows, columns], that of the projection where there are two.
+template <auto kMap, auto kSecondMap = kMap>
 struct OfExpert {
-  template <class Params, class Load>
-  static __device__ __forceinline__ void load_box(const Params& p, const Task& task, int32_t, int, int32_t x,
-                                                  int32_t y, const Load& load) {
-    load(p.*kMap, x, y, task.expert);
+  template <class Params, class Copy>
+  static __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t x, int32_t y,
+                                              const Copy& copy) {
+    copy(part == 0 ? p.*kMap : p.*kSecondMap, x, y, task.expert);
   }
 };
 
-// Gate and up, so that both of a column of h come to one thread: half of the tile's columns are of gate, the others the
-// same of up. Without up all are of gate.
-struct GateUpWeights {};
+using GateUpWeights = OfExpert<&LaunchParams::w_gate, &LaunchParams::w_up>;
+using DownWeights = OfExpert<&LaunchParams::w_down>;
 
 namespace forward_pass {
-using Tokens = Matrix<&ForwardParams::rows>;
-using HOfTokens = Matrix<&ForwardParams::h>;
-using DownWeights = OfExpert<&ForwardParams::w_down>;
+using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
+using HOfTokens = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -67,22 +71,67 @@ using Tokens = Plane<&BackwardParams::rows, 0>;
 using OutputGradients = Plane<&BackwardParams::rows, 1>;
 using GateGradients = Plane<&BackwardParams::projections, 0>;
 using UpGradients = Plane<&BackwardParams::projections, 1>;
-using ProjectionGradients = PlaneOfPart<&BackwardParams::projections>;
+using BothGradients = PlaneOfPart<&BackwardParams::projections>;  // of gate, of up
 using WeightedH = Matrix<&BackwardParams::h>;
-using DownWeights = OfExpert<&BackwardParams::w_down>;
-struct ProjectionWeights {};
 }  // namespace backward_pass
 
-// How a factor lies: in memory and in the stages, since nothing turns it on its way.
+// How a factor lies: in memory and in the stages, since nothing turns it on its way. Of one tile: `first` is its first row
+// of A or column of B. load(p, task, part, k, box, copy) is one box; k is where the step begins along the depth.
 template <class Tensor_>
 struct ByDepth {
   using Tensor = Tensor_;
   static constexpr ptx::Major kMajor = ptx::Major::kDepth;
+
+  // Of B.
+  template <class Params>
+  static __device__ __forceinline__ ByDepth columns_of(const Params&, const Task& task) {
+    return {task.column_tile * Tiling::kColumns};
+  }
+  template <class Params, class Copy>
+  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t k, int box,
+                                       const Copy& copy) const {
+    Tensor::load(p, task, part, k, first + kBoxWidth * box, copy);
+  }
+
+  const int32_t first;
 };
-template <class Tensor_>
+template <class Tensor>
 struct ByWidth {
-  using Tensor = Tensor_;
   static constexpr ptx::Major kMajor = ptx::Major::kWidth;
+
+  template <class Params>
+  static __device__ __forceinline__ ByWidth columns_of(const Params&, const Task& task) {
+    return {task.column_tile * Tiling::kColumns};
+  }
+  template <class Params, class Copy>
+  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t k, int box,
+                                       const Copy& copy) const {
+    Tensor::load(p, task, part, first + kBoxWidth * box, k, copy);
+  }
+
+  const int32_t first;
+};
+// Half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a column of h
+// come to one thread. Experts without up take all of the first.
+template <class Tensor>
+struct ByWidthInHalves {
+  static constexpr ptx::Major kMajor = ptx::Major::kWidth;
+
+  template <class Params>
+  static __device__ __forceinline__ ByWidthInHalves columns_of(const Params& p, const Task& task) {
+    constexpr int32_t kColumns = Tiling::kColumns;
+    const int32_t first = task.column_tile * (p.gated ? kColumns / 2 : kColumns);
+    return {first, p.gated ? first : first + kColumns / 2};
+  }
+  template <class Params, class Copy>
+  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t, int32_t k, int box,
+                                       const Copy& copy) const {
+    constexpr int kHalf = Tiling::kColumns / kBoxWidth / 2;
+    const bool in_second = box >= kHalf;
+    Tensor::load(p, task, in_second, (in_second ? second : first) + box % kHalf * kBoxWidth, k, copy);
+  }
+
+  const int32_t first, second;
 };
 
 // Depths. steps() of a task are the stages that it multiplies; for_each_step() calls body(part, first) with what they

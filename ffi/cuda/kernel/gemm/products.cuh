@@ -24,6 +24,8 @@ struct Product {
 
 // Columns of the table, for ProductTable::with().
 template <class Product>
+using AllOf = Product;
+template <class Product>
 using DepthOf = typename Product::Depth;
 template <class Product>
 using EpilogueOf = typename Product::Epilogue;
@@ -74,21 +76,21 @@ struct WeightGradients;  // added up over segments, to the layer's results; with
 namespace forward_pass {
 using namespace epilogue;
 using Products = ProductTable<
-    //      task             A                   B                          depth         sums become
-    Product<Gemm::kGateUp,   ByDepth<Tokens>,    ByWidth<GateUpWeights>,    Hidden,       H>,
-    Product<Gemm::kDown,     ByDepth<HOfTokens>, ByWidth<DownWeights>,      Intermediate, Answers>>;
+    //      task                  A                         B                               depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          ByWidthInHalves<GateUpWeights>, Hidden,         H>,
+    Product<Gemm::kDown,          ByDepth<HOfTokens>,       ByWidth<DownWeights>,           Intermediate,   Answers>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
 using namespace epilogue;
 using Products = ProductTable<
-    //      task                   A                             B                          depth        sums become
-    Product<Gemm::kGateUp,         ByDepth<Tokens>,              ByWidth<GateUpWeights>,    Hidden,      Projections>,
-    Product<Gemm::kHGradient,      ByDepth<OutputGradients>,     ByDepth<DownWeights>,      Hidden,      HGradients>,
-    Product<Gemm::kTokenGradient,  ByDepth<ProjectionGradients>, ByDepth<ProjectionWeights>, EachProjection, TokenGradients>,
-    Product<Gemm::kGateGradient,   ByWidth<Tokens>,              ByWidth<GateGradients>,    SegmentRows, WeightGradients>,
-    Product<Gemm::kUpGradient,     ByWidth<Tokens>,              ByWidth<UpGradients>,      SegmentRows, WeightGradients>,
-    Product<Gemm::kDownGradient,   ByWidth<WeightedH>,           ByWidth<OutputGradients>,  SegmentRows, WeightGradients>>;
+    //      task                  A                         B                               depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          ByWidthInHalves<GateUpWeights>, Hidden,         Projections>,
+    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,           Hidden,         HGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,         EachProjection, TokenGradients>,
+    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,         SegmentRows,    WeightGradients>,
+    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,           SegmentRows,    WeightGradients>,
+    Product<Gemm::kDownGradient,  ByWidth<WeightedH>,       ByWidth<OutputGradients>,       SegmentRows,    WeightGradients>>;
 }  // namespace backward_pass
 // clang-format on
 

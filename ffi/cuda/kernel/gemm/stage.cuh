@@ -9,6 +9,9 @@
 
 namespace jaxmoe {
 
+inline constexpr int32_t kBoxWidth = 64;  // rows of A, columns of B
+inline constexpr int32_t kFewRows = 16;   // of a box of A for a tile that is not full, in a forward pass
+
 // `kWidth` rows of A, or columns of B, in boxes of 64. A box is 64 lines of 128 bytes, the period of the swizzle. Where
 // the factor lies along the depth (ptx::Major), a line is one row or column; along the width, all 64 at one depth.
 template <class Element_, int kWidth>
@@ -16,7 +19,6 @@ struct OperandTile {
   using Element = Element_;
   static constexpr int kLineBytes = 128;
   static constexpr int kLine = kLineBytes / sizeof(Element);  // elements
-  static constexpr int kBoxWidth = 64;
   static constexpr int kBoxes = kWidth / kBoxWidth;
   static constexpr uint32_t kBoxBytes = kBoxWidth * kLineBytes;
   static constexpr int kSliceDepth = 32 / sizeof(Element);  // of one wgmma

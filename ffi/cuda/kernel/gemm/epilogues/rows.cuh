@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 
 // The epilogues. `row` is where this thread's row, thread.tile_row(), begins: column 0 of the result, anywhere in
 // global memory, a multiple of 16; null where that row is not to be stored (task.rows and beyond). Look it up before
-// multiply_tile(), which then hides how long that takes.
+// multiply(), which then hides how long that takes.
 
 // h = activation(gate, up): 128 columns, gate of a column in accumulator column j and up in j + 128. All 16 rows of the
 // warp are staged at once, row r and row r + 8 in the two halves of line r.

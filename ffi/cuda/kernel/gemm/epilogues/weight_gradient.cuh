@@ -14,13 +14,6 @@
 
 namespace jaxmoe::epilogue {
 
-// The first row of the weight matrix that this block computes of a weight gradient.
-template <class Variant>
-__device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, const Task& task) {
-  return task.weight_row_tile * cta.params.schedule.tile.rows +
-         static_cast<int32_t>(cta.cta_rank) * Tiling::kRows;
-}
-
 template <class Variant>
 __device__ __forceinline__ int32_t weight_rows_left(const Cta<Variant>& cta, const Task& task) {
   const Shape& shape = cta.params.shape;
