@@ -1,9 +1,8 @@
 // See launch.h. The kernels that are compiled: one for each pass and element type.
 #include "cuda/host/launch.h"
 
-#include "cuda/kernel/backward.cuh"
-#include "cuda/kernel/forward.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
+#include "cuda/kernel/kernel.cuh"
 
 namespace jaxmoe {
 namespace {

@@ -1,7 +1,7 @@
 // The producer's half of a product: one thread loads what all steps of one tile multiply into the ring of stages.
-// producer.cuh waits for the signal before a task (and then calls ptx::fence_proxy_async_global()); multiply.cuh has the
-// half that consumes the stages. Both halves, in every block of a cluster, take the same tasks in the same order; a block
-// that has no row tile in a task of its cluster takes it with rows == 0.
+// producer.cuh waits for the signal before a task (and then calls ptx::fence_proxy_async_global()); multiply.cuh has
+// the half that consumes the stages. Both halves, in every block of a cluster, take the same tasks in the same order; a
+// block that has no row tile in a task of its cluster takes it with rows == 0.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace jaxmoe {
 
-// How much of A this block loads in every step. Rows that nobody asked for stay as they are in the stage: they only reach
-// accumulators that are never stored.
+// How much of A this block loads in every step. Rows that nobody asked for stay as they are in the stage: they only
+// reach accumulators that are never stored.
 template <class Operand, class Tile>
 class RowsOfA {
   // Of the forward pass, whose rows all lie along the depth: a whole tile is one copy, and few rows are few bytes.
@@ -67,10 +67,10 @@ __device__ __forceinline__ int32_t first_row_of(const Cta<Variant>& cta, const T
   return first_weight_row(cta, task);
 }
 
-// `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there is
-// one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of ptx/tma.cuh.
-// For B: evict_first where these are weights of an expert with a single row tile, evict_normal where row tiles share
-// them, which then find each other's lines in L2. `track` is that of the timeline.
+// `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there
+// is one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of
+// ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal where row
+// tiles share them, which then find each other's lines in L2. `track` is that of the timeline.
 template <class Product, class Variant, class Track>
 __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position, const Task& task,

@@ -74,8 +74,9 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Tiling::kDepth / A::kSliceDepth; ++slice) {
-      Variant::Precision::template multiply<kA, kB>(sums, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kA>),
-                                                    ptx::advance_descriptor(b, slice * B::template kSliceBytes<kB>));
+      Variant::Precision::template multiply<kA, kB>(
+          sums, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kA>),
+          ptx::advance_descriptor(b, slice * B::template kSliceBytes<kB>));
     }
     ptx::commit_products();
     meanwhile(step);

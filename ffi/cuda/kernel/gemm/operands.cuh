@@ -12,43 +12,29 @@
 
 namespace jaxmoe {
 
-// Tensors, by their maps in the parameters. load(p, task, part, x, y, copy) calls copy(map, coordinates ...) for the box
-// that begins at column x of row y; `part` is the projection, where the depth has both.
+// Tensors, by their maps in the parameters. load(p, task, part, x, y, copy) calls copy(map, coordinates ...) for the
+// box that begins at column x of row y; `part` is the projection, where the depth has both.
 //
-// [rows, columns], in boxes of 64 rows.
-template <auto kMap_>
-struct Matrix {
-  static constexpr auto kMap = kMap_;
-  template <class Params, class Copy>
-  static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t, int32_t x, int32_t y,
-                                              const Copy& copy) {
-    copy(p.*kMap, x, y);
-  }
-};
-// The same: all rows of a block's tile in one box, or 16 at a time.
-template <auto kMap_, auto kFewMap_>
-struct TileRows : Matrix<kMap_> {
-  static constexpr auto kFewMap = kFewMap_;
-};
-// [rows, planes, columns], one of the planes.
-template <auto kMap, int32_t kPlane>
-struct Plane {
-  template <class Params, class Copy>
-  static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t, int32_t x, int32_t y,
-                                              const Copy& copy) {
-    copy(p.*kMap, x, kPlane, y);
-  }
-};
-// The plane of the projection.
-template <auto kMap>
-struct PlaneOfPart {
+// Rows of the ring: [rows, columns], or [rows, planes, columns], of which plane kPlane or that of the projection.
+inline constexpr int32_t kNoPlanes = -1, kPlaneOfPart = -2;
+template <auto kMap, int32_t kPlane = kNoPlanes>
+struct RingRows {
   template <class Params, class Copy>
   static __device__ __forceinline__ void load(const Params& p, const Task&, int32_t part, int32_t x, int32_t y,
                                               const Copy& copy) {
-    copy(p.*kMap, x, part, y);
+    if constexpr (kPlane == kNoPlanes) {
+      copy(p.*kMap, x, y);
+    } else {
+      copy(p.*kMap, x, kPlane == kPlaneOfPart ? part : kPlane, y);
+    }
   }
 };
-// [experts, rows, columns], that of the projection where there are two.
+// The same for A alone: a tile of rows in one box, or few of them 16 at a time.
+template <auto kMap_, auto kFewMap_>
+struct TileRows {
+  static constexpr auto kMap = kMap_, kFewMap = kFewMap_;
+};
+// Weights [experts, rows, columns]; of two matrices that of the projection.
 template <auto kMap, auto kSecondMap = kMap>
 struct OfExpert {
   template <class Params, class Copy>
@@ -58,70 +44,42 @@ struct OfExpert {
   }
 };
 
-using GateUpWeights = OfExpert<&LaunchParams::w_gate, &LaunchParams::w_up>;
-using DownWeights = OfExpert<&LaunchParams::w_down>;
-
-namespace forward_pass {
-using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
-using HOfTokens = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
-}  // namespace forward_pass
-
-namespace backward_pass {
-using Tokens = Plane<&BackwardParams::rows, 0>;
-using OutputGradients = Plane<&BackwardParams::rows, 1>;
-using GateGradients = Plane<&BackwardParams::projections, 0>;
-using UpGradients = Plane<&BackwardParams::projections, 1>;
-using BothGradients = PlaneOfPart<&BackwardParams::projections>;  // of gate, of up
-using WeightedH = Matrix<&BackwardParams::h>;
-}  // namespace backward_pass
-
-// How a factor lies: in memory and in the stages, since nothing turns it on its way. Of one tile: `first` is its first row
-// of A or column of B. load(p, task, part, k, box, copy) is one box; k is where the step begins along the depth.
-template <class Tensor_>
-struct ByDepth {
+// How a factor lies: in memory and in the stages, since nothing turns it on its way. Of one tile: `first` is its first
+// row of A or column of B. load(p, task, part, k, box, copy) is one box; k is where the step begins along the depth.
+template <class Tensor_, ptx::Major kMajor_>
+struct Operand {
   using Tensor = Tensor_;
-  static constexpr ptx::Major kMajor = ptx::Major::kDepth;
+  static constexpr ptx::Major kMajor = kMajor_;
 
-  // Of B.
   template <class Params>
-  static __device__ __forceinline__ ByDepth columns_of(const Params&, const Task& task) {
+  static __device__ __forceinline__ Operand columns_of(const Params&, const Task& task) {
     return {task.column_tile * Tiling::kColumns};
   }
   template <class Params, class Copy>
   __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t k, int box,
                                        const Copy& copy) const {
-    Tensor::load(p, task, part, k, first + kBoxWidth * box, copy);
+    const int32_t width = first + kBoxWidth * box;
+    constexpr bool kByDepth = kMajor == ptx::Major::kDepth;
+    Tensor::load(p, task, part, kByDepth ? k : width, kByDepth ? width : k, copy);
   }
 
   const int32_t first;
 };
 template <class Tensor>
-struct ByWidth {
-  static constexpr ptx::Major kMajor = ptx::Major::kWidth;
+using ByDepth = Operand<Tensor, ptx::Major::kDepth>;
+template <class Tensor>
+using ByWidth = Operand<Tensor, ptx::Major::kWidth>;
 
-  template <class Params>
-  static __device__ __forceinline__ ByWidth columns_of(const Params&, const Task& task) {
-    return {task.column_tile * Tiling::kColumns};
-  }
-  template <class Params, class Copy>
-  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t k, int box,
-                                       const Copy& copy) const {
-    Tensor::load(p, task, part, first + kBoxWidth * box, k, copy);
-  }
-
-  const int32_t first;
-};
 // Half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a column of h
 // come to one thread. Experts without up take all of the first.
 template <class Tensor>
-struct ByWidthInHalves {
+struct InHalves {
   static constexpr ptx::Major kMajor = ptx::Major::kWidth;
 
   template <class Params>
-  static __device__ __forceinline__ ByWidthInHalves columns_of(const Params& p, const Task& task) {
-    constexpr int32_t kColumns = Tiling::kColumns;
-    const int32_t first = task.column_tile * (p.gated ? kColumns / 2 : kColumns);
-    return {first, p.gated ? first : first + kColumns / 2};
+  static __device__ __forceinline__ InHalves columns_of(const Params& p, const Task& task) {
+    const int32_t first = task.column_tile * (p.gated ? Tiling::kColumns / 2 : Tiling::kColumns);
+    return {first, p.gated ? first : first + Tiling::kColumns / 2};
   }
   template <class Params, class Copy>
   __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t, int32_t k, int box,
@@ -134,33 +92,27 @@ struct ByWidthInHalves {
   const int32_t first, second;
 };
 
-// Depths. steps() of a task are the stages that it multiplies; for_each_step() calls body(part, first) with what they
-// begin with.
-struct Hidden {
+// Depths. steps() of a task are the stages that it multiplies; for_each_step() calls body(part, k) with what they begin
+// with.
+template <int32_t Shape::*kExtent>
+struct Along {
   template <class Params>
   static __device__ __forceinline__ int32_t steps(const Params& p, const Task&) {
-    return ceil_div(p.shape.hidden, Tiling::kDepth);
+    return ceil_div(p.shape.*kExtent, Tiling::kDepth);
   }
   template <class Params, class Body>
   static __device__ __forceinline__ void for_each_step(const Params& p, const Task&, const Body& body) {
-    for (int32_t k = 0; k < p.shape.hidden; k += Tiling::kDepth) body(0, k);
+    for (int32_t k = 0; k < p.shape.*kExtent; k += Tiling::kDepth) body(0, k);
   }
 };
-struct Intermediate {
-  template <class Params>
-  static __device__ __forceinline__ int32_t steps(const Params& p, const Task&) {
-    return ceil_div(p.shape.intermediate, Tiling::kDepth);
-  }
-  template <class Params, class Body>
-  static __device__ __forceinline__ void for_each_step(const Params& p, const Task&, const Body& body) {
-    for (int32_t k = 0; k < p.shape.intermediate; k += Tiling::kDepth) body(0, k);
-  }
-};
-// First over that of gate, then over that of up.
+using Hidden = Along<&Shape::hidden>;
+using Intermediate = Along<&Shape::intermediate>;
+
+// That of gate, then that of up.
 struct EachProjection {
   template <class Params>
-  static __device__ __forceinline__ int32_t steps(const Params& p, const Task&) {
-    return p.shape.projections * ceil_div(p.shape.intermediate, Tiling::kDepth);
+  static __device__ __forceinline__ int32_t steps(const Params& p, const Task& task) {
+    return p.shape.projections * Intermediate::steps(p, task);
   }
   template <class Params, class Body>
   static __device__ __forceinline__ void for_each_step(const Params& p, const Task&, const Body& body) {
@@ -169,7 +121,8 @@ struct EachProjection {
     }
   }
 };
-// Those of the segment, whose tiles may go on at the start of the ring.
+
+// Rows of the segment, whose tiles may go on at the start of the ring.
 struct SegmentRows {
   template <class Params>
   static __device__ __forceinline__ int32_t steps(const Params&, const Task& task) {

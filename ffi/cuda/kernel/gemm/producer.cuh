@@ -66,8 +66,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if (!walk.seek(number, task)) break;
     track.mark(EventKind::kTakeTask, task);
     const bool is_weight = Cta<Variant>::kBackward && is_weight_gradient(task.gemm);
-    // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks in
-    // TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
+    // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
+    // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
     if (!is_weight || complete_segment != task.row_tile) {
       const int32_t waits = is_weight ? num_waits(p.schedule, task) : 1;
       for (int32_t nth = 0; nth < waits; ++nth) {

@@ -73,24 +73,35 @@ struct WeightGradients;  // added up over segments, to the layer's results; with
 }  // namespace epilogue
 
 // clang-format off
+using GateUpWeights = OfExpert<&LaunchParams::w_gate, &LaunchParams::w_up>;
+using DownWeights = OfExpert<&LaunchParams::w_down>;
+
 namespace forward_pass {
 using namespace epilogue;
+using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
+using Hs = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
 using Products = ProductTable<
-    //      task                  A                         B                               depth           sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>,          ByWidthInHalves<GateUpWeights>, Hidden,         H>,
-    Product<Gemm::kDown,          ByDepth<HOfTokens>,       ByWidth<DownWeights>,           Intermediate,   Answers>>;
+    //      task                  A                         B                        depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>, Hidden,         H>,
+    Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,    Intermediate,   Answers>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
 using namespace epilogue;
+using Tokens = RingRows<&BackwardParams::rows, 0>;
+using OutputGradients = RingRows<&BackwardParams::rows, 1>;
+using GateGradients = RingRows<&BackwardParams::projections, 0>;
+using UpGradients = RingRows<&BackwardParams::projections, 1>;
+using BothGradients = RingRows<&BackwardParams::projections, kPlaneOfPart>;  // of gate, of up
+using WeightedHs = RingRows<&BackwardParams::h>;
 using Products = ProductTable<
-    //      task                  A                         B                               depth           sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>,          ByWidthInHalves<GateUpWeights>, Hidden,         Projections>,
-    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,           Hidden,         HGradients>,
-    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,         EachProjection, TokenGradients>,
-    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,         SegmentRows,    WeightGradients>,
-    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,           SegmentRows,    WeightGradients>,
-    Product<Gemm::kDownGradient,  ByWidth<WeightedH>,       ByWidth<OutputGradients>,       SegmentRows,    WeightGradients>>;
+    //      task                  A                         B                        depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>, Hidden,         Projections>,
+    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,    Hidden,         HGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,  EachProjection, TokenGradients>,
+    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,  SegmentRows,    WeightGradients>,
+    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,    SegmentRows,    WeightGradients>,
+    Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>,SegmentRows,    WeightGradients>>;
 }  // namespace backward_pass
 // clang-format on
 

@@ -33,52 +33,48 @@ __device__ __forceinline__ void add_gate_up_biases(const Cta<Variant>& cta, cons
   }
 }
 
+// Where this thread's row of the tile begins in a ring whose rows have `width` elements. Null where there is none.
+template <class Variant>
+__device__ __forceinline__ auto* row_in_ring(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                             const Region& ring, int32_t width) {
+  using Element = typename Cta<Variant>::Element;
+  Element* const rows = cta.template at<Element>(ring);
+  return thread.tile_row() < task.rows ? rows + ring_row_of<Variant>(task, thread.tile_row()) * width : nullptr;
+}
+
 struct H {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              RowTarget, ptx::Accumulators& sums) {
     const auto& p = cta.params;
     std::byte* staging = cta.shared.gemm.staging.of_warp(thread.warp);
-    typename Cta<Variant>::Element* row = row_of(cta, task, thread.tile_row());
+    auto* row = row_in_ring(cta, task, thread, p.layout.h, p.shape.intermediate);
     const TileColumns columns = h_columns_of(cta, task);
     add_gate_up_biases(cta, task, thread, sums);
     const bool saves = task.row_tile < p.schedule.saved_tiles;
     if (p.gated) {
-      if (saves) {
-        store_projections<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()),
-                                   task.rows);
-      }
+      if (saves) store_projections<Variant>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
       store_gated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
     } else {
-      if (saves) {
-        store_gate<Variant>(sums, thread, staging, columns, saved_row_of(cta, task, thread.tile_row()), task.rows);
-      }
+      if (saves) store_gate<Variant>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
       store_activated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
     }
   }
 
  private:
-  // Where this thread's row of h begins. Null where there is none.
+  // Where gate and up of this thread's row go, of a tile that is saved; rows after the last one, up to the multiple
+  // that the backward pass counts, belong to it as well. Null beyond.
   template <class Variant>
-  static __device__ __forceinline__ typename Cta<Variant>::Element* row_of(const Cta<Variant>& cta, const Task& task,
-                                                                           int32_t tile_row) {
-    if (tile_row >= task.rows) return nullptr;
-    return cta.template at<typename Cta<Variant>::Element>(cta.params.layout.h) +
-           ring_row_of<Variant>(task, tile_row) * cta.params.shape.intermediate;
-  }
-
-  // Where gate and up of the row go, if the tile is saved; rows after the last one, up to the multiple that the backward
-  // pass counts, belong to it as well. Null beyond.
-  template <class Variant>
-  static __device__ __forceinline__ typename Cta<Variant>::Element* saved_row_of(const Cta<Variant>& cta,
-                                                                                 const Task& task, int32_t tile_row) {
+  static __device__ __forceinline__ auto* saved_row(const Cta<Variant>& cta, const Task& task,
+                                                    const MathThread& thread) {
     using Element = typename Cta<Variant>::Element;
     constexpr int32_t kParts = Tiling::kBlocks;
     const auto& p = cta.params;
-    if (tile_row >= padded_rows(task.rows, p.schedule.gradient_row_multiple())) return nullptr;
-    const int64_t row = int64_t{task.row_tile} * p.schedule.tile.rows +
-                        task.ring_slot % kParts * Tiling::kRows + tile_row;
-    return static_cast<Element*>(p.saved) + row * p.shape.projections * p.shape.intermediate;
+    const int32_t rows = padded_rows(task.rows, p.schedule.gradient_row_multiple());
+    const int64_t row = int64_t{task.row_tile} * p.schedule.tile.rows + task.ring_slot % kParts * Tiling::kRows +
+                        thread.tile_row();
+    Element* const saved = static_cast<Element*>(p.saved) + row * p.shape.projections * p.shape.intermediate;
+    return thread.tile_row() < rows ? saved : nullptr;
   }
 };
 
@@ -86,15 +82,10 @@ struct Projections {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              RowTarget, ptx::Accumulators& sums) {
-    using Element = typename Cta<Variant>::Element;
     const auto& p = cta.params;
     std::byte* staging = cta.shared.gemm.staging.of_warp(thread.warp);
+    auto* row = row_in_ring(cta, task, thread, p.layout.projections, p.shape.projections * p.shape.intermediate);
     const TileColumns columns = h_columns_of(cta, task);
-    Element* row = nullptr;
-    if (thread.tile_row() < task.rows) {
-      row = cta.template at<Element>(p.layout.projections) +
-            ring_row_of<Variant>(task, thread.tile_row()) * p.shape.projections * p.shape.intermediate;
-    }
     add_gate_up_biases(cta, task, thread, sums);
     if (p.gated) {
       store_projections<Variant>(sums, thread, staging, columns, row, task.rows);

@@ -29,8 +29,8 @@ __device__ __forceinline__ int32_t swizzled_offset(int first_block, int lane) {
 }
 
 // The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them. `products` are
-// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs. One Tile
-// has gate, the next up, a third one room for h.
+// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs. One Tile has gate, the
+// next up, a third one room for h.
 template <ActivationKind kKind, class Precision, int kStep, class Tile>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
                                               std::byte* gate, bool gated, const float (&routing_weights)[2],
@@ -97,8 +97,8 @@ struct HGradients {
       ring.wait(position);
       std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
       with_activation_kind(p.activation.kind, [&](auto kind) {
-        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(sums, p.activation, gate, p.gated, routing_weights,
-                                                               products, thread.lane);
+        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(
+            sums, p.activation, gate, p.gated, routing_weights, products, thread.lane);
       });
       ptx::fence_proxy_async_shared();
       __syncwarp();

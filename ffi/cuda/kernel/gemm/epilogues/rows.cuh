@@ -188,7 +188,8 @@ template <class Variant>
 __device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
                                            TileColumns columns, typename GemmShape<Variant>::Element* row,
                                            int32_t rows) {
-  const bool is_row[2] = {Roles::kWarpRows * thread.warp + thread.lane / 4 < rows, Roles::kWarpRows * thread.warp + 8 + thread.lane / 4 < rows};
+  const int32_t first = Roles::kWarpRows * thread.warp + thread.lane / 4;
+  const bool is_row[2] = {first < rows, first + 8 < rows};
   const auto masked = [&](float sum, int half) { return is_row[half] ? sum : 0.0f; };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, masked);
 }

@@ -1,9 +1,11 @@
-// The forward kernel: one launch from tokens to outputs. This file is its table of contents.
+// The kernels of both passes: one launch from tokens to outputs, or from tokens and the gradients of their outputs to
+// all gradients of the layer. This file is their table of contents.
 //
-//   plan, stage        all warps of every block     slots sorted by expert, tokens where peers reach them
-//   producer           warp 0, one thread           what the GEMMs read, into shared memory
-//   dispatch           warps 1 to 3                 rows from their owners into the ring
-//   math, then combine the other two warpgroups     both GEMMs, answers to their owners; sums of answers
+//   sort, publish         all warps of every block     slots sorted by expert, inputs where peers reach them
+//   producer              warp 0, one thread           what the products read, into shared memory
+//   dispatch              warps 1 to 3                 rows from their owners into the ring
+//   math, then combine    the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
+//                                                      the layer's results; sums of answers
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
 // crew wait for each other.
@@ -24,13 +26,16 @@
 namespace jaxmoe {
 
 template <class Variant>
-__global__ void __launch_bounds__(Roles::kThreads, 1)
-    moe_forward(const __grid_constant__ ForwardParams params) {
+__device__ __forceinline__ void run_block(const typename Variant::Params& params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
   ends::prepare(cta);
-  ends::clear_unused_saved(cta);
+  if constexpr (Cta<Variant>::kBackward) {
+    ends::clear_unused_gradients(cta);
+  } else {
+    ends::clear_unused_saved(cta);
+  }
 
   const int warp = Roles::warp();
   if (warp < Roles::kFirstMathWarp) {
@@ -49,6 +54,16 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
   cta.timeline.end();
+}
+
+// Two names, for profilers.
+template <class Variant>
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_forward(const __grid_constant__ ForwardParams params) {
+  run_block<Variant>(params);
+}
+template <class Variant>
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_backward(const __grid_constant__ BackwardParams params) {
+  run_block<Variant>(params);
 }
 
 }  // namespace jaxmoe
