@@ -34,23 +34,20 @@ struct GemmShape {
   static constexpr KernelConfig config = Variant::config;
   using Element = typename Variant::Precision::Element;
 
-  static constexpr int kTileRows = Tiling::kRows;
-  static constexpr int kTileColumns = Tiling::kColumns;
-  static constexpr int kClusterSize = Tiling::kBlocks;
   static constexpr int kMathWarps = Roles::kMathWarps;
 
-  static_assert(kTileColumns == 256, "one 64 x 256 product per warpgroup");
-  static_assert(kClusterSize == 1 || kClusterSize == 2);
+  static_assert(Tiling::kColumns == 256, "one 64 x 256 product per warpgroup");
+  static_assert(Tiling::kBlocks == 1 || Tiling::kBlocks == 2);
 
-  using Stage = jaxmoe::Stage<OperandTile<Element, kTileRows>, OperandTile<Element, kTileColumns>>;
-  using Ring = Pipeline<Stage, config.stages, kMathWarps, kClusterSize>;
+  using Stage = jaxmoe::Stage<OperandTile<Element, Tiling::kRows>, OperandTile<Element, Tiling::kColumns>>;
+  using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 
   // Where each math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. The first
   // lines of all warps come first, then their second ones: so 16 bytes behind every eighth line suffice for the 8 lines
   // that a store touches at once to lie in 8 different groups of banks.
   struct Staging {
     static constexpr int kLines = 8;  // of a warp
-    static constexpr int kLineBytes = kTileColumns * sizeof(Element);
+    static constexpr int kLineBytes = Tiling::kColumns * sizeof(Element);
     static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
     alignas(16) std::byte bytes[kLines * kLineStride - 16];
 

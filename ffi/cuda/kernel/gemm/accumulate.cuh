@@ -1,6 +1,6 @@
 // Accumulate policies: how the products of a tile's steps become its sums, and when a stage has been read. A policy
-// offers begin() of a tile, end_step() after the products of each step were issued, end() of the tile. The last two call
-// release(position) for the stages that nothing reads any more. All threads of a warpgroup make every call.
+// offers begin() of a tile, end_step() after the products of each step were issued, end() of the tile. The last two
+// call release(position) for the stages that nothing reads any more. All threads of a warpgroup make every call.
 #pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"

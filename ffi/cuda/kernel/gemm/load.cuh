@@ -13,59 +13,17 @@
 
 namespace jaxmoe {
 
-// How much of A this block loads in every step. Rows that nobody asked for stay as they are in the stage: they only
-// reach accumulators that are never stored.
-template <class Operand, class Tile>
-class RowsOfA {
-  // Of the forward pass, whose rows all lie along the depth: a whole tile is one copy, and few rows are few bytes.
-  static constexpr bool kInTiles = requires { Operand::Tensor::kFewMap; };
-
- public:
-  __device__ __forceinline__ RowsOfA(int32_t first, int32_t rows)
-      : operand_{first},
-        is_whole_(kInTiles && rows > Tiling::kRows / 2),
-        boxes_(ceil_div(rows, kInTiles ? kFewRows : kBoxWidth)) {}
-
-  __device__ __forceinline__ int32_t boxes() const { return boxes_; }
-  __device__ __forceinline__ uint32_t bytes() const {
-    constexpr uint32_t kBytes = kInTiles ? kFewRows * Tile::kLineBytes : Tile::kBoxBytes;
-    return is_whole_ ? sizeof(Tile) : boxes_ * kBytes;
-  }
-
-  template <class Params>
-  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t part, int32_t k, Tile& tile,
-                                       uint64_t* full, uint64_t policy) const {
-    if constexpr (!kInTiles) {
-#pragma unroll
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        if (box >= boxes_) break;
-        operand_.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
-          ptx::load_box(tile.box(box), &map, full, policy, at...);
-        });
-      }
-    } else if (is_whole_) {
-      ptx::load_box(tile.lines, &(p.*Operand::Tensor::kMap), full, policy, k, operand_.first);
-    } else {
-#pragma unroll 1
-      for (int32_t i = 0; i < boxes_; ++i) {
-        const int32_t row = i * kFewRows;
-        ptx::load_box(tile.lines[row], &(p.*Operand::Tensor::kFewMap), full, policy, k, operand_.first + row);
-      }
-    }
-  }
-
- private:
-  const Operand operand_;
-  const bool is_whole_;
-  const int32_t boxes_;
-};
-
 // The row of A that this block's part of a task begins with.
 template <class A, class Variant>
 __device__ __forceinline__ int32_t first_row_of(const Cta<Variant>& cta, const Task& task) {
   if constexpr (A::kMajor == ptx::Major::kDepth) return task.ring_slot * Tiling::kRows;
   return first_weight_row(cta, task);
 }
+
+// Whether the rows of A come a whole tile at once, or few at a time: those of a forward pass, which all lie along the
+// depth. It is fewer copies and, of few rows, fewer bytes. Others come in boxes of 64.
+template <class A>
+inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 
 // `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there
 // is one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of
@@ -80,14 +38,18 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   using A = typename Product::A;
   using B = typename Product::B;
   constexpr int kBoxes = Stage::B::kBoxes;
-  constexpr int kSharedBoxes = kBoxes / Shape::kClusterSize;
+  constexpr int kSharedBoxes = kBoxes / Tiling::kBlocks;
   const auto& p = cta.params;
-  const RowsOfA<A, typename Stage::A> rows(first_row_of<A>(cta, task),
-                                              A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows);
+  // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
+  const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
+  const bool whole = kInTiles<A> && rows > Tiling::kRows / 2;
+  const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
+  constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
   // A block without rows has no use for B, but its copy of a shared one arrives all the same.
-  const bool any_b = rows.boxes() > 0 || !own_b;
-  const uint32_t bytes = rows.bytes() + (any_b ? sizeof(Stage::b) : 0);
-  const B columns = B::columns_of(p, task);
+  const bool any_b = boxes > 0 || !own_b;
+  const uint32_t bytes = (whole ? sizeof(Stage::a) : boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
+  const A a{first_row_of<A>(cta, task)};
+  const B b = B::columns_of(p, task);
 
   Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
     track.stall([&] { ring.acquire(position); });
@@ -98,20 +60,35 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
 #pragma unroll
       for (int i = 0; i < kSharedBoxes; ++i) {
         const int box = cta.cta_rank * kSharedBoxes + i;
-        columns.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
-          constexpr uint16_t kAll = (1u << Shape::kClusterSize) - 1;
+        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          constexpr uint16_t kAll = (1u << Tiling::kBlocks) - 1;
           ptx::load_box_multicast(stage.b.box(box), &map, full, b_policy, kAll, at...);
         });
       }
     } else if (any_b) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        columns.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
           ptx::load_box(stage.b.box(box), &map, full, b_policy, at...);
         });
       }
     }
-    rows.load(p, task, part, k, stage.a, full, a_policy);
+    if constexpr (!kInTiles<A>) {
+#pragma unroll
+      for (int box = 0; box < Stage::A::kBoxes; ++box) {
+        if (box >= boxes) break;
+        a.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          ptx::load_box(stage.a.box(box), &map, full, a_policy, at...);
+        });
+      }
+    } else if (whole) {
+      ptx::load_box(stage.a.lines, &(p.*A::Tensor::kMap), full, a_policy, k, a.first);
+    } else {
+#pragma unroll 1
+      for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
+        ptx::load_box(stage.a.lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, k, a.first + row);
+      }
+    }
     position.advance();
   });
 }
@@ -144,18 +121,6 @@ __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const 
       ptx::load_box(stage.a.box(box), &projections, full, policy, column, 0, row);
       if (p.gated) ptx::load_box(stage.b.box(box), &projections, full, policy, column, 1, row);
     }
-    position.advance();
-  }
-}
-
-// After the last tile, in clusters: waits until the stages of this block's last round have been released by all
-// blocks, so that no copy or arrival is on its way to a block that has ended. Every block calls it before it leaves the
-// kernel.
-template <class Variant>
-__device__ __forceinline__ void drain_stages(const typename GemmShape<Variant>::Ring& ring,
-                                             typename GemmShape<Variant>::Ring::Position position) {
-  for (int i = 0; i < Variant::config.stages; ++i) {
-    ring.acquire(position);
     position.advance();
   }
 }

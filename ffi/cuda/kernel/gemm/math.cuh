@@ -38,7 +38,7 @@ inline constexpr bool is_answer = std::is_same_v<Epilogue, epilogue::Answers> ||
 // rows_arrived was released, which the producer has acquired on the way to this task.
 template <class Variant>
 __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Task& task, int32_t tile_row) {
-  const bool has_target = ProductsOf<Variant::kPass>::template with<EpilogueOf>(
+  const bool has_target = ProductsOf<Variant>::template with<EpilogueOf>(
       task.gemm, [](auto epilogue) { return is_answer<decltype(epilogue)>; });
   if (!has_target || tile_row >= task.rows) return {RowTarget::kNone};
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row_of<Variant>(task, tile_row))};
@@ -47,7 +47,7 @@ __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Ta
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
-  using Products = ProductsOf<Variant::kPass>;
+  using Products = ProductsOf<Variant>;
   constexpr bool kBackward = Cta<Variant>::kBackward;
   const auto& p = cta.params;
   const MathThread thread = MathThread::of_this_thread();

@@ -70,8 +70,8 @@ using ByDepth = Operand<Tensor, ptx::Major::kDepth>;
 template <class Tensor>
 using ByWidth = Operand<Tensor, ptx::Major::kWidth>;
 
-// Half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a column of h
-// come to one thread. Experts without up take all of the first.
+// By width; half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a
+// column of h come to one thread. Experts without up take all of the first.
 template <class Tensor>
 struct InHalves {
   static constexpr ptx::Major kMajor = ptx::Major::kWidth;

@@ -43,7 +43,13 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
   cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
   ring.commit(position, 0);
   position.advance();
-  if constexpr (Tiling::kBlocks > 1) drain_stages<Variant>(ring, position);
+  if constexpr (Tiling::kBlocks == 1) return;
+  // Until all blocks have released the stages of this block's last round: no copy or arrival is on its way to a block
+  // that has ended.
+  for (int i = 0; i < Variant::config.stages; ++i) {
+    ring.acquire(position);
+    position.advance();
+  }
 }
 
 template <class Variant>
@@ -85,7 +91,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     const bool own_b = Tiling::kBlocks == 1 || cta.is_narrow(task);
     const uint64_t b_policy = one_tile && !is_weight ? once : keep;
-    ProductsOf<Variant::kPass>::template with<AllOf>(task.gemm, [&](auto product) {
+    ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
       using Product = decltype(product);
       load_tile<Product>(cta, ring, position, own, own_b, b_policy, keep, track);
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {

@@ -1,6 +1,6 @@
-// What the kernels multiply, one line a product: A, rows x depth, times B, depth x columns. What a task's roles do
-// follows from its line alone: the producer loads both factors over the depth (load.cuh), the math warps multiply them
-// as they lie (multiply.cuh), and an epilogue makes the sums into what others read (epilogues/).
+// What the kernels multiply, one line a product: A, rows x depth, times B, depth x columns. What roles do with a task
+// follows from its line: the producer loads boxes of both tensors over the depth (load.cuh), the math warps multiply
+// them as they lie (multiply.cuh), and an epilogue makes the sums into what others read (epilogues/).
 #pragma once
 
 #include <type_traits>
@@ -81,9 +81,9 @@ using namespace epilogue;
 using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
 using Hs = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
 using Products = ProductTable<
-    //      task                  A                         B                        depth           sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>, Hidden,         H>,
-    Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,    Intermediate,   Answers>>;
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         H>,
+    Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,     Intermediate,   Answers>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -95,17 +95,19 @@ using UpGradients = RingRows<&BackwardParams::projections, 1>;
 using BothGradients = RingRows<&BackwardParams::projections, kPlaneOfPart>;  // of gate, of up
 using WeightedHs = RingRows<&BackwardParams::h>;
 using Products = ProductTable<
-    //      task                  A                         B                        depth           sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>, Hidden,         Projections>,
-    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,    Hidden,         HGradients>,
-    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,  EachProjection, TokenGradients>,
-    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,  SegmentRows,    WeightGradients>,
-    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,    SegmentRows,    WeightGradients>,
-    Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>,SegmentRows,    WeightGradients>>;
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         Projections>,
+    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,     Hidden,         HGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,   EachProjection, TokenGradients>,
+    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,   SegmentRows,    WeightGradients>,
+    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,     SegmentRows,    WeightGradients>,
+    Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>, SegmentRows,    WeightGradients>>;
 }  // namespace backward_pass
 // clang-format on
 
-template <Pass kPass>
-using ProductsOf = std::conditional_t<kPass == Pass::kForward, forward_pass::Products, backward_pass::Products>;
+// Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
+template <class Variant>
+using ProductsOf =
+    std::conditional_t<Variant::kPass == Pass::kForward, forward_pass::Products, backward_pass::Products>;
 
 }  // namespace jaxmoe

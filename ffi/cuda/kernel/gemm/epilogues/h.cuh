@@ -53,10 +53,10 @@ struct H {
     add_gate_up_biases(cta, task, thread, sums);
     const bool saves = task.row_tile < p.schedule.saved_tiles;
     if (p.gated) {
-      if (saves) store_projections<Variant>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
+      if (saves) store_projections<Variant, 2>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
       store_gated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
     } else {
-      if (saves) store_gate<Variant>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
+      if (saves) store_projections<Variant, 1>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
       store_activated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
     }
   }
@@ -88,7 +88,7 @@ struct Projections {
     const TileColumns columns = h_columns_of(cta, task);
     add_gate_up_biases(cta, task, thread, sums);
     if (p.gated) {
-      store_projections<Variant>(sums, thread, staging, columns, row, task.rows);
+      store_projections<Variant, 2>(sums, thread, staging, columns, row, task.rows);
     } else {
       store_plain_tile<Variant>(sums, thread, staging, columns, row);
     }

@@ -77,7 +77,7 @@ struct HGradients {
     using Stage = typename Shape::Stage;
     using Precision = typename Variant::Precision;
     constexpr int kStepColumns = Tiling::kDepth;
-    constexpr int kSteps = Shape::kTileColumns / kStepColumns;
+    constexpr int kSteps = Tiling::kColumns / kStepColumns;
     // A stage holds three times 64 columns of all rows: gate where A lies, up and room for h where B does.
     constexpr int32_t kColumnsBytes = sizeof(typename Stage::A);
     static_assert(sizeof(typename Stage::B) == 2 * kColumnsBytes);
@@ -104,7 +104,7 @@ struct HGradients {
       __syncwarp();
       // The stage before is free once its stores have read it, which they had this one's time for.
       if (thread.lane == 0) {
-        const int32_t column = task.column_tile * Shape::kTileColumns + kStep * kStepColumns;
+        const int32_t column = task.column_tile * Tiling::kColumns + kStep * kStepColumns;
         const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
         ptx::store_box(&p.few_projections, gate, column, 0, row);
         if (p.gated) ptx::store_box(&p.few_projections, gate + kColumnsBytes, column, 1, row);
