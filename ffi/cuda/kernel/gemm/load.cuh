@@ -109,6 +109,7 @@ __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const 
   const int32_t first_saved_row = task.row_tile * p.schedule.tile.rows + task.ring_slot % kParts * Tiling::kRows;
   const int32_t first_row = saved ? first_saved_row : task.ring_slot * Tiling::kRows;
   const int32_t first_column = task.column_tile * Tiling::kColumns;
+#pragma unroll 1
   for (int32_t column = first_column; column < first_column + Tiling::kColumns; column += kBoxWidth) {
     track.stall([&] { ring.acquire(position); });
     ring.commit(position, boxes * p.shape.projections * Stage::A::kBoxBytes);
