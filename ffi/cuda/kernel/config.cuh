@@ -1,7 +1,7 @@
 // Everything about a kernel that is fixed when it is compiled. A kernel takes it as a type,
 //
 //   struct Variant {
-//     using Precision = Bf16;                                  // kernel/precision/
+//     using Precision = Bf16;                                  // kernel/gemm/precision/
 //     using Params = ForwardParams;                            // kernel/params.cuh
 //     static constexpr Pass kPass = Pass::kForward;
 //     static constexpr KernelConfig config{};
