@@ -4,8 +4,9 @@ Usage: python tools/compare_kernels.py BEFORE AFTER      exit status 1 where a k
        python tools/compare_kernels.py --save FILE TREE  keeps the code of a tree, to be compared with later
 
 BEFORE and AFTER are folders of the project or files that --save has written. A change that only moves or renames
-leaves every kernel the same; one that does not shows here before anything runs on a GPU. Compiled is the file
-launch.cu, with the flags that the installed jaxmoe was built with; --timeline compiles the recorder in.
+leaves every kernel the same; one that does not shows here before anything runs on a GPU. Compiled are the files of
+cuda/host/variants (of older trees launch.cu), with the flags that the installed jaxmoe was built with; --timeline
+compiles the recorder in.
 """
 
 import argparse
@@ -36,9 +37,9 @@ def kernel_of(symbol: str) -> str:
 
 def disassemble(tree: Path, timeline: bool) -> str:
     """Compiles the kernels of a tree and returns what cuobjdump says of them."""
-    sources = sorted((tree / "ffi/cuda").rglob("launch.cu"))
-    if len(sources) != 1:
-        raise SystemExit(f"compare_kernels: {len(sources)} files launch.cu under {tree}/ffi/cuda. It needs to be one.")
+    sources = sorted((tree / "ffi/cuda/host/variants").glob("*.cu")) or sorted((tree / "ffi/cuda").rglob("launch.cu"))
+    if not sources:
+        raise SystemExit(f"compare_kernels: no kernels under {tree}/ffi/cuda. Name a folder of the project.")
     built = native.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
         raise SystemExit(f"compare_kernels: the CUDA part of this jaxmoe was not built: {built.cuda_missing}")
@@ -49,9 +50,15 @@ def disassemble(tree: Path, timeline: bool) -> str:
     flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * timeline
     flags += ["-I", str(tree / "ffi"), "-isystem", jax.ffi.include_dir()]
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "launch.cubin"
-        subprocess.run([built.nvcc, *flags, "-cubin", sources[0], "-o", cubin], check=True)
-        return subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        cubins = [Path(folder) / f"{source.stem}.cubin" for source in sources]
+        compiling = [
+            subprocess.Popen([built.nvcc, *flags, "-cubin", source, "-o", cubin])
+            for source, cubin in zip(sources, cubins, strict=True)
+        ]
+        if any([compiler.wait() for compiler in compiling]):
+            raise SystemExit("compare_kernels: nvcc failed; what it said is above.")
+        told = (subprocess.run([disassembler, "-sass", each], capture_output=True, text=True) for each in cubins)
+        return "".join(each.stdout for each in told)
 
 
 def code_of(listing: str) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import jaxmoe.native as native
 
 ROOT = Path(__file__).parents[2]
+VARIANTS = ROOT / "ffi/cuda/host/variants"
 
 
 TIMELINE = "-DJAXMOE_TIMELINE"
@@ -23,22 +25,24 @@ def has_timeline(request) -> bool:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory, has_timeline) -> tuple[str, Path]:
-    """What ptxas says about the kernels, and their code."""
+def compiled(tmp_path_factory, has_timeline) -> tuple[str, list[Path]]:
+    """What ptxas says about the kernels, and their code, a file each."""
     built = native.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
         pytest.skip(f"the CUDA part was not built: {built.cuda_missing}")
-    cubin = tmp_path_factory.mktemp("kernel") / "launch.cubin"
     flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * has_timeline
     flags += ["-Xptxas=-v", "-I", str(ROOT / "ffi"), "-isystem", jax.ffi.include_dir()]
-    result = subprocess.run(
-        [built.nvcc, *flags, "-cubin", ROOT / "ffi/cuda/host/launch.cu", "-o", cubin],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr, cubin
+    folder = tmp_path_factory.mktemp("kernels")
+    cubins = {folder / f"{source.stem}.cubin": source for source in VARIANTS.glob("*.cu")}
+
+    def compile_one(cubin: Path) -> str:
+        command = [str(built.nvcc), *flags, "-cubin", str(cubins[cubin]), "-o", str(cubin)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    with ThreadPoolExecutor(2) as compilers:
+        return "".join(compilers.map(compile_one, cubins)), list(cubins)
 
 
 def test_no_kernel_spills_registers_or_uses_local_memory(compiled):
@@ -64,13 +68,15 @@ def test_the_assembler_serialises_no_tensor_core_products(compiled):
 @pytest.fixture(scope="module")
 def kernels(compiled) -> list[str]:
     """The machine code of every kernel."""
-    _, cubin = compiled
+    _, cubins = compiled
     nvcc = Path(native.build_info().nvcc or "")
     disassembler = shutil.which("cuobjdump", path=str(nvcc.parent)) or shutil.which("cuobjdump")
     if disassembler is None:
         pytest.skip("needs cuobjdump (nvidia-cuda-cuobjdump, or a CUDA toolkit)")
-    code = subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    return code.split("Function : ")[1:]
+    told = (
+        subprocess.run([disassembler, "-sass", each], capture_output=True, text=True, check=True) for each in cubins
+    )
+    return [kernel for each in told for kernel in each.stdout.split("Function : ")[1:]]
 
 
 def test_products_are_those_of_hopper_alone(kernels):

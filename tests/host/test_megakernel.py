@@ -232,7 +232,10 @@ def test_compiled_code_takes_any_id_that_names_no_expert_for_a_slot_nobody_uses(
 # What a call from elsewhere may get wrong: arrays by name, and what compiled code says.
 WRONG_ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
     "left out": ({"w_down": None}, "a forward pass without w_down"),
-    "of the other pass": ({"dx": jnp.zeros((88, 24))}, "8 operands and 1 results; the attribute `arrays` names 7 and 2"),
+    "of the other pass": (
+        {"dx": jnp.zeros((88, 24))},
+        "8 operands and 1 results; the attribute `arrays` names 7 and 2",
+    ),
     "of another size": ({"w_down": jnp.zeros((8, 24, 39))}, "shapes do not go together"),
     "of another type": ({"w_down": jnp.zeros((8, 40, 24), jnp.bfloat16)}, "weights, biases, y, dy, dx and what is"),
     "unknown": ({"topk_ids": jnp.zeros((88, 3))}, "topk_ids must be int32"),

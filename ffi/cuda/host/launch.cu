@@ -1,71 +1,39 @@
-// See launch.h. The kernels that are compiled: one for each pass and element type.
+// See launch.h. How the kernels of variants/ are started, and what they are given.
 #include "cuda/host/launch.h"
 
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+
+#include "common/tiling.h"
 #include "cuda/host/tensor_map.h"
-#include "cuda/kernel/backward.cuh"
-#include "cuda/kernel/forward.cuh"
-#include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
+#include "cuda/host/variants/variant.h"
+#include "cuda/kernel/gemm/stage.cuh"
+#include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
 namespace {
 
-#ifdef JAXMOE_TIMELINE
-constexpr bool kTimeline = true;
-#else
-constexpr bool kTimeline = false;
-#endif
-
-struct ForwardBf16 {
-  using Precision = Bf16;
-  using Params = ForwardParams;
-  static constexpr Pass kPass = Pass::kForward;
-  // Recording takes the math warps a few registers.
-  static constexpr KernelConfig config{.registers = kTimeline ? RoleRegisters{88, 208} : RoleRegisters{},
-                                       .timeline = kTimeline};
-};
-struct ForwardF16 : ForwardBf16 {
-  using Precision = F16;
-};
-struct BackwardBf16 {
-  using Precision = Bf16;
-  using Params = BackwardParams;
-  static constexpr Pass kPass = Pass::kBackward;
-  static constexpr KernelConfig config{.timeline = kTimeline};
-};
-struct BackwardF16 : BackwardBf16 {
-  using Precision = F16;
-};
-
-// Call body(Variant{}, kernel) for the variant of a pass and the elements of tokens.
-template <class Body>
-auto with_forward(Element element, Body body) {
-  return element == Bf16::kElement ? body(ForwardBf16{}, moe_forward<ForwardBf16>)
-                                   : body(ForwardF16{}, moe_forward<ForwardF16>);
-}
-template <class Body>
-auto with_backward(Element element, Body body) {
-  return element == Bf16::kElement ? body(BackwardBf16{}, moe_backward<BackwardBf16>)
-                                   : body(BackwardF16{}, moe_backward<BackwardF16>);
-}
-template <class Body>
-auto with_variant(Pass pass, Element element, Body body) {
-  return pass == Pass::kBackward ? with_backward(element, body) : with_forward(element, body);
+const KernelVariant& variant_for(Pass pass, Element tokens) {
+  static const std::array all = {forward_bf16(), forward_f16(), backward_bf16(), backward_f16()};
+  const auto is_it = [&](const KernelVariant& each) { return each.pass == pass && each.tokens == tokens; };
+  return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
 
-// How the kernel of a variant is launched with a number of workers. Not cooperatively: that would wait until all blocks
-// fit at once, and other kernels may hold multiprocessors for as long as they wait for peers that this launch holds up
+// How a kernel is launched with a number of workers. Not cooperatively: that would wait until all blocks fit at once,
+// and other kernels may hold multiprocessors for as long as they wait for peers that this launch holds up
 // (kernel/crew.cuh).
-template <class Variant>
 struct LaunchShape {
   cudaLaunchAttribute cluster{};
   cudaLaunchConfig_t config{};
 
-  explicit LaunchShape(int32_t workers) {
+  LaunchShape(const KernelVariant& variant, int32_t workers, cudaStream_t stream = nullptr) {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(Tiling::kBlocks), 1, 1};
     config.gridDim = dim3(workers * Tiling::kBlocks);
     config.blockDim = dim3(Roles::kThreads);
-    config.dynamicSmemBytes = sizeof(KernelStorage<Variant>);
+    config.dynamicSmemBytes = variant.shared_bytes;
+    config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
   }
@@ -79,25 +47,22 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-std::string prepare_kernel(Pass pass, Element element, int32_t* workers) {
-  return with_variant(pass, element, [&](auto variant, auto kernel) -> std::string {
-    using Variant = decltype(variant);
-    constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
-    static_assert(kSharedBytes <= kMaxSharedBytes);
-    // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
-    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    int clusters = 0;
-    const LaunchShape<Variant> one(1);
-    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
-    if (status != cudaSuccess) return cuda_error("the kernel could not be loaded", status);
-    if (clusters < 1) {
-      return "jaxmoe: " + std::to_string(Tiling::kBlocks) +
-             " neighbouring blocks of the kernel do not fit on this device; each needs a multiprocessor with " +
-             std::to_string(kSharedBytes) + " bytes of shared memory.";
-    }
-    *workers = clusters;
-    return "";
-  });
+std::string prepare_kernel(Pass pass, Element tokens, int32_t* workers) {
+  const KernelVariant& variant = variant_for(pass, tokens);
+  // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
+  cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(variant.shared_bytes));
+  int clusters = 0;
+  const LaunchShape one(variant, 1);
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&clusters, variant.kernel, &one.config);
+  if (status != cudaSuccess) return cuda_error("the kernel could not be loaded", status);
+  if (clusters < 1) {
+    return "jaxmoe: " + std::to_string(Tiling::kBlocks) +
+           " neighbouring blocks of the kernel do not fit on this device; each needs a multiprocessor with " +
+           std::to_string(variant.shared_bytes) + " bytes of shared memory.";
+  }
+  *workers = clusters;
+  return "";
 }
 
 namespace {
@@ -116,7 +81,7 @@ class MapMaker {
 };
 
 constexpr int32_t kBox = Tiling::kDepth;
-static_assert(kBox == gradient_producer::kBox);
+static_assert(kBox == kBoxWidth);
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string tiles_error(const LaunchParams& p) {
@@ -170,7 +135,7 @@ std::string complete(ForwardParams& p, const Formats& formats) {
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const std::byte* arena = p.arenas[p.rank];
   constexpr int32_t rows = Tiling::kRows;
-  constexpr int32_t few = GemmShape<ForwardBf16>::kFewRows;
+  constexpr int32_t few = kFewRows;
   MapMaker maker;
   maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
   maker.make(&p.few_rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
@@ -198,7 +163,7 @@ std::string complete(BackwardParams& p, const Formats& formats) {
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
   const std::byte* arena = p.arenas[p.rank];
-  constexpr int32_t few = GemmShape<BackwardBf16>::kWarpRows;
+  constexpr int32_t few = Roles::kWarpRows;
   MapMaker maker;
   maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
   const std::byte* of_projections = arena + p.layout.projections.offset;
@@ -222,7 +187,7 @@ std::string complete(BackwardParams& p, const Formats& formats) {
 std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
                         std::byte* timeline, ReadyLaunch* launch) {
   if (rank.schedule.backward()) launch->params.emplace<BackwardParams>();
-  launch->element = formats.tokens.element;
+  launch->tokens = formats.tokens.element;
   return std::visit(
       [&](auto& p) {
         static_cast<RankParams&>(p) = rank;
@@ -239,25 +204,16 @@ int32_t timeline_blocks(const Schedule& schedule) {
   return kTimeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
-namespace {
-
-template <class Variant, class Kernel>
-cudaError_t launch(Kernel kernel, const typename Variant::Params& params, cudaStream_t stream) {
-  LaunchShape<Variant> shape(params.schedule.workers);
-  shape.config.stream = stream;
-  return cudaLaunchKernelEx(&shape.config, kernel, params);
-}
-
-}  // namespace
-
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
-  const auto launched = [&](const auto& params) {
-    return [&](auto variant, auto kernel) { return launch<decltype(variant)>(kernel, params, stream); };
-  };
-  if (const auto* params = std::get_if<ForwardParams>(&ready.params)) {
-    return with_forward(ready.element, launched(*params));
-  }
-  return with_backward(ready.element, launched(std::get<BackwardParams>(ready.params)));
+  return std::visit(
+      [&](const auto& params) {
+        const Pass pass = params.schedule.backward() ? Pass::kBackward : Pass::kForward;
+        const KernelVariant& variant = variant_for(pass, ready.tokens);
+        const LaunchShape shape(variant, params.schedule.workers, stream);
+        void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
+        return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);
+      },
+      ready.params);
 }
 
 }  // namespace jaxmoe

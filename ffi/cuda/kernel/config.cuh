@@ -1,7 +1,7 @@
 // Everything about a kernel that is fixed when it is compiled. A kernel takes it as a type,
 //
 //   struct Variant {
-//     using Precision = Bf16;                                  // kernel/precision/
+//     using Precision = Bf16;                                  // kernel/gemm/precision/
 //     using Params = ForwardParams;                            // kernel/params.cuh
 //     static constexpr Pass kPass = Pass::kForward;
 //     static constexpr KernelConfig config{};
@@ -14,6 +14,7 @@
 
 #include "common/tiling.h"
 #include "cuda/device/pipeline.cuh"
+#include "cuda/kernel/gemm/stage.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -33,34 +34,20 @@ struct GemmShape {
   static constexpr KernelConfig config = Variant::config;
   using Element = typename Variant::Precision::Element;
 
-  static constexpr int kTileRows = Tiling::kRows;
-  static constexpr int kTileColumns = Tiling::kColumns;
-  static constexpr int kTileDepth = Tiling::kDepth;
-  static constexpr int kClusterSize = Tiling::kBlocks;
-  static constexpr int kBoxColumns = 64;  // of a box of weights: 128 bytes
-  static constexpr int kBoxes = kTileColumns / kBoxColumns;
-  static constexpr int kFewRows = 16;     // of a box of rows where a tile is not full
   static constexpr int kMathWarps = Roles::kMathWarps;
-  static constexpr int kWarpRows = 16;    // of a tile: what one warp owns of a 64-row product
 
-  static_assert(sizeof(Element) == 2 && kTileDepth == 64, "a row of a stage is one swizzle period of 128 bytes");
-  static_assert(kTileColumns == 256 && kTileRows == 64 * Roles::kMathWarpgroups, "one 64 x 256 product per warpgroup");
-  static_assert(kClusterSize == 1 || kClusterSize == 2);
+  static_assert(Tiling::kColumns == 256, "one 64 x 256 product per warpgroup");
+  static_assert(Tiling::kBlocks == 1 || Tiling::kBlocks == 2);
 
-  struct Stage {
-    Element rows[kTileRows][kTileDepth];               // K-major, swizzled
-    Element weights[kBoxes][kTileDepth][kBoxColumns];  // N-major, swizzled, block by block
-  };
-  static_assert(sizeof(Stage) % 1024 == 0, "every stage begins a period of the 128-byte swizzle");
-
-  using Ring = Pipeline<Stage, config.stages, kMathWarps, kClusterSize>;
+  using Stage = jaxmoe::Stage<OperandTile<Element, Tiling::kRows>, OperandTile<Element, Tiling::kColumns>>;
+  using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 
   // Where each math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. The first
   // lines of all warps come first, then their second ones: so 16 bytes behind every eighth line suffice for the 8 lines
   // that a store touches at once to lie in 8 different groups of banks.
   struct Staging {
     static constexpr int kLines = 8;  // of a warp
-    static constexpr int kLineBytes = kTileColumns * sizeof(Element);
+    static constexpr int kLineBytes = Tiling::kColumns * sizeof(Element);
     static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
     alignas(16) std::byte bytes[kLines * kLineStride - 16];
 

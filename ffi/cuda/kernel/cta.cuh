@@ -75,7 +75,7 @@ struct Cta {
   // below the other; of a narrow one each block takes all rows and another column tile. The part's rows may be none. It
   // keeps the column tiles of the whole task, since that is what its release amounts to.
   __device__ __forceinline__ Task own_part(Task task) const {
-    if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: gradient_math.cuh
+    if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: first_weight_row()
     if constexpr (Tiling::kBlocks > 1) {
       const int32_t rank = static_cast<int32_t>(cta_rank);
       const bool narrow = is_narrow(task);
@@ -101,6 +101,13 @@ struct Cta {
 template <class Variant>
 __device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
   return int64_t{task.ring_slot} * Tiling::kRows + tile_row;
+}
+
+// The first row of the weight matrix that this block computes of a weight gradient.
+template <class Variant>
+__device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, const Task& task) {
+  return task.weight_row_tile * cta.params.schedule.tile.rows +
+         static_cast<int32_t>(cta.cta_rank) * Tiling::kRows;
 }
 
 // Threads of the crew, and this one's number.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/tiling.h"
 #include "common/timeline.h"
 
 namespace jaxmoe {
@@ -18,10 +19,14 @@ struct Roles {
   static constexpr int kFirstMathWarp = 4;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = kMathWarpgroups * kWarpgroupWarps;
+  // Of a tile: the products of the tensor cores have 64 rows, those of a warp lie in its own registers.
+  static constexpr int kWarpgroupRows = Tiling::kRows / kMathWarpgroups;
+  static constexpr int kWarpRows = kWarpgroupRows / kWarpgroupWarps;
 
   static constexpr int kWarps = kFirstMathWarp + kMathWarps;
   static constexpr int kThreads = kWarps * kWarpThreads;
 
+  static_assert(kWarpgroupRows == 64 && kWarpRows == 16);
   static_assert(kFirstDispatchWarp + kDispatchWarps == kFirstMathWarp && kFirstMathWarp % kWarpgroupWarps == 0);
   static_assert(kTracksOfRole[static_cast<int>(TrackRole::kDispatch)] == kDispatchWarps);
   static_assert(kTracksOfRole[static_cast<int>(TrackRole::kMath)] == kMathWarpgroups);

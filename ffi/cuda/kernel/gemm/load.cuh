@@ -1,112 +1,127 @@
-// The producer's half of a GEMM: one thread loads all K steps of one output tile into the ring of stages. The role
-// file around it waits for the signal before a task (and then calls ptx::fence_proxy_async_global()); multiply.cuh
-// has the half that consumes the stages. Both halves, in every block of a cluster, take the same tasks in the same
-// order; a block that has no row tile in a task of its cluster takes it with rows == 0.
+// The producer's half of a product: one thread loads what all steps of one tile multiply into the ring of stages.
+// producer.cuh waits for the signal before a task (and then calls ptx::fence_proxy_async_global()); multiply.cuh has
+// the half that consumes the stages. Both halves, in every block of a cluster, take the same tasks in the same order; a
+// block that has no row tile in a task of its cluster takes it with rows == 0.
 #pragma once
 
 #include <cstdint>
 
 #include "common/scheduler.h"
 #include "cuda/device/ptx/tma.cuh"
-#include "cuda/kernel/config.cuh"
+#include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/gemm/products.cuh"
 
 namespace jaxmoe {
 
-// What one of the two GEMMs reads: rows [ring_slots * 128, depth] and weights [experts, depth, columns], as they lie in
-// memory. The maps are kernel parameters or constant memory.
-struct GemmSource {
-  const CUtensorMap* rows;            // box {64, 128}
-  const CUtensorMap* few_rows;        // the same tensor, box {64, 16}
-  const CUtensorMap* weights;         // box {64, 64, 1}
-  const CUtensorMap* second_weights;  // of up, for gate and up in one accumulator; equal to `weights` otherwise
-  int32_t depth_steps;                // ceil(depth / 64)
-  bool gated;                         // half of the accumulator's columns come from second_weights
-};
-
-// Bytes that land in one stage of this block.
-template <class Variant>
-__device__ __forceinline__ uint32_t stage_bytes(int32_t row_boxes, bool full_tile) {
-  using Shape = GemmShape<Variant>;
-  using Stage = typename Shape::Stage;
-  constexpr uint32_t kFewRowsBytes = Shape::kFewRows * sizeof(Stage::rows[0]);
-  return sizeof(Stage::weights) + (full_tile ? sizeof(Stage::rows) : row_boxes * kFewRowsBytes);
+// The row of A that this block's part of a task begins with.
+template <class A, class Variant>
+__device__ __forceinline__ int32_t first_row_of(const Cta<Variant>& cta, const Task& task) {
+  if constexpr (A::kMajor == ptx::Major::kDepth) return task.ring_slot * Tiling::kRows;
+  return first_weight_row(cta, task);
 }
 
-// `position` moves on by source.depth_steps. `own_weights`: the blocks of the cluster multiply other columns (or there
-// is one block); otherwise all need the same weights, and each loads a part of them for all. The policies are those of
-// ptx/tma.cuh. For weights: evict_first where their expert has a single row tile, evict_normal where row tiles share
-// them, which then find each other's lines in L2. `track` is that of the timeline.
-template <class Variant, class Track>
-__device__ __forceinline__ void load_tile(const typename GemmShape<Variant>::Ring& ring,
-                                          typename GemmShape<Variant>::Ring::Position& position,
-                                          const GemmSource& source, const Task& task, uint32_t cta_rank,
-                                          bool own_weights, uint64_t weights_policy, uint64_t rows_policy,
-                                          const Track& track) {
-  using Shape = GemmShape<Variant>;
-  // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
-  const bool full_tile = task.rows > Shape::kTileRows / 2;
-  const int32_t row_boxes = ceil_div(task.rows, Shape::kFewRows);
-  // A block without rows has no use for weights, but its copy of shared ones arrives all the same.
-  const bool any_weights = task.rows > 0 || !own_weights;
-  const uint32_t bytes = any_weights ? stage_bytes<Variant>(row_boxes, full_tile) : 0;
-  const int32_t first_row = task.ring_slot * Shape::kTileRows;
-  const int32_t block_columns = source.gated ? Shape::kTileColumns / 2 : Shape::kTileColumns;
-  const int32_t first_column = task.column_tile * block_columns;
-  const int32_t second_column = source.gated ? first_column : first_column + Shape::kTileColumns / 2;
-  // Of shared weights a block loads its part of the boxes for all blocks of the cluster.
-  constexpr int kSharedBoxes = Shape::kBoxes / Shape::kClusterSize;
+// Whether the rows of A come a whole tile at once, or few at a time: those of a forward pass, which all lie along the
+// depth. It is fewer copies and, of few rows, fewer bytes. Others come in boxes of 64.
+template <class A>
+inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 
-  for (int32_t step = 0; step < source.depth_steps; ++step) {
+// `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there
+// is one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of
+// ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal where row
+// tiles share them, which then find each other's lines in L2. `track` is that of the timeline.
+template <class Product, class Variant, class Track>
+__device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                          typename GemmShape<Variant>::Ring::Position& position, const Task& task,
+                                          bool own_b, uint64_t b_policy, uint64_t a_policy, const Track& track) {
+  using Shape = GemmShape<Variant>;
+  using Stage = typename Shape::Stage;
+  using A = typename Product::A;
+  using B = typename Product::B;
+  constexpr int kBoxes = Stage::B::kBoxes;
+  constexpr int kSharedBoxes = kBoxes / Tiling::kBlocks;
+  const auto& p = cta.params;
+  // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
+  const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
+  const bool whole = kInTiles<A> && rows > Tiling::kRows / 2;
+  const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
+  constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
+  // A block without rows has no use for B, but its copy of a shared one arrives all the same.
+  const bool any_b = boxes > 0 || !own_b;
+  const uint32_t bytes = (whole ? sizeof(Stage::a) : boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
+  const A a{first_row_of<A>(cta, task)};
+  const B b = B::columns_of(p, task);
+
+  Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
     track.stall([&] { ring.acquire(position); });
     ring.commit(position, bytes);
-    typename Shape::Stage& stage = ring.stage(position);
+    Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
-    const int32_t k = step * Shape::kTileDepth;
-    const auto load_weights = [&](int box, auto load) {
-      const bool second = box >= Shape::kBoxes / 2;
-      const CUtensorMap* map = second ? source.second_weights : source.weights;
-      const int32_t column = (second ? second_column : first_column) + box % (Shape::kBoxes / 2) * Shape::kBoxColumns;
-      load(stage.weights[box], map, column);
-    };
-    if (own_weights) {
-      if (any_weights) {
-#pragma unroll
-        for (int box = 0; box < Shape::kBoxes; ++box) {
-          load_weights(box, [&](void* target, const CUtensorMap* map, int32_t column) {
-            ptx::load_box(target, map, full, weights_policy, column, k, task.expert);
-          });
-        }
-      }
-    } else {
+    if (!own_b) {
 #pragma unroll
       for (int i = 0; i < kSharedBoxes; ++i) {
-        load_weights(cta_rank * kSharedBoxes + i, [&](void* target, const CUtensorMap* map, int32_t column) {
-          constexpr uint16_t kAll = (1u << Shape::kClusterSize) - 1;
-          ptx::load_box_multicast(target, map, full, weights_policy, kAll, column, k, task.expert);
+        const int box = cta.cta_rank * kSharedBoxes + i;
+        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          constexpr uint16_t kAll = (1u << Tiling::kBlocks) - 1;
+          ptx::load_box_multicast(stage.b.box(box), &map, full, b_policy, kAll, at...);
+        });
+      }
+    } else if (any_b) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          ptx::load_box(stage.b.box(box), &map, full, b_policy, at...);
         });
       }
     }
-    if (full_tile) {
-      ptx::load_box(stage.rows, source.rows, full, rows_policy, k, first_row);
+    if constexpr (!kInTiles<A>) {
+#pragma unroll
+      for (int box = 0; box < Stage::A::kBoxes; ++box) {
+        if (box >= boxes) break;
+        a.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          ptx::load_box(stage.a.box(box), &map, full, a_policy, at...);
+        });
+      }
+    } else if (whole) {
+      ptx::load_box(stage.a.lines, &(p.*A::Tensor::kMap), full, a_policy, k, a.first);
     } else {
 #pragma unroll 1
-      for (int32_t i = 0; i < row_boxes; ++i) {
-        const int32_t row = i * Shape::kFewRows;
-        ptx::load_box(stage.rows[row], source.few_rows, full, rows_policy, k, first_row + row);
+      for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
+        ptx::load_box(stage.a.lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, k, a.first + row);
       }
     }
     position.advance();
-  }
+  });
 }
 
-// After the last tile, in clusters: waits until the stages of this block's last round have been released by all
-// blocks, so that no copy or arrival is on its way to a block that has ended. Every block calls it before it leaves the
-// kernel.
-template <class Variant>
-__device__ __forceinline__ void drain_stages(const typename GemmShape<Variant>::Ring& ring,
-                                             typename GemmShape<Variant>::Ring::Position position) {
-  for (int i = 0; i < Variant::config.stages; ++i) {
-    ring.acquire(position);
+// The 4 stages after the depth of h_gradient, which are not multiplied: gate and up of the tile, 64 columns each, from
+// their ring or from what the forward pass has saved. Epilogue HGradients uses them.
+template <class Variant, class Track>
+__device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                                 typename GemmShape<Variant>::Ring::Position& position,
+                                                 const Task& task, uint64_t policy, const Track& track) {
+  using Stage = typename GemmShape<Variant>::Stage;
+  const BackwardParams& p = cta.params;
+  const int32_t boxes = ceil_div(task.rows, kBoxWidth);
+  const bool saved = task.part == kSavedPart;
+  const CUtensorMap& projections = saved ? p.saved_rows : p.projections;
+  // Saved rows are not in a ring; this block's part of the tile begins as far from its start.
+  constexpr int32_t kParts = Tiling::kBlocks;
+  const int32_t first_saved_row = task.row_tile * p.schedule.tile.rows + task.ring_slot % kParts * Tiling::kRows;
+  const int32_t first_row = saved ? first_saved_row : task.ring_slot * Tiling::kRows;
+  const int32_t first_column = task.column_tile * Tiling::kColumns;
+#pragma unroll 1
+  for (int32_t column = first_column; column < first_column + Tiling::kColumns; column += kBoxWidth) {
+    track.stall([&] { ring.acquire(position); });
+    ring.commit(position, boxes * p.shape.projections * Stage::A::kBoxBytes);
+    Stage& stage = ring.stage(position);
+    uint64_t* full = ring.full(position);
+#pragma unroll
+    for (int box = 0; box < Stage::A::kBoxes; ++box) {
+      if (box >= boxes) break;
+      const int32_t row = first_row + kBoxWidth * box;
+      ptx::load_box(stage.a.box(box), &projections, full, policy, column, 0, row);
+      if (p.gated) ptx::load_box(stage.b.box(box), &projections, full, policy, column, 1, row);
+    }
     position.advance();
   }
 }

@@ -17,7 +17,7 @@ struct MathThread {
   int lane;
 
   // The row of the tile whose address this thread has to know in the epilogue; lanes 16 and on repeat it, unused.
-  __device__ __forceinline__ int32_t tile_row() const { return 16 * warp + lane % 16; }
+  __device__ __forceinline__ int32_t tile_row() const { return Roles::kWarpRows * warp + lane % Roles::kWarpRows; }
 
   // The same, and the compiler does not know: nothing that follows from it is kept in a register from one task to the
   // next.
@@ -46,57 +46,44 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Rows and weights lie
-// in the stages as kRows and kWeights say: forward, rows along K and weights along N.
-template <class Variant, ptx::Major kRows = ptx::Major::kDepth, ptx::Major kWeights = ptx::Major::kWidth,
-          class Meanwhile, class Track>
-__device__ __forceinline__ bool multiply_tile(const typename GemmShape<Variant>::Ring& ring,
-                                              typename GemmShape<Variant>::Ring::Position& position,
-                                              const MathThread& thread, int32_t rows, int32_t depth_steps,
-                                              ptx::Accumulators& sums, const Meanwhile& meanwhile,
-                                              const Track& track) {
-  using Shape = GemmShape<Variant>;
-  using Stage = typename Shape::Stage;
-  constexpr int kSliceDepth = 16;
-  constexpr auto slice_bytes = [](ptx::Major major) {
-    return major == ptx::Major::kDepth ? kSliceDepth * sizeof(typename Shape::Element)
-                                       : kSliceDepth * sizeof(Stage::weights[0][0]);
-  };
-  constexpr uint32_t kRowsSliceBytes = slice_bytes(kRows);
-  constexpr uint32_t kWeightsSliceBytes = slice_bytes(kWeights);
+// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Factors
+// (products.cuh) says how they lie in the stages and what becomes of their products.
+template <class Variant, class Factors, class Meanwhile, class Track>
+__device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
+                                         typename GemmShape<Variant>::Ring::Position& position,
+                                         const MathThread& thread, int32_t rows, int32_t depth_steps,
+                                         ptx::Accumulators& sums, const Meanwhile& meanwhile, const Track& track) {
+  using Stage = typename GemmShape<Variant>::Stage;
+  using A = typename Stage::A;
+  using B = typename Stage::B;
+  using Accumulate = typename Factors::Accumulate;
+  constexpr ptx::Major kA = Factors::kA, kB = Factors::kB;
+  static_assert(A::kSliceDepth == B::kSliceDepth && kBoxWidth == Roles::kWarpgroupRows);
 
   if (rows <= 0) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);
     return false;
   }
-  // Invariant: the products of stages before position.before() are complete and released, those of that one under way.
-  ptx::clear_accumulators(sums);
+  const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
+  Accumulate::begin(sums);
   for (int32_t step = 0; step < depth_steps; ++step) {
     track.stall([&] { ring.wait(position); });
-    Stage& stage = ring.stage(position);
-    // 64 rows of 64 are as many bytes either way round.
-    const void* rows_of_warpgroup = stage.rows[64 * thread.warpgroup];
-    const uint64_t a = kRows == ptx::Major::kDepth
-                           ? ptx::depth_major_descriptor(rows_of_warpgroup)
-                           : ptx::width_major_descriptor(rows_of_warpgroup, sizeof(Stage::weights[0]));
-    const uint64_t b = kWeights == ptx::Major::kDepth
-                           ? ptx::depth_major_descriptor(stage.weights)
-                           : ptx::width_major_descriptor(stage.weights, sizeof(Stage::weights[0]));
+    const Stage& stage = ring.stage(position);
+    const uint64_t a = stage.a.template descriptor<kA>(Roles::kWarpgroupRows * thread.warpgroup);
+    const uint64_t b = stage.b.template descriptor<kB>(0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < Shape::kTileDepth / kSliceDepth; ++slice) {
-      Variant::Precision::template multiply<kRows, kWeights>(sums, ptx::advance_descriptor(a, slice * kRowsSliceBytes),
-                                                             ptx::advance_descriptor(b, slice * kWeightsSliceBytes));
+    for (int slice = 0; slice < Tiling::kDepth / A::kSliceDepth; ++slice) {
+      Variant::Precision::template multiply<kA, kB>(
+          sums, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kA>),
+          ptx::advance_descriptor(b, slice * B::template kSliceBytes<kB>));
     }
     ptx::commit_products();
     meanwhile(step);
-    ptx::wait_products<1>();
-    if (step > 0) ring.release(position.before(), thread.lane);
+    Accumulate::end_step(step == 0, position, release);
     position.advance();
   }
-  ptx::wait_products<0>();
-  ptx::own_accumulators(sums);
-  ring.release(position.before(), thread.lane);
+  Accumulate::end(sums, position, release);
   return true;
 }
 

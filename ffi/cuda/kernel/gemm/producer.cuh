@@ -1,5 +1,5 @@
 // The producer: one thread of warp 0 walks this block's tasks, waits until what a task reads is there, and has the copy
-// engine load it stage by stage. math.cuh uses the stages.
+// engine load it stage by stage (products.cuh). math.cuh uses the stages.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,20 +8,9 @@
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/load.cuh"
+#include "cuda/kernel/gemm/products.cuh"
 
 namespace jaxmoe::producer {
-
-// By value and field by field: a choice between two structs would put both into local memory.
-template <class Variant>
-__device__ __forceinline__ GemmSource source_of(const ForwardParams& p, bool is_gate_up) {
-  constexpr int32_t kDepth = Tiling::kDepth;
-  return {.rows = is_gate_up ? &p.rows : &p.h,
-          .few_rows = is_gate_up ? &p.few_rows : &p.few_h,
-          .weights = is_gate_up ? &p.w_gate_map : &p.w_down_map,
-          .second_weights = is_gate_up ? &p.w_up_map : &p.w_down_map,
-          .depth_steps = ceil_div(is_gate_up ? p.shape.hidden : p.shape.intermediate, kDepth),
-          .gated = is_gate_up && p.gated};
-}
 
 // The number of the cluster's next task, the nth it takes. Its first block draws it and hands it on; since numbers
 // rise, one that is not above `last` is an old one that still lies there.
@@ -54,11 +43,17 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
   cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
   ring.commit(position, 0);
   position.advance();
-  if constexpr (Tiling::kBlocks > 1) drain_stages<Variant>(ring, position);
+  if constexpr (Tiling::kBlocks == 1) return;
+  // Until all blocks have released the stages of this block's last round: no copy or arrival is on its way to a block
+  // that has ended.
+  for (int i = 0; i < Variant::config.stages; ++i) {
+    ring.acquire(position);
+    position.advance();
+  }
 }
 
 template <class Variant>
-__device__ void run(const Cta<Variant>& cta) {
+__device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
   const auto& p = cta.params;
   const Ring ring(cta.shared.gemm.ring);
@@ -67,28 +62,42 @@ __device__ void run(const Cta<Variant>& cta) {
   const uint64_t once = ptx::evict_first_policy();
   const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
   track.start();
-  TaskWalk<Pass::kForward> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
+  TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   int32_t number = -1;
+  int32_t complete_segment = -1;  // row tile of the segment whose gradients this thread has seen complete
   for (Task task;;) {
     // By now the math warps still have stages to multiply, which hides the way to L2 and back.
     number = next_number(cta, queued, number);
     if (!walk.seek(number, task)) break;
-    const bool is_gate_up = task.gemm == Gemm::kGateUp;
     track.mark(EventKind::kTakeTask, task);
-    // Gate/up pairs with the release at the end of a chunk in dispatch::run(), down with those after gate/up tasks in
-    // TaskQueue::announce_stored(). Rows and h were written by ordinary stores and by bulk stores; the fence orders
-    // both before the loads.
-    cta.signals.wait_before_task(wait_before(p.shape, p.schedule, task), site_of(task.gemm), is_gate_up);
-    ptx::fence_proxy_async_global();
+    const bool is_weight = Cta<Variant>::kBackward && is_weight_gradient(task.gemm);
+    // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
+    // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
+    if (!is_weight || complete_segment != task.row_tile) {
+      const int32_t waits = is_weight ? num_waits(p.schedule, task) : 1;
+      for (int32_t nth = 0; nth < waits; ++nth) {
+        const Wait wait = wait_before(p.shape, p.schedule, task, nth);
+        if (wait.index < 0) continue;
+        cta.signals.wait_before_task(wait, site_of(task.gemm), wait.signal == Signal::kRowsArrived);
+      }
+      ptx::fence_proxy_async_global();
+      if (is_weight) complete_segment = task.row_tile;
+    }
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
-    load_tile<Variant>(ring, position, source_of<Variant>(p, is_gate_up), own, cta.cta_rank,
-                       Tiling::kBlocks == 1 || cta.is_narrow(task),
-                       one_tile ? once : keep, keep, track);
+    const bool own_b = Tiling::kBlocks == 1 || cta.is_narrow(task);
+    const uint64_t b_policy = one_tile && !is_weight ? once : keep;
+    ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
+      using Product = decltype(product);
+      load_tile<Product>(cta, ring, position, own, own_b, b_policy, keep, track);
+      if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
+        load_projections(cta, ring, position, own, keep, track);
+      }
+    });
     track.mark(load_event_of(task.gemm), own);
   }
   end_tasks(cta, ring, position, queued);

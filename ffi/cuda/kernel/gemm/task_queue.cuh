@@ -1,5 +1,4 @@
-// How a math warp gets its tasks from the producer and announces what it has stored of them. Used by math.cuh and
-// gradient_math.cuh.
+// How a math warp gets its tasks from the producer and announces what it has stored of them.
 //
 // What a warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would leave
 // the tensor cores idle for as long as a store to a peer takes.

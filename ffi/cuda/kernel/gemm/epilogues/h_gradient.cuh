@@ -16,31 +16,30 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 
-namespace jaxmoe::gradient_math {
+namespace jaxmoe::epilogue {
 
 // 8 rows x 8 columns of a 16 x 64 box that lies in shared memory as a copy with a swizzle of 128 bytes leaves it: where
 // the lane's row of 16 bytes of the tile begins, for tiles in the order of the accumulators (rows 0 to 7, rows 8 to 15
 // of one block of columns, then of the next).
+template <int kLineBytes>
 __device__ __forceinline__ int32_t swizzled_offset(int first_block, int lane) {
-  const int row = lane % 16;
-  const int block = first_block + lane / 16;
-  return row * 128 + ((block ^ row % 8) << 4);
+  const int row = lane % Roles::kWarpRows;
+  const int block = first_block + lane / Roles::kWarpRows;
+  return row * kLineBytes + ((block ^ row % 8) << 4);
 }
 
-// Bytes of 64 columns of all rows of a tile. A stage holds three: gate, up, and room for h.
-inline constexpr int32_t kBoxOf64Columns = 128 * 128;
-
 // The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them. `products` are
-// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs.
-template <ActivationKind kKind, class Precision, int kStep>
+// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs. One Tile has gate, the
+// next up, a third one room for h.
+template <ActivationKind kKind, class Precision, int kStep, class Tile>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
                                               std::byte* gate, bool gated, const float (&routing_weights)[2],
                                               float (&products)[2], int lane) {
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
-    std::byte* const gate_row = gate + swizzled_offset(block, lane);
-    std::byte* const up_row = gate_row + kBoxOf64Columns;
-    std::byte* const h_row = up_row + kBoxOf64Columns;
+    std::byte* const gate_row = gate + swizzled_offset<Tile::kLineBytes>(block, lane);
+    std::byte* const up_row = gate_row + sizeof(Tile);
+    std::byte* const h_row = up_row + sizeof(Tile);
     uint32_t gates[4], ups[4], h_values[4];
     ptx::load_tiles(gates, gate_row);
     if (gated) ptx::load_tiles(ups, up_row);
@@ -67,74 +66,78 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
 
 // The 4 stages after the products of h_gradient; each warp turns its 16 rows of them into gradients in place and
 // sends them off. A warpgroup without rows (`computed` false) takes part in the hand-over alone.
-template <class Variant>
-__device__ __forceinline__ void finish_h_gradient(const Cta<Variant>& cta,
-                                                       const typename GemmShape<Variant>::Ring& ring,
-                                                       typename GemmShape<Variant>::Ring::Position& position,
-                                                       const Task& task, const MathThread& thread, bool computed,
-                                                       const ptx::Accumulators& sums) {
-  using Shape = GemmShape<Variant>;
-  using Stage = typename Shape::Stage;
-  using Precision = typename Variant::Precision;
-  constexpr int kSteps = Shape::kTileColumns / Shape::kBoxColumns;
-  static_assert(sizeof(Stage::rows) == kBoxOf64Columns && offsetof(Stage, weights) == kBoxOf64Columns &&
-                sizeof(Stage) == 3 * kBoxOf64Columns);
-  const BackwardParams& p = cta.params;
-  if (!computed) {
-    hand_on<Variant>(ring, position, thread, kSteps, [](int32_t) {});
-    return;
-  }
-  const int32_t first_row = 16 * thread.warp;
-  const auto first_ring_row = [&] { return ring_row_of<Variant>(task, first_row + thread.lane / 4); };
-  const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights) + first_ring_row();
-  const float routing_weights[2] = {__ldcg(row_routing_weights), __ldcg(row_routing_weights + 8)};
-  float products[2] = {0.0f, 0.0f};
-  // The step is a number that the compiler knows: accumulators are registers.
-  const auto finish_step = [&](auto step) {
-    constexpr int kStep = decltype(step)::value;
-    ring.wait(position);
-    std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * 128;
-    with_activation_kind(p.activation.kind, [&](auto kind) {
-      differentiate<decltype(kind)::value, Precision, kStep>(sums, p.activation, gate, p.gated, routing_weights,
-                                                             products, thread.lane);
-    });
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    // The stage before is free once its stores have read it, which they had this one's time for.
-    if (thread.lane == 0) {
-      const int32_t column = task.column_tile * Shape::kTileColumns + kStep * Shape::kBoxColumns;
-      const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
-      ptx::store_box(&p.few_projections, gate, column, 0, row);
-      if (p.gated) ptx::store_box(&p.few_projections, gate + kBoxOf64Columns, column, 1, row);
-      ptx::store_box(&p.few_h, gate + 2 * kBoxOf64Columns, column, row);
-      ptx::commit_stores();
-      ptx::wait_stores_read<1>();
+struct HGradients {
+  template <class Variant>
+  static __device__ __forceinline__ void run(const Cta<Variant>& cta,
+                                             const typename GemmShape<Variant>::Ring& ring,
+                                             typename GemmShape<Variant>::Ring::Position& position,
+                                             const Task& task, const MathThread& thread, bool computed,
+                                             const ptx::Accumulators& sums) {
+    using Shape = GemmShape<Variant>;
+    using Stage = typename Shape::Stage;
+    using Precision = typename Variant::Precision;
+    constexpr int kStepColumns = Tiling::kDepth;
+    constexpr int kSteps = Tiling::kColumns / kStepColumns;
+    // A stage holds three times 64 columns of all rows: gate where A lies, up and room for h where B does.
+    constexpr int32_t kColumnsBytes = sizeof(typename Stage::A);
+    static_assert(sizeof(typename Stage::B) == 2 * kColumnsBytes);
+    const BackwardParams& p = cta.params;
+    if (!computed) {
+      hand_on<Variant>(ring, position, thread, kSteps, [](int32_t) {});
+      return;
     }
+    const int32_t first_row = Roles::kWarpRows * thread.warp;
+    const auto first_ring_row = [&] { return ring_row_of<Variant>(task, first_row + thread.lane / 4); };
+    const float* row_routing_weights = cta.template at<float>(p.layout.row_routing_weights) + first_ring_row();
+    const float routing_weights[2] = {__ldcg(row_routing_weights), __ldcg(row_routing_weights + 8)};
+    float products[2] = {0.0f, 0.0f};
+    // The step is a number that the compiler knows: accumulators are registers.
+    const auto finish_step = [&](auto step) {
+      constexpr int kStep = decltype(step)::value;
+      ring.wait(position);
+      std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
+      with_activation_kind(p.activation.kind, [&](auto kind) {
+        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(
+            sums, p.activation, gate, p.gated, routing_weights, products, thread.lane);
+      });
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      // The stage before is free once its stores have read it, which they had this one's time for.
+      if (thread.lane == 0) {
+        const int32_t column = task.column_tile * Tiling::kColumns + kStep * kStepColumns;
+        const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
+        ptx::store_box(&p.few_projections, gate, column, 0, row);
+        if (p.gated) ptx::store_box(&p.few_projections, gate + kColumnsBytes, column, 1, row);
+        ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
+        ptx::commit_stores();
+        ptx::wait_stores_read<1>();
+      }
+      __syncwarp();
+      if (kStep > 0) ring.release(position.before(), thread.lane);
+      position.advance();
+    };
+    finish_step(std::integral_constant<int, 0>{});
+    finish_step(std::integral_constant<int, 1>{});
+    finish_step(std::integral_constant<int, 2>{});
+    finish_step(std::integral_constant<int, 3>{});
+    static_assert(kSteps == 4);
+    if (thread.lane == 0) ptx::wait_stores_read<0>();
     __syncwarp();
-    if (kStep > 0) ring.release(position.before(), thread.lane);
-    position.advance();
-  };
-  finish_step(std::integral_constant<int, 0>{});
-  finish_step(std::integral_constant<int, 1>{});
-  finish_step(std::integral_constant<int, 2>{});
-  finish_step(std::integral_constant<int, 3>{});
-  static_assert(kSteps == 4);
-  if (thread.lane == 0) ptx::wait_stores_read<0>();
-  __syncwarp();
-  ring.release(position.before(), thread.lane);
+    ring.release(position.before(), thread.lane);
 
-  // Four lanes have columns of a row.
+    // Four lanes have columns of a row.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    products[half] += __shfl_xor_sync(0xffffffff, products[half], 1);
-    products[half] += __shfl_xor_sync(0xffffffff, products[half], 2);
+    for (int half = 0; half < 2; ++half) {
+      products[half] += __shfl_xor_sync(0xffffffff, products[half], 1);
+      products[half] += __shfl_xor_sync(0xffffffff, products[half], 2);
+    }
+    if (thread.lane % 4 == 0) {
+      const int32_t tiles = gradient_tiles(p.shape, p.schedule.tile);
+      float* row_products = cta.template at<float>(p.layout.row_products) + first_ring_row() * tiles + task.column_tile;
+      row_products[0] = products[0];
+      row_products[8 * tiles] = products[1];
+    }
   }
-  if (thread.lane % 4 == 0) {
-    const int32_t tiles = gradient_tiles(p.shape, p.schedule.tile);
-    float* row_products = cta.template at<float>(p.layout.row_products) + first_ring_row() * tiles + task.column_tile;
-    row_products[0] = products[0];
-    row_products[8 * tiles] = products[1];
-  }
-}
+};
 
-}  // namespace jaxmoe::gradient_math
+}  // namespace jaxmoe::epilogue

@@ -29,11 +29,13 @@ struct TileColumns {
   int32_t count;  // of the whole result, a multiple of 8; those of the tile beyond it are not stored
 };
 
-// Adds bias[column] to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum.
-// `bias` is one expert's row of `columns.count` elements.
+// Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. `biases` are
+// `columns.count` elements of each expert; null where there are none.
 template <class Variant, int kFirstSum, int kSums>
 __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThread& thread, TileColumns columns,
-                                         const typename Variant::Precision::Element* bias) {
+                                         const void* biases, int32_t expert) {
+  if (biases == nullptr) return;
+  const auto* bias = static_cast<const typename Variant::Precision::Element*>(biases) + int64_t{expert} * columns.count;
 #pragma unroll
   for (int block = 0; block < kSums / 8; ++block) {
     const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
@@ -55,51 +57,51 @@ __device__ __forceinline__ void acquire_staging() {
   __syncwarp();
 }
 
-// Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp, or, with two rows to a
-// line, row l in its first half and row l + 8 in its second. `row` is that of tile_row() of each lane.
-template <class Variant, int kRowsPerLine>
+// Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp; or row l in its first
+// half and row l + 8 in its second; or, kOfOneRow, two pieces of row first_row + l that lie columns.count apart. `row`
+// is that of tile_row() of each lane.
+template <class Variant, int kParts, bool kOfOneRow = false>
 __device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileColumns columns,
                                             typename GemmShape<Variant>::Element* row, int first_row) {
   using Shape = GemmShape<Variant>;
   using Element = typename Shape::Element;
   constexpr int kLines = Shape::Staging::kLines;
   constexpr int kLineStride = Shape::Staging::kLineStride;
-  constexpr int kColumns = Shape::kTileColumns / kRowsPerLine;
-  constexpr int kStores = kLines * kRowsPerLine;
+  constexpr int kColumns = Tiling::kColumns / kParts;
+  constexpr int kStores = kLines * kParts;
   ptx::fence_proxy_async_shared();
   // Also where all lanes meet, after their fences.
-  auto* target = reinterpret_cast<Element*>(
-      __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), first_row + lane % kStores));
+  auto* target = reinterpret_cast<Element*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row),
+                                                        first_row + lane % (kOfOneRow ? kLines : kStores)));
   if (lane < kStores && target != nullptr) {
-    const std::byte* source = staging + lane % kLines * kLineStride + lane / kLines * kColumns * sizeof(Element);
-    ptx::store_bytes(target + columns.first, source,
+    const int part = lane / kLines;
+    ptx::store_bytes(target + (kOfOneRow ? part * columns.count : 0) + columns.first,
+                     staging + lane % kLines * kLineStride + part * kColumns * sizeof(Element),
                      at_most(columns.count - columns.first, kColumns) * sizeof(Element));
   }
   ptx::commit_stores();
 }
 
-// 256 columns of transform(sum, half), 8 rows of the warp at a time: the half is which.
-template <class Variant, class Transform>
+// 256 columns of transform(two sums, half), packed, 8 rows of the warp at a time: the half is which. kParts as above.
+template <class Variant, int kParts = 1, class Transform>
 __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
                                            TileColumns columns, typename GemmShape<Variant>::Element* row,
                                            const Transform& transform) {
-  using Shape = GemmShape<Variant>;
-  using Precision = typename Variant::Precision;
-  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
+  std::byte* line = staging + thread.lane % 8 * GemmShape<Variant>::Staging::kLineStride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     acquire_staging();
 #pragma unroll
-    for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
+    for (int block = 0; block < Tiling::kColumns / 8; block += 4) {
       uint32_t tiles[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = sums.values + 4 * (block + i) + 2 * half;
-        tiles[i] = Precision::pack(transform(pair[0], half), transform(pair[1], half));
+        tiles[i] = transform(pair[0], pair[1], half);
       }
       ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
     }
-    store_lines<Variant, 1>(staging, thread.lane, columns, row, 8 * half);
+    store_lines<Variant, kParts, (kParts > 1)>(staging, thread.lane, columns, row, 8 * half);
   }
 }
 
@@ -107,7 +109,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 
 // The epilogues. `row` is where this thread's row, thread.tile_row(), begins: column 0 of the result, anywhere in
 // global memory, a multiple of 16; null where that row is not to be stored (task.rows and beyond). Look it up before
-// multiply_tile(), which then hides how long that takes.
+// multiply(), which then hides how long that takes.
 
 // h = activation(gate, up): 128 columns, gate of a column in accumulator column j and up in j + 128. All 16 rows of the
 // warp are staged at once, row r and row r + 8 in the two halves of line r.
@@ -118,7 +120,7 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
                                                  const Activation& activation) {
   using Shape = GemmShape<Variant>;
   using Precision = typename Variant::Precision;
-  constexpr int kColumns = Shape::kTileColumns / 2;
+  constexpr int kColumns = Tiling::kColumns / 2;
   constexpr int kHalfLine = kColumns * sizeof(typename Shape::Element);
   std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
   std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
@@ -140,55 +142,22 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
   epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
 
-// Gate and up before the activation, for a backward pass: 128 columns of each, side by side in the accumulators and in
-// every line of the staging. `row` is where the gate of this thread's row begins; up follows it. Rows of the tile from
-// `rows` on are stored as zeros.
-template <class Variant>
+// Gate and up before the activation, for a backward pass: kParts = 2, 128 columns of each, side by side in the
+// accumulators and in every line of the staging; or 256 of gate. `row` is where the gate of this thread's row begins;
+// up follows it. Rows of the tile from `rows` on are stored as zeros.
+template <class Variant, int kParts>
 __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums, const MathThread& thread,
                                                   std::byte* staging, TileColumns columns,
                                                   typename GemmShape<Variant>::Element* row, int32_t rows) {
-  using Shape = GemmShape<Variant>;
-  using Element = typename Shape::Element;
-  using Precision = typename Variant::Precision;
-  constexpr int kColumns = Shape::kTileColumns / 2;
-  constexpr int kLines = Shape::Staging::kLines;
-  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool is_row = 16 * thread.warp + 8 * half + thread.lane / 4 < rows;
-    epilogue::acquire_staging();
-#pragma unroll
-    for (int block = 0; block < Shape::kTileColumns / 8; block += 4) {
-      uint32_t tiles[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = sums.values + 4 * (block + i) + 2 * half;
-        tiles[i] = is_row ? Precision::pack(pair[0], pair[1]) : 0;
-      }
-      ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
-    }
-    ptx::fence_proxy_async_shared();
-    // Also where all lanes meet, after their fences.
-    auto* target = reinterpret_cast<Element*>(
-        __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), 8 * half + thread.lane % kLines));
-    if (thread.lane < 2 * kLines && target != nullptr) {
-      const int part = thread.lane / kLines;
-      ptx::store_bytes(target + part * columns.count + columns.first,
-                       staging + thread.lane % kLines * Shape::Staging::kLineStride + part * kColumns * sizeof(Element),
-                       at_most(columns.count - columns.first, kColumns) * sizeof(Element));
-    }
-    ptx::commit_stores();
-  }
-}
-
-// The same of experts without an up projection, 256 columns.
-template <class Variant>
-__device__ __forceinline__ void store_gate(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
-                                           TileColumns columns, typename GemmShape<Variant>::Element* row,
-                                           int32_t rows) {
-  const bool is_row[2] = {16 * thread.warp + thread.lane / 4 < rows, 16 * thread.warp + 8 + thread.lane / 4 < rows};
-  const auto masked = [&](float sum, int half) { return is_row[half] ? sum : 0.0f; };
-  epilogue::store_wide<Variant>(sums, thread, staging, columns, row, masked);
+  const int32_t first = Roles::kWarpRows * thread.warp + thread.lane / 4;
+  const bool is_row[2] = {first < rows, first + 8 < rows};
+  const auto masked = [&](float a, float b, int half) {
+    using Precision = typename Variant::Precision;
+    // The same; but so the compiler has multiply() find addresses while it waits for a stage, and not after.
+    if constexpr (kParts == 1) return Precision::pack(is_row[half] ? a : 0.0f, is_row[half] ? b : 0.0f);
+    return is_row[half] ? Precision::pack(a, b) : 0;
+  };
+  epilogue::store_wide<Variant, kParts>(sums, thread, staging, columns, row, masked);
 }
 
 // h = activation(gate) of experts without an up projection: 256 columns.
@@ -198,7 +167,8 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
                                                      typename GemmShape<Variant>::Element* row,
                                                      const Activation& activation) {
   with_activation_kind(activation.kind, [&](auto kind) {
-    const auto transform = [&](float gate, int) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
+    const auto activate = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
+    const auto transform = [&](float a, float b, int) { return Variant::Precision::pack(activate(a), activate(b)); };
     epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
   });
 }
@@ -208,7 +178,7 @@ template <class Variant>
 __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                  std::byte* staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Element* row) {
-  const auto unchanged = [](float sum, int) { return sum; };
+  const auto unchanged = [](float a, float b, int) { return Variant::Precision::pack(a, b); };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);
 }
 

@@ -1,12 +1,11 @@
-// The backward kernel: one launch from tokens and the gradients of their outputs to all gradients of the layer. This
-// file is its table of contents; forward.cuh is the kernel that it follows.
+// The kernels of both passes: one launch from tokens to outputs, or from tokens and the gradients of their outputs to
+// all gradients of the layer. This file is their table of contents.
 //
-//   plan, stage           all warps of every block     slots sorted by expert; tokens, gradients and routing weights
-//                                                      where peers reach them; zeros for experts without rows
-//   gradient_producer     warp 0, one thread           what the products read, into shared memory
+//   sort, publish         all warps of every block     slots sorted by expert, inputs where peers reach them
+//   producer              warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
-//   gradient_math,        the other two warpgroups     five products, their results to rings, owners and the layer's
-//   then combine                                       results; sums of token gradients
+//   math, then combine    the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
+//                                                      the layer's results; sums of answers
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
 // crew wait for each other.
@@ -20,38 +19,51 @@
 #include "cuda/kernel/ends.cuh"
 #include "cuda/kernel/exchange/combine.cuh"
 #include "cuda/kernel/exchange/dispatch.cuh"
-#include "cuda/kernel/gemm/gradient_math.cuh"
-#include "cuda/kernel/gemm/gradient_producer.cuh"
+#include "cuda/kernel/gemm/math.cuh"
+#include "cuda/kernel/gemm/producer.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
 
 template <class Variant>
-__global__ void __launch_bounds__(Roles::kThreads, 1)
-    moe_backward(const __grid_constant__ BackwardParams params) {
+__device__ __forceinline__ void run_block(const typename Variant::Params& params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
   ends::prepare(cta);
-  ends::clear_unused_gradients(cta);
+  if constexpr (Cta<Variant>::kBackward) {
+    ends::clear_unused_gradients(cta);
+  } else {
+    ends::clear_unused_saved(cta);
+  }
 
   const int warp = Roles::warp();
   if (warp < Roles::kFirstMathWarp) {
     ptx::release_registers<Variant::config.registers.control>();
     if (warp == Roles::kProducerWarp) {
-      if (ptx::elect_lane()) gradient_producer::run(cta);
+      if (ptx::elect_lane()) producer::run(cta);
     } else {
       dispatch::run(cta, warp - Roles::kFirstDispatchWarp);
       if (cta.block() == 0 && warp == Roles::kFirstDispatchWarp && ptx::elect_lane()) combine::announce(cta);
     }
   } else {
     ptx::take_registers<Variant::config.registers.math>();
-    gradient_math::run(cta);
+    math::run(cta);
     combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
   cta.timeline.end();
+}
+
+// Two names, for profilers.
+template <class Variant>
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_forward(const __grid_constant__ ForwardParams params) {
+  run_block<Variant>(params);
+}
+template <class Variant>
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_backward(const __grid_constant__ BackwardParams params) {
+  run_block<Variant>(params);
 }
 
 }  // namespace jaxmoe

@@ -1,0 +1,31 @@
+// The kernels that are compiled: one for each pass and precision, each in a file of its own beside this one. Another
+// precision is another policy (kernel/gemm/precision/), two files here, and two lines below and in launch.cu.
+#pragma once
+
+#include <cstddef>
+
+#include "common/formats.h"
+#include "common/scheduler.h"
+
+namespace jaxmoe {
+
+#ifdef JAXMOE_TIMELINE
+inline constexpr bool kTimeline = true;
+#else
+inline constexpr bool kTimeline = false;
+#endif
+
+// A kernel as the host starts it.
+struct KernelVariant {
+  Pass pass;                 // by which its parameters are ForwardParams or BackwardParams
+  Element tokens;            // and all that is multiplied with them
+  const void* kernel;
+  std::size_t shared_bytes;  // of a block
+};
+
+KernelVariant forward_bf16();
+KernelVariant forward_f16();
+KernelVariant backward_bf16();
+KernelVariant backward_f16();
+
+}  // namespace jaxmoe

@@ -1,0 +1,113 @@
+// What the kernels multiply, one line a product: A, rows x depth, times B, depth x columns. What roles do with a task
+// follows from its line: the producer loads boxes of both tensors over the depth (load.cuh), the math warps multiply
+// them as they lie (multiply.cuh), and an epilogue makes the sums into what others read (epilogues/).
+#pragma once
+
+#include <type_traits>
+
+#include "common/scheduler.h"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/accumulate.cuh"
+#include "cuda/kernel/gemm/operands.cuh"
+
+namespace jaxmoe {
+
+template <Gemm kGemm_, class A_, class B_, class Depth_, class Epilogue_, class Accumulate_ = Direct>
+struct Product {
+  static constexpr Gemm kGemm = kGemm_;
+  using A = A_;
+  using B = B_;
+  using Depth = Depth_;
+  using Epilogue = Epilogue_;
+  using Accumulate = Accumulate_;
+};
+
+// Columns of the table, for ProductTable::with().
+template <class Product>
+using AllOf = Product;
+template <class Product>
+using DepthOf = typename Product::Depth;
+template <class Product>
+using EpilogueOf = typename Product::Epilogue;
+// All that the tensor cores have to know.
+template <ptx::Major kA_, ptx::Major kB_, class Accumulate_>
+struct Factors {
+  static constexpr ptx::Major kA = kA_, kB = kB_;
+  using Accumulate = Accumulate_;
+};
+template <class Product>
+using FactorsOf = Factors<Product::A::kMajor, Product::B::kMajor, typename Product::Accumulate>;
+
+// Lines in the order of Gemm.
+template <class First, class... Rest>
+struct ProductTable {
+  static constexpr Gemm kFirst = First::kGemm;
+  template <template <class> class Column>
+  using FirstOf = Column<First>;
+
+  // Returns body(value) of what a column has for the product of a task, a type. Neighbouring lines that have the same
+  // share one call, so there is one copy of its code.
+  template <template <class> class Column, class Body>
+  static __device__ __forceinline__ auto with(Gemm gemm, const Body& body) {
+    using Value = Column<First>;
+    if constexpr ((std::is_same_v<Value, Column<Rest>> && ...)) {
+      return body(Value{});
+    } else {
+      using Others = ProductTable<Rest...>;
+      static_assert(First::kGemm < Others::kFirst);
+      if constexpr (!std::is_same_v<Value, typename Others::template FirstOf<Column>>) {
+        if (gemm <= First::kGemm) return body(Value{});
+      }
+      return Others::template with<Column>(gemm, body);
+    }
+  }
+};
+
+namespace epilogue {
+struct H;                // activation: h, to its ring; gate and up, where a backward pass wants them
+struct Answers;          // to the ranks that own the tokens
+struct Projections;      // gate and up, to their ring
+struct HGradients;       // with gate and up: their gradients and h, to the rings
+struct TokenGradients;   // to the ranks that own the tokens, with the gradients of routing weights
+struct WeightGradients;  // added up over segments, to the layer's results; with them those of biases
+}  // namespace epilogue
+
+// clang-format off
+using GateUpWeights = OfExpert<&LaunchParams::w_gate_map, &LaunchParams::w_up_map>;
+using DownWeights = OfExpert<&LaunchParams::w_down_map>;
+
+namespace forward_pass {
+using namespace epilogue;
+using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
+using Hs = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
+using Products = ProductTable<
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         H>,
+    Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,     Intermediate,   Answers>>;
+}  // namespace forward_pass
+
+namespace backward_pass {
+using namespace epilogue;
+using Tokens = RingRows<&BackwardParams::rows, 0>;
+using OutputGradients = RingRows<&BackwardParams::rows, 1>;
+using GateGradients = RingRows<&BackwardParams::projections, 0>;
+using UpGradients = RingRows<&BackwardParams::projections, 1>;
+using BothGradients = RingRows<&BackwardParams::projections, kPlaneOfPart>;  // of gate, of up
+using WeightedHs = RingRows<&BackwardParams::h>;
+using Products = ProductTable<
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         Projections>,
+    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,     Hidden,         HGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,   EachProjection, TokenGradients>,
+    Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,   SegmentRows,    WeightGradients>,
+    Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,     SegmentRows,    WeightGradients>,
+    Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>, SegmentRows,    WeightGradients>>;
+}  // namespace backward_pass
+// clang-format on
+
+// Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
+template <class Variant>
+using ProductsOf =
+    std::conditional_t<Variant::kPass == Pass::kForward, forward_pass::Products, backward_pass::Products>;
+
+}  // namespace jaxmoe

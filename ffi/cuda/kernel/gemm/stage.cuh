@@ -1,0 +1,54 @@
+// What a stage of the pipeline holds: as much of both factors of a product as one step multiplies, as the copy engine
+// lays it down and the tensor cores read it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/tiling.h"
+#include "cuda/device/ptx/wgmma.cuh"
+
+namespace jaxmoe {
+
+inline constexpr int32_t kBoxWidth = 64;  // rows of A, columns of B
+inline constexpr int32_t kFewRows = 16;   // of a box of A for a tile that is not full, in a forward pass
+
+// `kWidth` rows of A, or columns of B, in boxes of 64. A box is 64 lines of 128 bytes, the period of the swizzle. Where
+// the factor lies along the depth (ptx::Major), a line is one row or column; along the width, all 64 at one depth.
+template <class Element_, int kWidth>
+struct OperandTile {
+  using Element = Element_;
+  static constexpr int kLineBytes = 128;
+  static constexpr int kLine = kLineBytes / sizeof(Element);  // elements
+  static constexpr int kBoxes = kWidth / kBoxWidth;
+  static constexpr uint32_t kBoxBytes = kBoxWidth * kLineBytes;
+  static constexpr int kSliceDepth = 32 / sizeof(Element);  // of one wgmma
+  static_assert(kLine == Tiling::kDepth && kWidth % kBoxWidth == 0);
+
+  // Between one slice and the next.
+  template <ptx::Major kMajor>
+  static constexpr uint32_t kSliceBytes = kSliceDepth * (kMajor == ptx::Major::kDepth ? sizeof(Element) : kLineBytes);
+
+  // Where the tensor cores find it, from the box on that begins with a row or column.
+  template <ptx::Major kMajor>
+  __device__ __forceinline__ uint64_t descriptor(int first) const {
+    static_assert(kMajor == ptx::Major::kDepth || kLine == kBoxWidth);
+    return kMajor == ptx::Major::kDepth ? ptx::depth_major_descriptor(lines[first])
+                                        : ptx::width_major_descriptor(lines[first], kBoxBytes);
+  }
+
+  __device__ __forceinline__ Element* box(int box) { return lines[kBoxWidth * box]; }
+
+  Element lines[kWidth][kLine];  // box by box
+};
+
+template <class A_, class B_>
+struct Stage {
+  using A = A_;
+  using B = B_;
+  static_assert(A::kBoxBytes % 1024 == 0 && B::kBoxBytes % 1024 == 0, "a box begins a period of the swizzle's pattern");
+
+  A a;
+  B b;
+};
+
+}  // namespace jaxmoe
