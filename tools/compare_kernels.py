@@ -55,7 +55,8 @@ def disassemble(tree: Path, timeline: bool) -> str:
             subprocess.Popen([built.nvcc, *flags, "-cubin", source, "-o", cubin])
             for source, cubin in zip(sources, cubins, strict=True)
         ]
-        if any([compiler.wait() for compiler in compiling]):
+        statuses = [compiler.wait() for compiler in compiling]
+        if any(statuses):
             raise SystemExit("compare_kernels: nvcc failed; what it said is above.")
         told = (subprocess.run([disassembler, "-sass", each], capture_output=True, text=True) for each in cubins)
         return "".join(each.stdout for each in told)
