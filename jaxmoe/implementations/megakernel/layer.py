@@ -119,7 +119,11 @@ def _present(experts: Experts) -> list[str]:
 
 
 def _operands(group: ExpertGroup, inputs: Inputs) -> dict[str, jax.Array]:
-    """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`."""
+    """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`.
+
+    What experts do not have is left out. Arrays without elements in its place made XLA crash in a `lax.scan` (jax
+    0.11.2), and emit a kernel that the assembler refused, with experts over two GPUs (jax 0.12).
+    """
     x, experts = inputs.x, inputs.experts.astype(inputs.x.dtype)
     return {
         "place": _place(group),
