@@ -8,11 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.plan import KernelPlan, Plan, default_plan
+from jaxmoe.quantization import dequantize, quantize
 from jaxmoe.routing import (
     MoEAux,
     MoEStats,
@@ -33,6 +35,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "BlockScaled",
     "Experts",
     "Explanation",
     "KernelPlan",
@@ -44,11 +47,13 @@ __all__ = [
     "Routing",
     "SwiGLU",
     "default_plan",
+    "dequantize",
     "explain",
     "failures",
     "load_balancing_loss",
     "load_stats",
     "moe_layer",
+    "quantize",
     "raise_if_failed",
     "route",
     "router_aux",

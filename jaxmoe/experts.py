@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.pytrees import pytree
 
 
@@ -25,6 +26,8 @@ class Experts:
       b_gate: `[experts, intermediate]` or `None`.
       b_up: `[experts, intermediate]` or `None`.
       b_down: `[experts, hidden]` or `None`; it is part of the expert, so the routing weight multiplies it too.
+
+    Matrices may also be `jaxmoe.BlockScaled`, in 8 bits (`jaxmoe.quantize`); `moe_layer` does not take those yet.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=16, intermediate=32)
@@ -55,7 +58,17 @@ class Experts:
         return self.w_gate.shape[2]
 
     def astype(self, dtype: DTypeLike) -> "Experts":
-        """Returns the experts with every array cast to `dtype`."""
+        """Returns the experts with every array cast to `dtype`.
+
+        Raises:
+          TypeError: a matrix is `BlockScaled`: its values mean nothing without their scales.
+        """
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), BlockScaled):
+                raise TypeError(
+                    f"Experts.astype: {field.name} is BlockScaled. Pass jaxmoe.dequantize(experts, dtype) for wide "
+                    "matrices."
+                )
         return jax.tree.map(lambda array: array.astype(dtype), self)
 
     @classmethod
@@ -128,6 +141,11 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         if arrays[name] is None:
             raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
     for name, array in arrays.items():
+        if isinstance(array, BlockScaled):
+            raise TypeError(
+                f"moe_layer: experts.{name} is BlockScaled; no implementation multiplies 8 bits yet. Pass "
+                "jaxmoe.dequantize(experts, x.dtype)."
+            )
         if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(f"moe_layer: experts.{name} is a {type(array).__name__}; it must be an array.")
     if len(experts.w_gate.shape) != 3:

@@ -1,0 +1,96 @@
+"""Matrices in 8 bits with a scale for each block of them, in the fields of `Experts`.
+
+`quantization.py` makes them and makes wide matrices of them. `moe_layer` refuses them for now and says so
+(`experts.check`): no implementation multiplies 8 bits yet.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from jaxmoe.formats import Format
+from jaxmoe.pytrees import pytree
+
+# Rows and columns of the blocks of DeepSeek-V3's checkpoints, and of those made after them.
+BLOCK = 128
+VALUES, SCALES = jnp.float8_e4m3fn, (jnp.float32, jnp.float8_e8m0fnu)
+
+
+@pytree
+class BlockScaled:
+    """A matrix for each expert in 8 bits: each element is a value times the scale of its block.
+
+    Args:
+      values: `float8_e4m3fn [experts, out, in]`. That is how checkpoints lie, and the transpose of the matrices that
+        `Experts` has in wide types: tensor cores take 8-bit factors along their last dimension only.
+      scales: float32, or powers of two as `float8_e8m0fnu`: `[experts, ceil(out / 128), ceil(in / 128)]` for blocks of
+        128 x 128, `[experts, out, 1]` for one scale per output channel, `[experts, 1, 1]` for one per expert.
+
+    `shape` is that of the wide matrices, so that `Experts` with these arrays has the same sizes.
+
+    >>> import jax.numpy as jnp
+    >>> w = BlockScaled(jnp.zeros((4, 256, 384), jnp.float8_e4m3fn), jnp.ones((4, 2, 3)))
+    >>> w.shape, w.block
+    ((4, 384, 256), (128, 128))
+    """
+
+    values: Float[Array, "experts out in"]
+    scales: Shaped[Array, "experts out_blocks in_blocks"]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`[experts, in, out]`, as `Experts` has it."""
+        experts, out, inner = self.values.shape
+        return experts, inner, out
+
+    @property
+    def dtype(self) -> Any:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale.
+
+        Raises:
+          TypeError: values or scales of another type than the class says.
+          ValueError: shapes that make no blocks.
+        """
+        values, scales = self.values, self.scales
+        if values.dtype != VALUES or scales.dtype not in SCALES:
+            raise TypeError(
+                f"BlockScaled: values are {values.dtype} and scales {scales.dtype}; they must be float8_e4m3fn, and "
+                "float32 or float8_e8m0fnu. Bytes of either are read as such by array.view(dtype)."
+            )
+        if len(values.shape) == len(scales.shape) == 3 and values.shape[0] == scales.shape[0]:
+            experts, out, inner = values.shape
+            for block in ((BLOCK, BLOCK), (1, inner), (out, inner)):
+                if scales.shape == (experts, -(-out // max(block[0], 1)), -(-inner // max(block[1], 1))):
+                    return block
+        raise ValueError(
+            f"BlockScaled: values {tuple(values.shape)} and scales {tuple(scales.shape)} make no blocks. Values are "
+            "[experts, out, in]; scales [experts, ceil(out / 128), ceil(in / 128)], [experts, out, 1] or "
+            "[experts, 1, 1]. Values that lie as [experts, in, out] have to be transposed: "
+            "values.swapaxes(1, 2)."
+        )
+
+    @property
+    def format(self) -> Format:
+        """The same in the terms of layouts: what an array of such weights takes."""
+        rows, columns = self.block
+        return Format(self.values.dtype, rows, columns, self.scales.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.size + self.scales.size * self.scales.dtype.itemsize
+
+    def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
+        """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""
+        rows, columns = self.block
+        _, out, inner = self.values.shape
+        scales = self.scales.astype(jnp.float32)
+        of_each = jnp.repeat(jnp.repeat(scales, rows, axis=1)[:, :out], columns, axis=2)[:, :, :inner]
+        return (self.values.astype(jnp.float32) * of_each).astype(dtype).swapaxes(1, 2)

@@ -1,0 +1,188 @@
+"""Experts in 8 bits: what `quantize` makes of wide ones, and what `BlockScaled` says of itself."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import BlockScaled, dequantize, quantize
+from jaxmoe.formats import Format
+from tests.layer_suite import mesh_of
+
+BLOCKS = ("128x128", "channel", "expert")
+SCALES = (jnp.float32, jnp.float8_e8m0fnu)
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+def experts_of(seed: int, num_experts: int, hidden: int, intermediate: int, **options: Any) -> jaxmoe.Experts:
+    return jaxmoe.Experts.init(jax.random.key(seed), num_experts, hidden, intermediate, **options)
+
+
+@functools.cache
+def jitted(block: str, scale_dtype: Any) -> Any:
+    return jax.jit(functools.partial(quantize, block=block, scale_dtype=scale_dtype))
+
+
+def blocks_of(matrix: np.ndarray, block: str) -> list[tuple[slice, slice]]:
+    """The blocks of a matrix `[out, in]`."""
+    out, inner = matrix.shape
+    rows, columns = {"128x128": (128, 128), "channel": (1, inner), "expert": (out, inner)}[block]
+    return [
+        (slice(row, row + rows), slice(column, column + columns))
+        for row in range(0, out, rows)
+        for column in range(0, inner, columns)
+    ]
+
+
+def scaled_in(experts: jaxmoe.Experts, name: str = "w_gate") -> BlockScaled:
+    found = getattr(experts, name)
+    assert isinstance(found, BlockScaled)
+    return found
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 136), (130, 7)])
+def test_every_block_has_the_scale_of_its_largest_weight_and_values_to_the_nearest(
+    hidden, intermediate, block, scale_dtype
+):
+    experts = experts_of(1, 2, hidden, intermediate)
+    found = jitted(block, scale_dtype)(experts)
+    for name in ("w_gate", "w_up", "w_down"):
+        scaled = scaled_in(found, name)
+        assert scaled.shape == getattr(experts, name).shape
+        for wide, values, scales in zip(getattr(experts, name), scaled.values, scaled.scales, strict=True):
+            matrix, numbers = np.asarray(wide, np.float64).T, np.asarray(scales, np.float64)
+            places = blocks_of(matrix, block)
+            wanted = np.array([np.abs(matrix[where]).max() / LARGEST for where in places]).reshape(numbers.shape)
+            if scale_dtype != jnp.float32:
+                wanted = 2.0 ** np.ceil(np.log2(wanted))
+            np.testing.assert_allclose(numbers, wanted, rtol=1e-6)
+            nearest = np.empty_like(matrix)
+            for scale, where in zip(numbers.reshape(-1), places, strict=True):
+                nearest[where] = (matrix[where] / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+            error = np.abs(np.asarray(values, np.float64) - nearest)
+            # Division in float32 may fall on the other side of the middle between two values.
+            assert (error <= 2**-3 * np.abs(nearest)).all()
+            assert (error > 0).mean() < 1e-3
+
+
+@given(st.integers(-90, 90), st.sampled_from(BLOCKS), st.sampled_from(SCALES))
+def test_what_8_bits_can_hold_comes_back_as_it_was(exponent, block, scale_dtype):
+    codes = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.concatenate([codes[:-1], -codes[:-1], [LARGEST, 0]])  # the last code is NaN
+    matrix = np.resize(codes, (1, 256, 256)) * np.float32(2.0**exponent)
+    experts = jaxmoe.Experts(jnp.asarray(matrix), None, jnp.asarray(matrix))
+    again = dequantize(jitted(block, scale_dtype)(experts), jnp.float32)
+    # XLA divides by a constant with its reciprocal, so that a float32 scale may be off by its last bit.
+    tolerance = 0 if scale_dtype == jnp.float8_e8m0fnu else 2.0**-22
+    np.testing.assert_allclose(again.w_gate, matrix, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+def test_blocks_of_zeros_tiny_weights_and_weights_that_are_no_numbers_are_defined(scale_dtype):
+    matrix = np.ones((1, 512, 128), np.float32)
+    matrix[:, 128:256] = 0
+    matrix[:, 256:384] *= 1e-38
+    matrix[0, 400, 5], matrix[0, 3, 3] = np.inf, np.nan
+    scaled = scaled_in(
+        quantize(jaxmoe.Experts(jnp.asarray(matrix), None, jnp.asarray(matrix)), scale_dtype=scale_dtype)
+    )
+    found = np.asarray(scaled.wide(jnp.float32))[0]
+    assert np.isnan(found[:128]).all()
+    assert (found[128:256] == 0).all()
+    assert (np.abs(found[256:384]) <= 2.0**-100).all()
+    assert np.isnan(found[384:]).all()
+    assert np.isfinite(np.asarray(scaled.scales, np.float32)[0, 0, 1:3]).all()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_experts_that_are_split_stay_where_they_are(kind):
+    mesh = mesh_of("expert", kind=kind)
+    split = NamedSharding(mesh, P("expert"))
+    experts = jax.device_put(experts_of(2, 8, 256, 384), split)
+    with jax.set_mesh(mesh):
+        program = jax.jit(quantize).lower(experts).compile()
+        found = program(experts)
+    text = program.as_text() or ""
+    assert "8,384,256" not in text
+    assert not [line for line in text.splitlines() if "all-gather" in line or "all-reduce" in line]
+    with jax.set_mesh(mesh):
+        wide = jax.jit(dequantize)(found)
+    for leaf in jax.tree.leaves((found, wide)):
+        assert leaf.sharding.is_equivalent_to(split, 3)
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
+    alone = quantize(jax.device_put(experts, jax.devices()[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, alone)
+
+
+def test_what_is_quantised_is_a_pytree_with_the_sizes_of_wide_experts_and_its_biases():
+    experts = experts_of(3, 4, 128, 256, biases=True)
+    found = jax.jit(quantize)(experts)
+    assert (found.num_experts, found.hidden, found.intermediate) == (4, 128, 256)
+    np.testing.assert_array_equal(found.b_gate, experts.b_gate)
+    shapes = jax.eval_shape(quantize, experts)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), found
+    )
+    assert len(jax.tree.leaves(found)) == 9  # values and scales of three matrices, three biases
+    assert quantize(experts_of(3, 4, 128, 256, gated=False)).w_up is None
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_its_format_counts_its_bytes(block):
+    scaled = scaled_in(jitted(block, jnp.float32)(experts_of(4, 3, 300, 200)))
+    _, inner, out = scaled.shape
+    assert isinstance(scaled.format, Format)
+    assert scaled.nbytes == 3 * scaled.format.bytes(out, inner)
+    assert scaled.nbytes == scaled.values.nbytes + scaled.scales.nbytes
+
+
+VALUES = jnp.zeros((2, 256, 384), jnp.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "error", "told"),
+    [
+        (VALUES, jnp.ones((2, 3, 2)), ValueError, r"values \(2, 256, 384\) and scales \(2, 3, 2\) make no blocks"),
+        (VALUES, jnp.ones((2, 3, 2)), ValueError, r"have to be transposed: values.swapaxes\(1, 2\)"),
+        (VALUES, jnp.ones((1, 2, 3)), ValueError, "make no blocks"),
+        (VALUES, jnp.ones((2, 2)), ValueError, "make no blocks"),
+        (VALUES.astype(jnp.int8), jnp.ones((2, 2, 3)), TypeError, "values are int8"),
+        (VALUES, jnp.ones((2, 2, 3), jnp.bfloat16), TypeError, "scales bfloat16; they must be float8_e4m3fn"),
+    ],
+)
+def test_what_makes_no_blocks_is_an_error_that_says_what_does(values, scales, error, told):
+    with pytest.raises(error, match=told):
+        BlockScaled(values, scales).wide(jnp.float32)
+
+
+def test_errors_of_quantising_name_the_argument_and_what_to_do():
+    experts = experts_of(5, 2, 128, 128)
+    with pytest.raises(ValueError, match="block='row' must be one of '128x128', 'channel', 'expert'"):
+        quantize(experts, "row")
+    with pytest.raises(TypeError, match=r"scale_dtype=.*float16.* must be float32 or float8_e8m0fnu"):
+        quantize(experts, scale_dtype=jnp.float16)
+    with pytest.raises(TypeError, match=r"experts.w_gate is BlockScaled already"):
+        quantize(quantize(experts))
+    with pytest.raises(TypeError, match=r"w_gate is BlockScaled. Pass jaxmoe.dequantize\(experts, dtype\)"):
+        quantize(experts).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel", None])
+def test_the_layer_refuses_8_bits_and_says_what_to_pass(implementation):
+    experts = experts_of(6, 2, 128, 128)
+    x, ids, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
+    with pytest.raises(TypeError, match=r"experts.w_gate is BlockScaled; .* Pass jaxmoe.dequantize\(experts, x.dtype"):
+        jaxmoe.moe_layer(x, ids, weights, quantize(experts), axis_name=None, implementation=implementation)
+    y = jaxmoe.moe_layer(x, ids, weights, dequantize(quantize(experts), x.dtype), axis_name=None)
+    assert np.isfinite(np.asarray(y)).all()
