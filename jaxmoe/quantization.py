@@ -1,7 +1,7 @@
 """Experts in 8 bits: `quantize` makes `BlockScaled` matrices of wide ones, `dequantize` wide ones of them."""
 
 import dataclasses
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled
 from jaxmoe.experts import Experts
 
 # What has one scale: a block of 128 x 128, all weights that make one output, a matrix.
-Block = Literal["128x128", "channel", "expert"]
+BLOCKS = ("128x128", "channel", "expert")
 MATRICES = ("w_gate", "w_up", "w_down")
 # Weights whose largest has less than this are scaled as if it had this: their scale would not be a normal number.
 SMALLEST = 2.0**-100
@@ -41,8 +41,8 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
     >>> quantize(experts).w_down.scales.shape
     (4, 2, 3)
     """
-    if block not in get_args(Block):
-        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, get_args(Block)))}.")
+    if block not in BLOCKS:
+        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, BLOCKS))}.")
     if jnp.dtype(scale_dtype) not in SCALES:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
@@ -50,7 +50,7 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
         matrix = getattr(experts, name)
         if isinstance(matrix, BlockScaled):
             raise TypeError(f"quantize: experts.{name} is BlockScaled already. Pass dequantize(experts, ...) instead.")
-        return None if matrix is None else _quantized(matrix, cast(Block, block), scale_dtype)
+        return None if matrix is None else _quantized(matrix, block, scale_dtype)
 
     return dataclasses.replace(experts, **{name: quantized(name) for name in MATRICES})
 
@@ -78,7 +78,7 @@ def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
     return jax.tree.map(wide, experts, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
 
 
-def _quantized(matrices: Float[Array, "experts in out"], block: Block, scale_dtype: DTypeLike) -> BlockScaled:
+def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype: DTypeLike) -> BlockScaled:
     experts, inner, out = matrices.shape
     rows, columns = {"128x128": (BLOCK, BLOCK), "channel": (1, inner), "expert": (out, inner)}[block]
     values = matrices.swapaxes(1, 2).astype(jnp.float32)

@@ -252,6 +252,7 @@ def test_compiled_code_refuses_arrays_that_make_no_layer(monkeypatch, wrong):
 
     monkeypatch.setattr(megakernel, "_operands", operands)
     arguments = make_inputs(11, **{**SIZES, "tokens": 88})
+    # A plan of its own: what was traced for one is kept.
     run = layer("one rank", implementation="megakernel", plan=KernelPlan(1, 1, 2 + list(WRONG_ARRAYS).index(wrong)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=told):
         jax.block_until_ready(jax.jit(run)(arguments))

@@ -10,7 +10,7 @@ from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.schedule import most_row_tiles
+from jaxmoe.implementations.megakernel.schedule import most_row_tiles, not_compiled
 from jaxmoe.native import FORWARD
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
@@ -84,9 +84,7 @@ def _check_platform(platform: str, ranks: int) -> None:
     try:
         registered = native.targets(platform)
     except ModuleNotFoundError as error:
-        raise NotImplementedError(
-            f"moe_layer: implementation='megakernel' is compiled code. {error} Or pass implementation='xla'."
-        ) from error
+        raise not_compiled(error) from error
     if platform == "gpu" and not (status := native.cuda_status()).available:
         raise NotImplementedError(
             f"moe_layer: implementation='megakernel' cannot run on this GPU. {status.reason} "

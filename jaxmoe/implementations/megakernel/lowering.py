@@ -8,7 +8,7 @@ each can look the memory of a group of GPUs up without asking the others (ffi/me
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ def call(
       results: types of the results, `jax.typeof` of arrays like them.
       operands: arrays that vary over the same mesh axes.
       groups: devices of every group as XLA numbers those of a program, in the order of ranks.
-      attributes: further attributes of the call, numbers and arrays of int32.
+      attributes: further attributes of the call, numbers and arrays of one dimension.
 
     Returns:
       The results. `devices` has the shape of `groups` and names the same devices as all processes do
@@ -64,17 +64,20 @@ def call(
         target=target,
         results=results,
         groups=tuple(groups.reshape(-1).tolist()),
-        attributes=tuple((name, _hashable(value)) for name, value in sorted(attributes.items())),
+        attributes=tuple((name, _Numbers.of(value)) for name, value in sorted(attributes.items())),
     )
 
 
-def _hashable(value: Any) -> Any:
-    """A parameter of an equation has to be: of arrays, their numbers."""
-    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+class _Numbers(NamedTuple):
+    """An array as a parameter of an equation, which has to be hashable."""
 
+    values: tuple[int, ...]
+    dtype: str
 
-def _attribute(value: Any) -> Any:
-    return np.array(value, np.int32) if isinstance(value, tuple) else value
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The array as numbers; anything else as it is."""
+        return cls(tuple(value.tolist()), value.dtype.name) if isinstance(value, np.ndarray) else value
 
 
 def _lower(
@@ -88,7 +91,10 @@ def _lower(
     del results
     devices = _devices(context.module_context)
     ids = NOT_KNOWN if devices is None else np.array([devices[number].id for number in groups])
-    named = {name: _attribute(value) for name, value in attributes}
+    named = {
+        name: np.array(value.values, value.dtype) if isinstance(value, _Numbers) else value
+        for name, value in attributes
+    }
     return jax.ffi.ffi_lowering(target)(context, *operands, **named, groups=np.array(groups), devices=ids)
 
 

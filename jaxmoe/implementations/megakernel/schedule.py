@@ -26,9 +26,14 @@ def _tile_sizes(platform: str, gated: bool) -> Any:
     try:
         return native.schedule().granularity(platform, gated).tile
     except ModuleNotFoundError as error:
-        raise NotImplementedError(
-            f"moe_layer: implementation='megakernel' is compiled code. {error} Or pass implementation='xla'."
-        ) from error
+        raise not_compiled(error) from error
+
+
+def not_compiled(error: ModuleNotFoundError) -> NotImplementedError:
+    """Returns what a call is told where there is no compiled code."""
+    return NotImplementedError(
+        f"moe_layer: implementation='megakernel' is compiled code. {error} Or pass implementation='xla'."
+    )
 
 
 def native_shape(shape: Shape) -> Any:
