@@ -95,9 +95,7 @@ std::string tiles_error(const LaunchParams& p) {
   }
   // A lane of a warp for each row of a chunk, and for each slot of a token.
   constexpr int32_t kLanes = 32;
-  constexpr int32_t kDispatchers = granularity_of_gpu(true).dispatchers_per_worker;
-  static_assert(kDispatchers == Tiling::kBlocks * Roles::kDispatchWarps);
-  const int32_t dispatchers = p.schedule.workers * kDispatchers;
+  const int32_t dispatchers = p.schedule.workers * granularity_of_gpu(p.gated).dispatchers_per_worker;
   if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
     return "jaxmoe: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
            std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +

@@ -190,16 +190,14 @@ ffi::Error on_device(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
   return body(*device, call);
 }
 
-// With the workers that a call names, at least one.
-LaunchSizes named_sizes(const LayerCall& call, const LayerAttributes& attributes) {
-  LaunchSizes sizes{shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
-  sizes.schedule.workers = std::max(sizes.schedule.workers, 1);
-  return sizes;
+// With the workers that a call names, which may be none.
+LaunchSizes sizes_of(const LayerCall& call, const LayerAttributes& attributes) {
+  return {shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
 }
 
 // With the workers of `device`, which is current.
-ffi::ErrorOr<LaunchSizes> sizes_of(int device, const LayerCall& call, const LayerAttributes& attributes) {
-  LaunchSizes sizes{shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
+ffi::ErrorOr<LaunchSizes> sizes_on(int device, const LayerCall& call, const LayerAttributes& attributes) {
+  LaunchSizes sizes = sizes_of(call, attributes);
   Schedule& schedule = sizes.schedule;
   const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
   ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats.tokens.element);
@@ -242,7 +240,7 @@ ffi::ErrorOr<Link> link_of(const ffi::Context& context, cudaStream_t stream, con
 // All that may fail on one device alone, which is current.
 ffi::Error make_ready(Instruction* instruction, int device, const ffi::Context& context, cudaStream_t stream,
                       const LayerCall& call, const LayerAttributes& attributes) {
-  ffi::ErrorOr<LaunchSizes> sizes = sizes_of(device, call, attributes);
+  ffi::ErrorOr<LaunchSizes> sizes = sizes_on(device, call, attributes);
   if (sizes.has_error()) return sizes.error();
   ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
   if (link.has_error()) return link.error();
@@ -264,7 +262,7 @@ ffi::Error initialize_on(int device, Instruction* instruction, const ffi::Contex
   const std::shared_ptr<Run> run = instruction->runs.enter(run_id, device, [&] {
     // No size of an arena depends on the number of workers.
     return Run::Start{.refusal = process_failure(),
-                      .waits = devices > 1 && !instruction->is_ready(devices, named_sizes(call, attributes))};
+                      .waits = devices > 1 && !instruction->is_ready(devices, sizes_of(call, attributes))};
   });
   if (run->is_refused()) return ffi::Error::Success();
   ffi::Error error = make_ready(instruction, device, context, stream, call, attributes);
@@ -291,7 +289,7 @@ ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cuda
   if (const std::shared_ptr<Run> run = instruction->runs.find(run_id, device); run != nullptr) {
     if (ffi::Error error = run->error(); error.failure()) return error;
   }
-  ffi::ErrorOr<LaunchSizes> sizes = sizes_of(device, call, attributes);
+  ffi::ErrorOr<LaunchSizes> sizes = sizes_on(device, call, attributes);
   if (sizes.has_error()) return sizes.error();
   Arena* arena = instruction->arena_of(device);
   if (arena == nullptr) return ffi::Error::Internal("jaxmoe: execute without an initialize for its group.");

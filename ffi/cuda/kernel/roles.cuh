@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/tiling.h"
+#include "common/tiling.h"
 #include "common/timeline.h"
 
 namespace jaxmoe {
@@ -15,7 +16,7 @@ struct Roles {
 
   static constexpr int kProducerWarp = 0;  // one thread of it
   static constexpr int kFirstDispatchWarp = 1;
-  static constexpr int kDispatchWarps = 3;
+  static constexpr int kDispatchWarps = Tiling::kDispatchers;
   static constexpr int kFirstMathWarp = 4;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = kMathWarpgroups * kWarpgroupWarps;
