@@ -64,6 +64,13 @@ inline std::string names_error(const LayerCall& call) {
   expect(Name::kY, !backward);
   expect(Name::kDX, backward);
   expect(Name::kDTopkWeights, backward);
+  constexpr std::pair<Name, Name> kScales[] = {
+      {Name::kWGate, Name::kWGateScales}, {Name::kWUp, Name::kWUpScales}, {Name::kWDown, Name::kWDownScales}};
+  for (const auto& [matrix, scales] : kScales) expect(scales, has_eight_bit_weights(call) && call.has(matrix));
+  // Neither do kernels differentiate weights in 8 bits, nor is gate and up of them kept.
+  if (has_eight_bit_weights(call)) {
+    for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);
+  }
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
                                                   {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown}};
@@ -77,15 +84,16 @@ inline std::string names_error(const LayerCall& call) {
 inline std::string dimensions_error(const LayerCall& call, const LayerAttributes& a) {
   using Name = ArrayName;
   const auto rank = [&](Name name) { return call[name]->dimensions().size(); };
+  const bool eight_bit = has_eight_bit_weights(call);
   if (call[Name::kPlace]->element_count() != 2 || rank(Name::kX) != 2 || rank(Name::kTopkIds) != 2 ||
-      rank(Name::kWGate) != 3) {
+      rank(Name::kWGate) != 3 || (eight_bit && rank(Name::kWGateScales) != 3)) {
     return "jaxmoe: place must be [2], x [tokens, hidden], topk_ids [tokens, top_k], w_gate [experts, hidden, "
-           "intermediate].";
+           "intermediate], or in 8 bits [experts, intermediate, hidden] with scales [experts, blocks, blocks].";
   }
   const Schedule schedule = schedule_of(a);
   const int64_t tokens = call.extent(Name::kX, 0), hidden = call.extent(Name::kX, 1);
   const int64_t top_k = call.extent(Name::kTopkIds, 1);
-  const int64_t experts = a.num_experts / a.ranks, intermediate = call.extent(Name::kWGate, 2);
+  const int64_t experts = a.num_experts / a.ranks, intermediate = intermediate_of(call);
   const int64_t projections = call.has(Name::kWUp) ? 2 : 1;
   const int64_t matrix = experts * hidden * intermediate;
   const int64_t saved = int64_t{schedule.saved_tiles} * schedule.tile.rows * projections * intermediate;
@@ -101,6 +109,15 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   expect({Name::kBGate, Name::kBUp, Name::kDBGate, Name::kDBUp}, experts * intermediate);
   expect({Name::kBDown, Name::kDBDown}, experts * hidden);
   expect({Name::kGateUp}, saved);
+  if (eight_bit) {
+    const Format weights = weight_format_of(call);
+    const auto blocks = [](int64_t extent, int32_t of) { return ceil_div(extent, int64_t{of}); };
+    expect({Name::kWGateScales, Name::kWUpScales},
+           experts * blocks(intermediate, weights.scale_rows) * blocks(hidden, weights.scale_columns));
+    expect({Name::kWDownScales},
+           experts * blocks(hidden, weights.scale_rows) * blocks(intermediate, weights.scale_columns));
+    fit = fit && hidden % kScaleColumns == 0 && intermediate % kScaleColumns == 0;
+  }
   if (!fit) {
     return "jaxmoe: shapes do not go together: x [" + std::to_string(tokens) + ", " + std::to_string(hidden) +
            "], top_k " + std::to_string(top_k) + ", " + std::to_string(experts) + " local experts, intermediate " +
@@ -116,7 +133,7 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
 inline std::string types_error(const LayerCall& call) {
   using Name = ArrayName;
   const auto element = element_of(call.type(Name::kX));
-  if (!element) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
+  if (!element || *element == Element::kE4M3) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
   bool agree = true;
   const auto expect = [&](std::initializer_list<Name> names, auto is_right) {
     for (Name name : names) {
@@ -124,10 +141,12 @@ inline std::string types_error(const LayerCall& call) {
     }
   };
   const Formats formats = Formats::of(*element);
+  const bool eight_bit = has_eight_bit_weights(call);
+  const auto is_weight = [&](auto type) { return type == (eight_bit ? Element::kE4M3 : *element); };
   const auto is_of_x = [&](auto type) { return type == element; };
-  expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp,
-          Name::kY, Name::kDX},
-         is_of_x);
+  expect({Name::kWGate, Name::kWUp, Name::kWDown}, is_weight);
+  expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales}, [](auto type) { return type == Element::kF32; });
+  expect({Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp, Name::kY, Name::kDX}, is_of_x);
   expect({Name::kTopkWeights, Name::kDTopkWeights}, [&](auto type) { return type == formats.sums.element; });
   if (call.backward()) {
     const auto gradients = element_of(call.type(Name::kDWGate));
@@ -138,7 +157,8 @@ inline std::string types_error(const LayerCall& call) {
   if (!agree || call.type(Name::kTopkIds) != xla::ffi::S32) {
     return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
-           "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name + ".";
+           "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
+           "; weights with scales float8_e4m3fn, and the scales float32.";
   }
   return "";
 }

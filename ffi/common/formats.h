@@ -9,7 +9,7 @@
 
 namespace jaxmoe {
 
-enum class Element : int32_t { kF64 = 0, kF32, kBf16, kF16, kCount };
+enum class Element : int32_t { kF64 = 0, kF32, kBf16, kF16, kE4M3, kCount };
 inline constexpr int32_t kNumElements = static_cast<int32_t>(Element::kCount);
 
 struct ElementInfo {
@@ -17,7 +17,7 @@ struct ElementInfo {
   int32_t bits;
 };
 inline constexpr ElementInfo kElements[kNumElements] = {
-    {"float64", 64}, {"float32", 32}, {"bfloat16", 16}, {"float16", 16}};
+    {"float64", 64}, {"float32", 32}, {"bfloat16", 16}, {"float16", 16}, {"float8_e4m3fn", 8}};
 
 constexpr const ElementInfo& info_of(Element element) { return kElements[static_cast<int32_t>(element)]; }
 
@@ -29,7 +29,7 @@ struct Format {
   int32_t scale_columns = 0;
   Element scale = Element::kF32;
 
-  constexpr bool is_scaled() const { return scale_rows > 0; }
+  JAXMOE_ANY constexpr bool is_scaled() const { return scale_rows > 0; }
   // A row's elements end at a whole byte.
   constexpr int64_t row_bytes(int64_t columns) const { return ceil_div(columns * info_of(element).bits, int64_t{8}); }
   constexpr int64_t scale_bytes(int64_t rows, int64_t columns) const {
@@ -40,6 +40,12 @@ struct Format {
     return rows * row_bytes(columns) + scale_bytes(rows, columns);
   }
 };
+
+// Blocks of a matrix that has one scale for all of its rows, or columns.
+inline constexpr int32_t kAllOfThem = INT32_MAX;
+// Columns of a row of tokens or of h that share a scale, and rows and columns of a block of weights that do.
+inline constexpr int32_t kScaleColumns = 128;
+inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 
 // Of a layer.
 struct Formats {
@@ -53,6 +59,13 @@ struct Formats {
   static constexpr Formats of(Element element) {
     const Format plain{element};
     return {plain, plain, plain, plain, {info_of(element).bits < 32 ? Element::kF32 : element}};
+  }
+  // Rows in 8 bits, weights in those that are given; the layer takes and returns `wide`.
+  static constexpr Formats eight_bit(Element wide, const Format& weights) {
+    Formats all = of(wide);
+    all.tokens = all.h = kEightBitRows;
+    all.weights = weights;
+    return all;
   }
 };
 

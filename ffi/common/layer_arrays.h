@@ -18,6 +18,11 @@ enum class ArrayName : int32_t {
   kBGate,        // [local_experts, intermediate]
   kBUp,          // the same
   kBDown,        // [local_experts, hidden]
+  // float32 of weights in 8 bits, whose matrices then lie the other way round: [local_experts, columns, rows]. The
+  // scales have a row for each block of columns of a matrix, and a column for each block of its rows.
+  kWGateScales,
+  kWUpScales,
+  kWDownScales,
   kDy,           // [tokens, hidden], of a backward pass
   // [saved_tiles * tile rows, projections, intermediate]: gate and up, which a forward pass may write and the backward
   // pass then reads.
@@ -36,24 +41,27 @@ enum class ArrayName : int32_t {
 };
 inline constexpr int32_t kNumArrays = static_cast<int32_t>(ArrayName::kCount);
 inline constexpr const char* kArrayNames[kNumArrays] = {
-    "place",   "x",  "topk_ids", "topk_weights", "w_gate",        "w_up",    "w_down",
-    "b_gate",  "b_up", "b_down", "dy",           "gate_up",       "y",       "dx",
-    "dtopk_weights", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down"};
+    "place",         "x",            "topk_ids",     "topk_weights", "w_gate",  "w_up",  "w_down", "b_gate",
+    "b_up",          "b_down",       "w_gate_scales", "w_up_scales",  "w_down_scales", "dy", "gate_up", "y",
+    "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down"};
 
 constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
 
-// `T` is how an element is stored, `Sum` what sums are.
-template <class T, class Sum>
+// `T` is how an element is stored, `Sum` what sums are, `W` how an element of a weight matrix is stored.
+template <class T, class Sum, class W = T>
 struct LayerArrays {
   const T* x = nullptr;
   const int32_t* topk_ids = nullptr;
   const Sum* topk_weights = nullptr;
-  const T* w_gate = nullptr;
-  const T* w_up = nullptr;
-  const T* w_down = nullptr;
+  const W* w_gate = nullptr;
+  const W* w_up = nullptr;
+  const W* w_down = nullptr;
   const T* b_gate = nullptr;
   const T* b_up = nullptr;
   const T* b_down = nullptr;
+  const float* w_gate_scales = nullptr;
+  const float* w_up_scales = nullptr;
+  const float* w_down_scales = nullptr;
   const T* dy = nullptr;
   T* gate_up = nullptr;
   T* y = nullptr;

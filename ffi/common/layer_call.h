@@ -34,6 +34,7 @@ struct LayerAttributes {
   float limit;
   float alpha;
   float up_offset;
+  int32_t power_of_two_scales;  // 1: scales of tokens and of h are rounded up to powers of two
   // The fields of Schedule in their order; 0 workers and dispatchers: as many as the device has room for.
   xla::ffi::Span<const int32_t> schedule;
   float timeout_seconds;                 // at most kLongestTimeoutSeconds
@@ -61,6 +62,7 @@ inline std::optional<Element> element_of(xla::ffi::DataType type) {
     case xla::ffi::F32: return Element::kF32;
     case xla::ffi::BF16: return Element::kBf16;
     case xla::ffi::F16: return Element::kF16;
+    case xla::ffi::F8E4M3FN: return Element::kE4M3;
     default: return std::nullopt;
   }
 }
@@ -111,6 +113,13 @@ class LayerCall {
 };
 
 // Of a call that has passed its checks, as all below.
+inline bool has_eight_bit_weights(const LayerCall& call) { return call.has(ArrayName::kWGateScales); }
+
+// Width between the two GEMMs, by how the matrices lie.
+inline int64_t intermediate_of(const LayerCall& call) {
+  return call.extent(ArrayName::kWGate, has_eight_bit_weights(call) ? 1 : 2);
+}
+
 inline Shape shape_of(const LayerCall& call, const LayerAttributes& a) {
   const auto size = [&](ArrayName name, std::size_t dimension) {
     return static_cast<int32_t>(call.extent(name, dimension));
@@ -118,26 +127,42 @@ inline Shape shape_of(const LayerCall& call, const LayerAttributes& a) {
   return {.ranks = a.ranks,
           .tokens = size(ArrayName::kX, 0),
           .hidden = size(ArrayName::kX, 1),
-          .intermediate = size(ArrayName::kWGate, 2),
+          .intermediate = static_cast<int32_t>(intermediate_of(call)),
           .num_experts = a.num_experts,
           .top_k = size(ArrayName::kTopkIds, 1),
           .projections = call.has(ArrayName::kWUp) ? 2 : 1};
 }
 
-inline Formats formats_of(const LayerCall& call) { return Formats::of(*element_of(call.type(ArrayName::kX))); }
+// Of weights in 8 bits. Where a dimension is no longer than a block the blocks of several kinds are the same ones.
+inline Format weight_format_of(const LayerCall& call) {
+  const int64_t columns = call.extent(ArrayName::kWGateScales, 1), rows = call.extent(ArrayName::kWGateScales, 2);
+  const auto blocks = [](int64_t extent) { return ceil_div(extent, int64_t{kScaleColumns}); };
+  if (columns == blocks(intermediate_of(call)) && rows == blocks(call.extent(ArrayName::kX, 1))) {
+    return {Element::kE4M3, kScaleColumns, kScaleColumns};
+  }
+  return {Element::kE4M3, columns == 1 ? kAllOfThem : 1, kAllOfThem};
+}
 
-template <class T, class Sum>
-LayerArrays<T, Sum> arrays_of(const LayerCall& call) {
+inline Formats formats_of(const LayerCall& call) {
+  const Element wide = *element_of(call.type(ArrayName::kX));
+  return has_eight_bit_weights(call) ? Formats::eight_bit(wide, weight_format_of(call)) : Formats::of(wide);
+}
+
+template <class T, class Sum, class W = T>
+LayerArrays<T, Sum, W> arrays_of(const LayerCall& call) {
   const bool wide = call.backward() && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
   return {.x = call.data<const T>(ArrayName::kX),
           .topk_ids = call.data<const int32_t>(ArrayName::kTopkIds),
           .topk_weights = call.data<const Sum>(ArrayName::kTopkWeights),
-          .w_gate = call.data<const T>(ArrayName::kWGate),
-          .w_up = call.data<const T>(ArrayName::kWUp),
-          .w_down = call.data<const T>(ArrayName::kWDown),
+          .w_gate = call.data<const W>(ArrayName::kWGate),
+          .w_up = call.data<const W>(ArrayName::kWUp),
+          .w_down = call.data<const W>(ArrayName::kWDown),
           .b_gate = call.data<const T>(ArrayName::kBGate),
           .b_up = call.data<const T>(ArrayName::kBUp),
           .b_down = call.data<const T>(ArrayName::kBDown),
+          .w_gate_scales = call.data<const float>(ArrayName::kWGateScales),
+          .w_up_scales = call.data<const float>(ArrayName::kWUpScales),
+          .w_down_scales = call.data<const float>(ArrayName::kWDownScales),
           .dy = call.data<const T>(ArrayName::kDy),
           .gate_up = call.data<T>(ArrayName::kGateUp),
           .y = call.data<T>(ArrayName::kY),
@@ -158,7 +183,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxmoe::LayerAttributes, xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
-    xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
+    xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
+    xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"));

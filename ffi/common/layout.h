@@ -127,9 +127,22 @@ JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
 
 // Arrays of hidden numbers that make up a row of tokens, and of the ring.
 JAXMOE_ANY constexpr int32_t row_parts(const Schedule& schedule) { return schedule.backward() ? 2 : 1; }
-JAXMOE_ANY constexpr bool publishes_tokens(const Shape& shape, const Schedule& schedule) {
-  return shape.ranks > 1 || schedule.backward();
+// Whether tokens are copied to where peers reach them. They are rounded on that way.
+JAXMOE_ANY constexpr bool publishes_tokens(const Shape& shape, const Schedule& schedule, const Format& tokens) {
+  return shape.ranks > 1 || schedule.backward() || tokens.is_scaled();
 }
+
+// Scales of rows of tokens, or of h. Those of published and kept tokens are as the elements: row by row, one for each
+// kScaleColumns columns. Those of a ring are in the order in which products take them: of `group` rows the first
+// columns', then the next ones'. A group are the rows that one block of threads multiplies.
+JAXMOE_ANY constexpr int64_t ring_scale(int32_t group, int64_t ring_row, int32_t blocks, int32_t block) {
+  return (ring_row / group * blocks + block) * group + ring_row % group;
+}
+// Byte offset of the scales of a region, which lie behind the elements of its rows, and how many a row has.
+JAXMOE_ANY constexpr int64_t scales_of(const Region& region, int64_t rows, int32_t columns) {
+  return region.offset + rows * columns;  // one byte each
+}
+JAXMOE_ANY constexpr int32_t scale_blocks(int32_t columns) { return ceil_div(columns, kScaleColumns); }
 
 // Numbers of all weight gradients of one expert, one array after the other: w_gate, w_up, w_down, b_gate, b_up, b_down.
 JAXMOE_ANY constexpr int64_t sums_of_an_expert(const Shape& shape) {
@@ -156,7 +169,7 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   const int64_t backward = schedule.backward() ? 1 : 0;
   const auto tokens = [&](int64_t rows) { return formats.tokens.bytes(rows * parts, shape.hidden); };
   const auto sums = [&](int64_t count) { return formats.sums.bytes(backward, count); };
-  l.tokens = pack.take(publishes_tokens(shape, schedule) ? tokens(shape.tokens) : 0);
+  l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens) ? tokens(shape.tokens) : 0);
   l.answers = pack.take(formats.answers.bytes(shape.slots(), shape.hidden));
   l.routing_weights = pack.take(sums(shape.slots()));
   l.routing_weight_gradients = pack.take(sums(shape.slots()));

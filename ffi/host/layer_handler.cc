@@ -77,6 +77,7 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
     case Element::kF64: return run<F64>(call, attributes, instruction, run_id.run_id, device);
     case Element::kBf16: return run<Bf16>(call, attributes, instruction, run_id.run_id, device);
     case Element::kF16: return run<F16>(call, attributes, instruction, run_id.run_id, device);
+    case Element::kE4M3:
     case Element::kCount: break;
   }
   return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");

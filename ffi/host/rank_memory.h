@@ -18,13 +18,14 @@ struct RankMemory {
 
   RankMemory(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays)
       : launch(launch), shape(launch.shape), schedule(launch.schedule), arrays(arrays), rank(rank),
-        layout(layout_of(shape, schedule, Formats::of(Precision::kElement), launch.head)) {}
+        formats(Formats::of(Precision::kElement)), layout(layout_of(shape, schedule, formats, launch.head)) {}
 
   const Launch& launch;
   const Shape shape;
   const Schedule schedule;
   const ArraysOf<Precision>& arrays;
   const int32_t rank;
+  const Formats formats;
   const ArenaLayout layout;
 
   // In the arena of any rank, and in its own.

@@ -10,7 +10,8 @@ from jaxmoe.formats import Format, Formats
 from jaxmoe.implementations.megakernel.schedule import native_formats
 from tests.unit.schedule_model import problems, steps
 
-COMPILED = ("float64", "float32", "bfloat16", "float16")
+WIDE = ("float64", "float32", "bfloat16", "float16")
+COMPILED = (*WIDE, "float8_e4m3fn")
 ARRAYS = ("tokens", "h", "answers", "weights", "sums")
 sizes = st.integers(0, 10**9)
 scales = st.just((0, 0)) | st.tuples(st.integers(1, 300), st.integers(1, 300))
@@ -32,7 +33,7 @@ def test_an_array_of_blocks_has_a_scale_for_each_begun_block_behind_its_elements
     assert Format(jnp.float4_e2m1fn).row_bytes(7) == 4
 
 
-@pytest.mark.parametrize("element", COMPILED)
+@pytest.mark.parametrize("element", WIDE)
 def test_everything_is_of_one_type_but_sums_of_32_bits_at_least(element):
     here, there = Formats.of(element), native.schedule().Formats.of(element)
     assert {getattr(here, name).dtype.name for name in ARRAYS[:-1]} == {element}

@@ -223,6 +223,7 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "limit": np.float32(form.limit),
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
+        "power_of_two_scales": np.int32(0),
         "schedule": np.array(schedule.numbers, np.int32),
         "timeout_seconds": np.float32(timeout_seconds(call.platform)),
         "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),

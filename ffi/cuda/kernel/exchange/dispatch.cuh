@@ -92,7 +92,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     }
     const bool is_row = slot >= 0;
     const void* tokens = !is_row ? nullptr
-                         : publishes_tokens(p.shape, schedule)
+                         : publishes_tokens(p.shape, schedule, Variant::Precision::kTokens)
                              ? cta.peers.template at<void>(from.source, p.layout.tokens.offset)
                              : p.x;
     unsigned long long source =

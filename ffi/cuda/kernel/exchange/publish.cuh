@@ -18,7 +18,7 @@ namespace jaxmoe::publish {
 template <class Variant>
 __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
   const auto& p = cta.params;
-  if (!publishes_tokens(p.shape, p.schedule)) return;
+  if (!publishes_tokens(p.shape, p.schedule, Variant::Precision::kTokens)) return;
   uint4* tokens = cta.template at<uint4>(p.layout.tokens);
   if constexpr (Cta<Variant>::kBackward) {
     using Element = typename Cta<Variant>::Element;
