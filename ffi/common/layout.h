@@ -127,9 +127,9 @@ JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
 
 // Arrays of hidden numbers that make up a row of tokens, and of the ring.
 JAXMOE_ANY constexpr int32_t row_parts(const Schedule& schedule) { return schedule.backward() ? 2 : 1; }
-// Whether tokens are copied to where peers reach them. They are rounded on that way.
-JAXMOE_ANY constexpr bool publishes_tokens(const Shape& shape, const Schedule& schedule, const Format& tokens) {
-  return shape.ranks > 1 || schedule.backward() || tokens.is_scaled();
+// Whether tokens are copied to where peers reach them: also those that are rounded on the way, and so have scales.
+JAXMOE_ANY constexpr bool publishes_tokens(const Shape& shape, const Schedule& schedule, bool scaled) {
+  return shape.ranks > 1 || schedule.backward() || scaled;
 }
 
 // Scales of rows of tokens, or of h. Those of published and kept tokens are as the elements: row by row, one for each
@@ -169,7 +169,7 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   const int64_t backward = schedule.backward() ? 1 : 0;
   const auto tokens = [&](int64_t rows) { return formats.tokens.bytes(rows * parts, shape.hidden); };
   const auto sums = [&](int64_t count) { return formats.sums.bytes(backward, count); };
-  l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens) ? tokens(shape.tokens) : 0);
+  l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens.is_scaled()) ? tokens(shape.tokens) : 0);
   l.answers = pack.take(formats.answers.bytes(shape.slots(), shape.hidden));
   l.routing_weights = pack.take(sums(shape.slots()));
   l.routing_weight_gradients = pack.take(sums(shape.slots()));

@@ -174,7 +174,7 @@ class Rank {
   // To where peers can read them: tokens; in a backward pass beside each the gradient of its output, and routing
   // weights. One rank alone reads its tokens where they lie in a forward pass.
   void publish(int32_t worker) {
-    if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens)) return;
+    if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) return;
     const int32_t hidden = m_.shape.hidden;
     const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
@@ -274,7 +274,7 @@ class Rank {
         }
         const int32_t slot = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, from.source))
             [counts.first_slot[from.source * local + chunk.expert] + from.position];
-        const bool published = publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens);
+        const bool published = publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled());
         const Storage* tokens = published ? m_.template at<Storage>(from.source, m_.layout.tokens) : m_.arrays.x;
         copy_token(tokens + int64_t{slot / m_.shape.top_k} * m_.row_width(), from.source, slot / m_.shape.top_k, row);
         *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;

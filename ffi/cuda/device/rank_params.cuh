@@ -28,6 +28,7 @@ struct RankParams {
   HeadCapacity head;
   ArenaLayout layout;
   Activation activation;
+  bool power_of_two_scales;  // of rows in 8 bits
   int32_t rank;
   uint64_t timeout_ns;  // of every wait
   FailureRecord* failure;

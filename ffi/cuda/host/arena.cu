@@ -189,6 +189,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
                   .head = head_,
                   .layout = layout_of(shape, schedule, formats, head_),
                   .activation = call.activation,
+                  .power_of_two_scales = call.power_of_two_scales,
                   .rank = rank_,
                   .timeout_ns = static_cast<uint64_t>(call.timeout_seconds * 1e9),
                   .failure = &report_->failure,

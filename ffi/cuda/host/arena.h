@@ -32,6 +32,7 @@ struct ArenaCall {
   LaunchSizes sizes;
   LayerArrays<void, float> arrays;
   Activation activation;
+  bool power_of_two_scales;
   double timeout_seconds;
   cudaStream_t stream;
   // On the GPU; its rank is compared with that of the arena when it has been read. Null: it is not compared.

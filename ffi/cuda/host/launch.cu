@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
+#include <utility>
 
 #include "common/tiling.h"
 #include "cuda/host/tensor_map.h"
@@ -14,9 +15,12 @@
 namespace jaxmoe {
 namespace {
 
-const KernelVariant& variant_for(Pass pass, Element tokens) {
-  static const std::array all = {forward_bf16(), forward_f16(), backward_bf16(), backward_f16()};
-  const auto is_it = [&](const KernelVariant& each) { return each.pass == pass && each.tokens == tokens; };
+const KernelVariant& variant_for(Pass pass, const Formats& formats) {
+  static const std::array all = {forward_bf16(),      forward_f16(),      backward_bf16(),
+                                 backward_f16(),      forward_e4m3_bf16(), forward_e4m3_f16()};
+  const auto is_it = [&](const KernelVariant& each) {
+    return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element;
+  };
   return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
 
@@ -47,8 +51,8 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-std::string prepare_kernel(Pass pass, Element tokens, int32_t* workers) {
-  const KernelVariant& variant = variant_for(pass, tokens);
+std::string prepare_kernel(Pass pass, const Formats& formats, int32_t* workers) {
+  const KernelVariant& variant = variant_for(pass, formats);
   // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
   cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(variant.shared_bytes));
@@ -80,8 +84,8 @@ class MapMaker {
   std::string error_;
 };
 
-constexpr int32_t kBox = Tiling::kDepth;
-static_assert(kBox == kBoxWidth);
+// Elements of a line of a box, whose number of lines is kBoxWidth or that of the rows.
+int32_t line_of(const Format& format) { return 8 * OperandTile<std::byte, kBoxWidth>::kLineBytes / info_of(format.element).bits; }
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string tiles_error(const LaunchParams& p) {
@@ -109,8 +113,10 @@ int64_t ring_rows_of(const LaunchParams& p) { return int64_t{p.schedule.ring_til
 
 void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) {
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
+  // Those with scales lie the other way round.
   const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
-    maker.make(map, name, formats.weights, matrices, {columns, rows, experts}, {kBox, kBox, 1});
+    if (formats.weights.is_scaled()) std::swap(rows, columns);
+    maker.make(map, name, formats.weights, matrices, {columns, rows, experts}, {line_of(formats.weights), kBoxWidth, 1});
   };
   make(&p.w_gate_map, "w_gate", p.w_gate, hidden, intermediate);
   make(&p.w_up_map, "w_up", p.gated ? p.w_up : p.w_gate, hidden, intermediate);
@@ -135,10 +141,12 @@ std::string complete(ForwardParams& p, const Formats& formats) {
   constexpr int32_t rows = Tiling::kRows;
   constexpr int32_t few = kFewRows;
   MapMaker maker;
-  maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, rows});
-  maker.make(&p.few_rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, ring_rows}, {kBox, few});
-  maker.make(&p.h, "h", formats.h, arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, rows});
-  maker.make(&p.few_h, "h", formats.h, arena + p.layout.h.offset, {intermediate, ring_rows}, {kBox, few});
+  const std::byte* of_rows = arena + p.layout.rows.offset;
+  const std::byte* of_h = arena + p.layout.h.offset;
+  maker.make(&p.rows, "rows", formats.tokens, of_rows, {hidden, ring_rows}, {line_of(formats.tokens), rows});
+  maker.make(&p.few_rows, "rows", formats.tokens, of_rows, {hidden, ring_rows}, {line_of(formats.tokens), few});
+  maker.make(&p.h, "h", formats.h, of_h, {intermediate, ring_rows}, {line_of(formats.h), rows});
+  maker.make(&p.few_h, "h", formats.h, of_h, {intermediate, ring_rows}, {line_of(formats.h), few});
   make_weight_maps(maker, p, formats);
   return maker.error();
 }
@@ -161,7 +169,8 @@ std::string complete(BackwardParams& p, const Formats& formats) {
   const int64_t ring_rows = ring_rows_of(p);
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, projections = p.shape.projections;
   const std::byte* arena = p.arenas[p.rank];
-  constexpr int32_t few = Roles::kWarpRows;
+  constexpr int32_t few = Roles::kWarpRows, kBox = kBoxWidth;
+  static_assert(kBox == Tiling::kDepth);
   MapMaker maker;
   maker.make(&p.rows, "rows", formats.tokens, arena + p.layout.rows.offset, {hidden, 2, ring_rows}, {kBox, 1, kBox});
   const std::byte* of_projections = arena + p.layout.projections.offset;
@@ -185,12 +194,13 @@ std::string complete(BackwardParams& p, const Formats& formats) {
 std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
                         std::byte* timeline, ReadyLaunch* launch) {
   if (rank.schedule.backward()) launch->params.emplace<BackwardParams>();
-  launch->tokens = formats.tokens.element;
+  launch->formats = formats;
   return std::visit(
       [&](auto& p) {
         static_cast<RankParams&>(p) = rank;
         static_cast<LayerArrays<void, float>&>(p) = arrays;
         p.gated = rank.shape.projections > 1;
+        p.weight_scale_rows = formats.weights.scale_rows;
         p.timeline = timeline;
         const std::string error = tiles_error(p);
         return error.empty() ? complete(p, formats) : error;
@@ -206,7 +216,7 @@ cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
         const Pass pass = params.schedule.backward() ? Pass::kBackward : Pass::kForward;
-        const KernelVariant& variant = variant_for(pass, ready.tokens);
+        const KernelVariant& variant = variant_for(pass, ready.formats);
         const LaunchShape shape(variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
         return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);

@@ -22,13 +22,13 @@ struct LaunchSizes {
 };
 
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
-// for tokens of these elements and sets its attributes. Returns what went wrong, empty where nothing did.
-std::string prepare_kernel(Pass pass, Element tokens, int32_t* workers);
+// for these formats and sets its attributes. Returns what went wrong, empty where nothing did.
+std::string prepare_kernel(Pass pass, const Formats& formats, int32_t* workers);
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {
   std::variant<ForwardParams, BackwardParams> params;
-  Element tokens;
+  Formats formats;
 };
 
 // Completes `rank`, which says where everything lies, with the arrays of a call: tensor maps, results. The tile sizes

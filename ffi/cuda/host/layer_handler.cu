@@ -140,14 +140,15 @@ class CurrentDevice {
   int current_ = 0;
 };
 
-// Workers of the kernel of a pass for an element type on the current device; the first call loads it.
-ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, Element element) {
-  using Kernel = std::tuple<int, Pass, Element>;
+// Workers of the kernel of a pass for these formats on the current device; the first call loads it.
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats) {
+  using Kernel = std::tuple<int, Pass, Element, Element>;
+  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element};
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
     const std::lock_guard lock(mutex);
-    if (const auto found = known->find({device, pass, element}); found != known->end()) return found->second;
+    if (const auto found = known->find(kernel); found != known->end()) return found->second;
   }
   // Without the lock: loading may wait for kernels that wait for peers, whose handlers come through here too.
   int major = 0, minor = 0;
@@ -161,11 +162,11 @@ ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, Element element) {
             std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
   }
   int32_t workers = 0;
-  if (const std::string error = prepare_kernel(pass, element, &workers); !error.empty()) {
+  if (const std::string error = prepare_kernel(pass, formats, &workers); !error.empty()) {
     return ffi::Unexpected(ffi::Error::Internal(error));
   }
   const std::lock_guard lock(mutex);
-  return (*known)[{device, pass, element}] = workers;
+  return (*known)[kernel] = workers;
 }
 
 // As the CUDA runtime counts; XLA's ordinal counts only the devices that JAX may see.
@@ -200,7 +201,7 @@ ffi::ErrorOr<LaunchSizes> sizes_on(int device, const LayerCall& call, const Laye
   LaunchSizes sizes = sizes_of(call, attributes);
   Schedule& schedule = sizes.schedule;
   const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats.tokens.element);
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (schedule.workers > *workers) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(schedule.workers) +
@@ -297,6 +298,7 @@ ffi::Error execute_on(int device, Instruction* instruction, int64_t run_id, cuda
       {.sizes = *sizes,
        .arrays = arrays_of<void, float>(call),
        .activation = activation_of(attributes),
+       .power_of_two_scales = attributes.power_of_two_scales != 0,
        .timeout_seconds = attributes.timeout_seconds,
        .stream = stream,
        .place = instruction->is_first_launch(device) ? call.data<const int32_t>(ArrayName::kPlace) : nullptr});

@@ -33,6 +33,7 @@ std::optional<CUtensorMapDataType> copied_as(Element element) {
   switch (element) {
     case Element::kBf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case Element::kF16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case Element::kE4M3: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default: return std::nullopt;
   }
 }

@@ -32,7 +32,8 @@ inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
 template <class Variant>
 struct GemmShape {
   static constexpr KernelConfig config = Variant::config;
-  using Element = typename Variant::Precision::Element;
+  using Element = typename Variant::Precision::Element;     // of what is multiplied
+  using Wide = typename Variant::Precision::Wide::Element;  // of x, biases and answers
 
   static constexpr int kMathWarps = Roles::kMathWarps;
 
@@ -47,7 +48,7 @@ struct GemmShape {
   // that a store touches at once to lie in 8 different groups of banks.
   struct Staging {
     static constexpr int kLines = 8;  // of a warp
-    static constexpr int kLineBytes = Tiling::kColumns * sizeof(Element);
+    static constexpr int kLineBytes = Tiling::kColumns * sizeof(Wide);
     static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
     alignas(16) std::byte bytes[kLines * kLineStride - 16];
 

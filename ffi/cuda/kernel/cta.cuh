@@ -12,6 +12,7 @@
 #include "cuda/device/timeline.cuh"
 #include "cuda/kernel/config.cuh"
 #include "cuda/kernel/crew.cuh"
+#include "cuda/kernel/gemm/products.cuh"
 #include "cuda/kernel/params.cuh"
 #include "cuda/kernel/roles.cuh"
 
@@ -33,6 +34,7 @@ struct KernelStorage {
   uint32_t launch_number;                                   // of this launch
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
+  typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
@@ -41,7 +43,7 @@ struct KernelStorage {
 
 template <class Variant>
 struct Cta {
-  using Element = typename Variant::Precision::Element;
+  using Element = typename Variant::Precision::Wide::Element;  // of x, biases and answers
   using Params = typename Variant::Params;
   static constexpr KernelConfig config = Variant::config;
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
@@ -101,6 +103,14 @@ struct Cta {
 template <class Variant>
 __device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
   return int64_t{task.ring_slot} * Tiling::kRows + tile_row;
+}
+
+// The scales of the rows of a ring whose rows have `columns` elements; ring_scale() says in which order.
+template <class Variant>
+__device__ __forceinline__ float* ring_scales(const Cta<Variant>& cta, const Region& ring, int32_t columns) {
+  const auto& p = cta.params;
+  const int64_t rows = int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows;
+  return cta.peers.template here<float>(scales_of(ring, rows, columns));
 }
 
 // The first row of the weight matrix that this block computes of a weight gradient.

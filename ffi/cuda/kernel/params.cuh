@@ -22,7 +22,9 @@ inline constexpr int kMaxResults = 8;
 // Both passes. Elements are those of the variant's format.
 struct LaunchParams : RankParams, LayerArrays<void, float> {
   bool gated;  // experts have an up projection
+  int32_t weight_scale_rows;  // of weights in 8 bits: Format::scale_rows
 
+  // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128.
   CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up_map;    // the same; that of w_gate where there is no up projection
   CUtensorMap w_down_map;  // [local_experts, intermediate, hidden], box {64, 64, 1}

@@ -43,6 +43,10 @@ struct Roles {
 struct RoleRegisters {
   int control = 104;  // producer, dispatch
   int math = 200;
+
+  // A block is started with 168 for each thread; what math warps take beyond that others have given back. If it is not
+  // enough they wait for ever.
+  constexpr bool fit() const { return control + Roles::kMathWarpgroups * math <= 168 * (1 + Roles::kMathWarpgroups); }
 };
 
 }  // namespace jaxmoe

@@ -1,6 +1,6 @@
 // wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
-// product to its float32 accumulators. Each factor may lie either way round (Major). Used by kernel/gemm/multiply.cuh
-// through the precision policies.
+// product to its float32 accumulators. Each factor may lie either way round (Major). Of 8-bit elements slices are 64 x
+// 32 and, of half a tile, 32 x 128, and both lie along the depth. Used by kernel/gemm/ through the precision policies.
 //
 // Order of calls: wgmma_fence() before the first product of a group, commit_products() after the last,
 // wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
@@ -17,6 +17,10 @@ namespace jaxmoe::ptx {
 struct Accumulators {
   float values[128];
 };
+// The same of a 64 x 128 product.
+struct HalfAccumulators {
+  float values[64];
+};
 
 // Where and how a tile lies in shared memory. Bits: 0-13 address, 16-29 leading offset, 32-45 stride offset (all in
 // units of 16 bytes), 62-63 swizzle (1: 128 bytes). Tiles begin at multiples of 1024 bytes, the period of that swizzle;
@@ -30,8 +34,8 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, uint32
 // Along which dimension neighbouring elements of a factor lie: K, over which the product sums, or the other one.
 enum class Major { kDepth = 0, kWidth = 1 };
 
-// A tile whose rows are 64 16-bit elements of the K dimension, 128 bytes each: 8 rows are 1024 bytes. The leading
-// offset is not used, since a slice of 16 elements lies within one row.
+// A tile whose rows are 128 bytes of the K dimension each: 8 rows are 1024 bytes. The leading offset is not used, since
+// a slice of 32 bytes lies within one row.
 __device__ __forceinline__ uint64_t depth_major_descriptor(const void* tile) {
   return swizzled_descriptor(tile, 16, 1024);
 }
@@ -56,7 +60,8 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // After wait_products<0>(): keeps the compiler from reading accumulators before that wait, of which it knows nothing.
-__device__ __forceinline__ void own_accumulators(Accumulators& accumulators) {
+template <class Sums>
+__device__ __forceinline__ void own_accumulators(Sums& accumulators) {
 #pragma unroll
   for (float& value : accumulators.values) asm volatile("" : "+f"(value)::"memory");
 }
@@ -64,7 +69,8 @@ __device__ __forceinline__ void own_accumulators(Accumulators& accumulators) {
 // Sets all sums to zero, 64 instructions. The alternative, a first product that does not add, leaves the registers
 // undefined before it; ptxas 13.0 then runs the products of some callers one after the other and says so in a line of
 // information that is no warning ("C7515 ... wgmma.mma_async instructions are serialized"). No build may print it.
-__device__ __forceinline__ void clear_accumulators(Accumulators& accumulators) {
+template <class Sums>
+__device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
 #pragma unroll
   for (float& value : accumulators.values) value = 0.0f;
 }
@@ -117,6 +123,31 @@ __device__ __forceinline__ void multiply_f16(Accumulators& accumulators, uint64_
 }
 
 #undef JAXMOE_WGMMA_64X256X16
+
+// accumulators = a * b, with what was in them where `add` is set: a constant for the compiler.
+__device__ __forceinline__ void multiply_e4m3(HalfAccumulators& accumulators, uint64_t a, uint64_t b, bool add) {
+  float(&d)[64] = accumulators.values;
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, accumulate, 1, 1;\n"
+      "}"
+      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32), JAXMOE_EIGHT(40),
+        JAXMOE_EIGHT(48), JAXMOE_EIGHT(56)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add))
+      : "memory");
+}
+
 #undef JAXMOE_EIGHT
 
 }  // namespace jaxmoe::ptx

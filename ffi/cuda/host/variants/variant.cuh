@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/host/variants/variant.h"
+#include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 #include "cuda/kernel/kernel.cuh"
 
@@ -17,6 +18,16 @@ struct Forward {
                                        .timeline = kTimeline};
 };
 
+// Adding products up in float32 takes the math warps half a tile of registers.
+template <class Wide>
+struct EightBitForward {
+  using Precision = E4M3<Wide>;
+  using Params = ForwardParams;
+  static constexpr Pass kPass = Pass::kForward;
+  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216},
+                                       .timeline = kTimeline};
+};
+
 template <class Precision_>
 struct Backward {
   using Precision = Precision_;
@@ -27,9 +38,12 @@ struct Backward {
 
 template <class Variant, class Kernel>
 KernelVariant variant_of(Kernel* kernel) {
+  static_assert(Variant::config.registers.fit());
   constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
-  return {Variant::kPass, Variant::Precision::kElement, reinterpret_cast<const void*>(kernel), kSharedBytes};
+  using Precision = typename Variant::Precision;
+  return {Variant::kPass, Precision::kTokens.element, Precision::Wide::kElement, reinterpret_cast<const void*>(kernel),
+          kSharedBytes};
 }
 
 }  // namespace jaxmoe

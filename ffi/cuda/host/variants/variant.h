@@ -19,12 +19,15 @@ inline constexpr bool kTimeline = false;
 struct KernelVariant {
   Pass pass;                 // by which its parameters are ForwardParams or BackwardParams
   Element tokens;            // and all that is multiplied with them
+  Element wide;              // x, biases, answers
   const void* kernel;
   std::size_t shared_bytes;  // of a block
 };
 
 KernelVariant forward_bf16();
 KernelVariant forward_f16();
+KernelVariant forward_e4m3_bf16();  // 8-bit tokens, h and weights; 16-bit x, biases and answers
+KernelVariant forward_e4m3_f16();
 KernelVariant backward_bf16();
 KernelVariant backward_f16();
 

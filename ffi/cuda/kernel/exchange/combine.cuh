@@ -42,7 +42,7 @@ inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
 template <class Variant>
 __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
                                        int32_t top_k, float routing_weight, uint32_t used, int lane) {
-  using Precision = typename Variant::Precision;
+  using Precision = typename Variant::Precision::Wide;
   for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
     float sums[kGroups][8];

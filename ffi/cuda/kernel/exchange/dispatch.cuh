@@ -14,6 +14,7 @@
 #include "cuda/device/copies.cuh"
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/scaled_rows.cuh"
 
 namespace jaxmoe::dispatch {
 
@@ -32,6 +33,55 @@ __device__ __forceinline__ SlotsOfExpert slots_of_expert(const Cta<Variant>& cta
   const int32_t start = expert > 0 ? __ldcg(end - 1) : 0;
   return {start, __ldcg(end) - start};
 }
+
+// Where a token lies: as number `number` of those that rank `owner` has published, or of those kept here.
+inline constexpr int32_t kHere = -1;
+inline constexpr int32_t kNoToken = -1;
+struct TokenPlace {
+  int32_t owner, number;
+
+  // Of lane `lane`.
+  __device__ __forceinline__ TokenPlace of_lane(int lane) const {
+    return {__shfl_sync(0xffffffff, owner, lane), __shfl_sync(0xffffffff, number, lane)};
+  }
+};
+
+// The elements of tokens, and behind them their scales where they have any.
+template <class Variant>
+class Tokens {
+ public:
+  explicit __device__ Tokens(const Cta<Variant>& cta) : cta_(cta) {}
+
+  // Of a row of elements.
+  __device__ __forceinline__ int32_t vectors() const {
+    const int32_t columns = row_parts(cta_.params.schedule) * cta_.params.shape.hidden;
+    return columns * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+  }
+  __device__ __forceinline__ uint4* at(TokenPlace place) const {
+    const auto& p = cta_.params;
+    // The owner's own x is only read.
+    void* const first = place.owner == kHere ? cta_.template at<void>(p.layout.kept_tokens)
+                        : publishes_tokens(p.shape, p.schedule, kScaled)
+                            ? cta_.peers.template at<void>(place.owner, p.layout.tokens.offset)
+                            : const_cast<void*>(p.x);
+    return static_cast<uint4*>(first) + int64_t{place.number} * vectors();
+  }
+  __device__ __forceinline__ float* scales_at(TokenPlace place) const {
+    const auto& p = cta_.params;
+    const bool kept = place.owner == kHere;
+    const int64_t rows = kept ? int64_t{p.shape.ranks - 1} * p.shape.tokens : p.shape.tokens;
+    const Region& region = kept ? p.layout.kept_tokens : p.layout.tokens;
+    return cta_.peers.template at<float>(kept ? cta_.peers.rank() : place.owner,
+                                         scales_of(region, rows, p.shape.hidden)) +
+           int64_t{place.number} * scale_blocks(p.shape.hidden);
+  }
+
+  static constexpr bool kScaled = Variant::Precision::kTokens.is_scaled();
+
+ private:
+  using Element = typename Variant::Precision::Element;
+  const Cta<Variant>& cta_;
+};
 
 // The segments whose ring slots a dispatcher overwrites: in a backward pass a slot is also held by the weight gradients
 // of the segment that its tile belongs to. A dispatcher asks for tiles in order. A forward pass has none of this.
@@ -59,16 +109,16 @@ class OverwrittenSegments {
 
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
-  using Element = typename Cta<Variant>::Element;
   const auto& p = cta.params;
   const Schedule& schedule = p.schedule;
   const int lane = threadIdx.x % 32;
-  const int32_t vectors =
-      row_parts(schedule) * p.shape.hidden * static_cast<int32_t>(sizeof(Element)) / kVectorBytes;
+  const Tokens<Variant> all_tokens(cta);
+  const int32_t vectors = all_tokens.vectors();
   const int32_t slots = p.shape.slots();
   int32_t* counts = cta.shared.source_counts[dispatch_warp];
   uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
   uint4* ring = cta.template at<uint4>(p.layout.rows);
+  uint32_t* kept_states = cta.template at<uint32_t>(p.layout.kept_states);
   const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
   track.start();
 
@@ -79,7 +129,8 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   for (Chunk chunk; walk.next(chunk);) {
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
-    if (lane < p.shape.ranks) counts[lane] = named.count;
+    // Read anew, or its address is held in a register that there is not.
+    if (lane < p.shape.ranks) counts[ptx::read_lane()] = named.count;
     __syncwarp();
     RowSource from{-1, 0};
     if (lane < chunk.rows) from = source_of_row(counts, 1, p.shape.ranks, cta.peers.rank(), chunk.first_row + lane);
@@ -91,14 +142,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       if (slot < 0 || slot >= slots) slot = -1;  // only where a wait was given up
     }
     const bool is_row = slot >= 0;
-    const void* tokens = !is_row ? nullptr
-                         : publishes_tokens(p.shape, schedule, Variant::Precision::kTokens)
-                             ? cta.peers.template at<void>(from.source, p.layout.tokens.offset)
-                             : p.x;
-    unsigned long long source =
-        is_row ? reinterpret_cast<unsigned long long>(static_cast<const uint4*>(tokens) +
-                                                      int64_t{slot / p.shape.top_k} * vectors)
-               : 0;
+    TokenPlace place{from.source, is_row ? slot / p.shape.top_k : kNoToken};
 
     const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
     track.mark(EventKind::kFindRows, subject);
@@ -114,17 +158,16 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       track.mark(EventKind::kWaitSlot, subject);
       __syncwarp();
     }
-    uint4* kept = nullptr;
-    uint32_t* kept_state = nullptr;
+    int32_t kept = kNoToken;  // the number under which this lane's row is kept, where that is this warp's to do
     if (schedule.keep_tokens && is_row && from.source != cta.peers.rank()) {
-      const int64_t index = kept_index(p.shape, cta.peers.rank(), from.source, slot / p.shape.top_k);
-      kept = cta.template at<uint4>(p.layout.kept_tokens) + index * vectors;
-      kept_state = cta.template at<uint32_t>(p.layout.kept_states) + index;
+      const int32_t index =
+          static_cast<int32_t>(kept_index(p.shape, cta.peers.rank(), from.source, slot / p.shape.top_k));
       // Pairs with the release at the end of the chunk that keeps the token.
-      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(kept_state, static_cast<uint32_t>(KeptState::kAbsent),
+      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(kept_states + index,
+                                                              static_cast<uint32_t>(KeptState::kAbsent),
                                                               static_cast<uint32_t>(KeptState::kComing));
-      if (seen == static_cast<uint32_t>(KeptState::kKept)) source = reinterpret_cast<unsigned long long>(kept);
-      if (seen != static_cast<uint32_t>(KeptState::kAbsent)) kept = nullptr;  // not this warp's to keep
+      if (seen == static_cast<uint32_t>(KeptState::kKept)) place = {kHere, index};
+      if (seen == static_cast<uint32_t>(KeptState::kAbsent)) kept = index;
     }
     __syncwarp();  // after one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
@@ -136,17 +179,28 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       }
     }
     for (int32_t i = 0; i < chunk.rows; ++i) {
-      const auto* row = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffff, source, i));
-      auto* kept_row = reinterpret_cast<uint4*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(kept), i));
+      const TokenPlace row = place.of_lane(i);
+      const TokenPlace kept_row{kHere, __shfl_sync(0xffffffff, kept, i)};
+      const bool keeps = kept_row.number != kNoToken;
       uint4* const target = ring + (ring_row + i) * vectors;
-      if (row != nullptr) {
-        copy_row(target, kept_row, row, vectors, lane);
+      if (row.number != kNoToken) {
+        uint4* const kept_elements = keeps ? all_tokens.at(kept_row) : nullptr;
+        if constexpr (Tokens<Variant>::kScaled) {
+          const int32_t blocks = scale_blocks(p.shape.hidden);
+          const PulledScales pulled(all_tokens.scales_at(row), blocks, lane);
+          copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+          pulled.store(ring_scales(cta, p.layout.rows, p.shape.hidden) +
+                           ring_scale(Tiling::kRows, ring_row + i, blocks, 0),
+                       Tiling::kRows, keeps ? all_tokens.scales_at(kept_row) : nullptr);
+        } else {
+          copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+        }
       } else if constexpr (Cta<Variant>::kBackward) {
         for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};  // behind the last of the expert
       }
     }
     __syncwarp();
-    if (kept != nullptr) ptx::store_release_gpu(kept_state, static_cast<uint32_t>(KeptState::kKept));
+    if (kept != kNoToken) ptx::store_release_gpu(kept_states + kept, static_cast<uint32_t>(KeptState::kKept));
     if (lane == 0) cta.signals.release(release_after(chunk));
     track.mark(EventKind::kDispatch, subject);
   }

@@ -10,15 +10,18 @@
 #include "cuda/device/copies.cuh"
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/scaled_rows.cuh"
 
 namespace jaxmoe::publish {
 
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
-// it, and the routing weights. One rank alone reads the tokens of a forward pass where they are.
+// it, and the routing weights. One rank alone reads the tokens of a forward pass where they are, unless it has to round
+// them.
 template <class Variant>
 __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
   const auto& p = cta.params;
-  if (!publishes_tokens(p.shape, p.schedule, Variant::Precision::kTokens)) return;
+  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled();
+  if (!publishes_tokens(p.shape, p.schedule, kScaled)) return;
   uint4* tokens = cta.template at<uint4>(p.layout.tokens);
   if constexpr (Cta<Variant>::kBackward) {
     using Element = typename Cta<Variant>::Element;
@@ -33,6 +36,16 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
     float* routing_weights = cta.template at<float>(p.layout.routing_weights);
     for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) {
       routing_weights[i] = p.topk_weights[i];
+    }
+  } else if constexpr (kScaled) {
+    using Precision = typename Variant::Precision;
+    const int32_t hidden = p.shape.hidden, blocks = scale_blocks(hidden);
+    auto* values = cta.template at<typename Precision::Element>(p.layout.tokens);
+    float* scales = cta.peers.template here<float>(scales_of(p.layout.tokens, p.shape.tokens, hidden));
+    const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
+    for (int64_t token = team.thread / 32; token < p.shape.tokens; token += team.threads / 32) {
+      round_row<Precision>(values + token * hidden, scales + token * blocks, x + token * hidden, hidden,
+                           p.power_of_two_scales, threadIdx.x % 32);
     }
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);

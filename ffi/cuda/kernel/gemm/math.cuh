@@ -10,11 +10,13 @@
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
+#include "cuda/kernel/gemm/epilogues/eight_bit_h.cuh"
 #include "cuda/kernel/gemm/epilogues/h.cuh"
 #include "cuda/kernel/gemm/epilogues/h_gradient.cuh"
 #include "cuda/kernel/gemm/epilogues/weight_gradient.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 #include "cuda/kernel/gemm/products.cuh"
+#include "cuda/kernel/gemm/scales.cuh"
 #include "cuda/kernel/gemm/task_queue.cuh"
 
 namespace jaxmoe::math {
@@ -57,8 +59,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, thread.warpgroup);
   track.start();
 
-  // Recording leaves a backward pass no register for what epilogues could keep from one task to the next.
-  const auto in_epilogue = [&] { return kBackward && Variant::config.timeline ? thread.anew() : thread; };
+  // Recording leaves a backward pass no register for what epilogues could keep from one task to the next; sums beside
+  // products leave none to any.
+  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled();
+  const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
     const Task& task = queue.next(ring, position);
@@ -73,7 +77,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
     ptx::Accumulators sums;
     const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
-      return multiply<Variant, decltype(factors)>(ring, position, thread, rows, steps, sums, meanwhile, track);
+      using Factors = decltype(factors);
+      const auto& scales = find_scales<typename Factors::Accumulate::Scales>(cta, task, thread);
+      return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
     });
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if constexpr (kBackward) target = target_of(cta, task, thread.tile_row());

@@ -47,43 +47,30 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
 // meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Factors
-// (products.cuh) says how they lie in the stages and what becomes of their products.
+// (products.cuh) says how they lie in the stages and what becomes of their products; `scales` are those that this takes.
 template <class Variant, class Factors, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
                                          typename GemmShape<Variant>::Ring::Position& position,
                                          const MathThread& thread, int32_t rows, int32_t depth_steps,
-                                         ptx::Accumulators& sums, const Meanwhile& meanwhile, const Track& track) {
-  using Stage = typename GemmShape<Variant>::Stage;
-  using A = typename Stage::A;
-  using B = typename Stage::B;
-  using Accumulate = typename Factors::Accumulate;
-  constexpr ptx::Major kA = Factors::kA, kB = Factors::kB;
-  static_assert(A::kSliceDepth == B::kSliceDepth && kBoxWidth == Roles::kWarpgroupRows);
+                                         const typename Factors::Accumulate::Scales& scales, ptx::Accumulators& sums,
+                                         const Meanwhile& meanwhile, const Track& track) {
+  static_assert(kBoxWidth == Roles::kWarpgroupRows);
 
   if (rows <= 0) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);
     return false;
   }
   const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
-  Accumulate::begin(sums);
+  typename Factors::Accumulate accumulate(scales, thread.lane);
+  accumulate.begin(sums);
   for (int32_t step = 0; step < depth_steps; ++step) {
     track.stall([&] { ring.wait(position); });
-    const Stage& stage = ring.stage(position);
-    const uint64_t a = stage.a.template descriptor<kA>(Roles::kWarpgroupRows * thread.warpgroup);
-    const uint64_t b = stage.b.template descriptor<kB>(0);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < Tiling::kDepth / A::kSliceDepth; ++slice) {
-      Variant::Precision::template multiply<kA, kB>(
-          sums, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kA>),
-          ptx::advance_descriptor(b, slice * B::template kSliceBytes<kB>));
-    }
-    ptx::commit_products();
-    meanwhile(step);
-    Accumulate::end_step(step == 0, position, release);
+    accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
+        sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, position,
+        [&] { meanwhile(step); }, release);
     position.advance();
   }
-  Accumulate::end(sums, position, release);
+  accumulate.end(sums, position, release);
   return true;
 }
 

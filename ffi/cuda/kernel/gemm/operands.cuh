@@ -34,7 +34,7 @@ template <auto kMap_, auto kFewMap_>
 struct TileRows {
   static constexpr auto kMap = kMap_, kFewMap = kFewMap_;
 };
-// Weights [experts, rows, columns]; of two matrices that of the projection.
+// Weights [experts, rows, columns], as they lie; of two matrices that of the projection.
 template <auto kMap, auto kSecondMap = kMap>
 struct OfExpert {
   template <class Params, class Copy>
@@ -70,11 +70,11 @@ using ByDepth = Operand<Tensor, ptx::Major::kDepth>;
 template <class Tensor>
 using ByWidth = Operand<Tensor, ptx::Major::kWidth>;
 
-// By width; half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a
-// column of h come to one thread. Experts without up take all of the first.
-template <class Tensor>
+// Half of the tile's columns are of the first matrix, the others the same of the second: gate and up of a column of h
+// come to one thread. Experts without up take all of the first.
+template <class Tensor, ptx::Major kMajor_ = ptx::Major::kWidth>
 struct InHalves {
-  static constexpr ptx::Major kMajor = ptx::Major::kWidth;
+  static constexpr ptx::Major kMajor = kMajor_;
 
   template <class Params>
   static __device__ __forceinline__ InHalves columns_of(const Params& p, const Task& task) {
@@ -86,27 +86,32 @@ struct InHalves {
                                        const Copy& copy) const {
     constexpr int kHalf = Tiling::kColumns / kBoxWidth / 2;
     const bool in_second = box >= kHalf;
-    Tensor::load(p, task, in_second, (in_second ? second : first) + box % kHalf * kBoxWidth, k, copy);
+    const int32_t width = (in_second ? second : first) + box % kHalf * kBoxWidth;
+    constexpr bool kByDepth = kMajor == ptx::Major::kDepth;
+    Tensor::load(p, task, in_second, kByDepth ? k : width, kByDepth ? width : k, copy);
   }
 
   const int32_t first, second;
 };
 
-// Depths. steps() of a task are the stages that it multiplies; for_each_step() calls body(part, k) with what they begin
-// with.
-template <int32_t Shape::*kExtent>
+// Depths. steps() of a task are the stages that it multiplies, of kDepth elements along K each; for_each_step() calls
+// body(part, k) with what they begin with.
+template <int32_t Shape::*kExtent, int32_t kDepth = Tiling::kDepth>
 struct Along {
   template <class Params>
   static __device__ __forceinline__ int32_t steps(const Params& p, const Task&) {
-    return ceil_div(p.shape.*kExtent, Tiling::kDepth);
+    return ceil_div(p.shape.*kExtent, kDepth);
   }
   template <class Params, class Body>
   static __device__ __forceinline__ void for_each_step(const Params& p, const Task&, const Body& body) {
-    for (int32_t k = 0; k < p.shape.*kExtent; k += Tiling::kDepth) body(0, k);
+    for (int32_t k = 0; k < p.shape.*kExtent; k += kDepth) body(0, k);
   }
 };
 using Hidden = Along<&Shape::hidden>;
 using Intermediate = Along<&Shape::intermediate>;
+// Of 8-bit elements twice as many fit in a stage.
+using HiddenOfBytes = Along<&Shape::hidden, 2 * Tiling::kDepth>;
+using IntermediateOfBytes = Along<&Shape::intermediate, 2 * Tiling::kDepth>;
 
 // That of gate, then that of up.
 struct EachProjection {

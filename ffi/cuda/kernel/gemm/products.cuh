@@ -42,6 +42,9 @@ using FactorsOf = Factors<Product::A::kMajor, Product::B::kMajor, typename Produ
 template <class First, class... Rest>
 struct ProductTable {
   static constexpr Gemm kFirst = First::kGemm;
+  // What a warp has to know of scales: the same of all products of a table.
+  using Scales = typename First::Accumulate::Scales;
+  static_assert((std::is_same_v<Scales, typename Rest::Accumulate::Scales> && ...));
   template <template <class> class Column>
   using FirstOf = Column<First>;
 
@@ -65,6 +68,7 @@ struct ProductTable {
 
 namespace epilogue {
 struct H;                // activation: h, to its ring; gate and up, where a backward pass wants them
+struct EightBitH;        // activation, rounding to 8 bits: h and its scales, to the ring
 struct Answers;          // to the ranks that own the tokens
 struct Projections;      // gate and up, to their ring
 struct HGradients;       // with gate and up: their gradients and h, to the rings
@@ -84,6 +88,11 @@ using Products = ProductTable<
     //      task                  A                         B                         depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         H>,
     Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,     Intermediate,   Answers>>;
+// Tokens, h and weights in 8 bits.
+using EightBitProducts = ProductTable<
+    //      task                  A                B                                               depth                sums
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenOfBytes,       EightBitH, Promoted>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateOfBytes, Answers,   Promoted>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -107,7 +116,9 @@ using Products = ProductTable<
 
 // Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
 template <class Variant>
-using ProductsOf =
-    std::conditional_t<Variant::kPass == Pass::kForward, forward_pass::Products, backward_pass::Products>;
+using ProductsOf = std::conditional_t<
+    Variant::kPass == Pass::kBackward, backward_pass::Products,
+    std::conditional_t<Variant::Precision::kTokens.is_scaled(), forward_pass::EightBitProducts,
+                       forward_pass::Products>>;
 
 }  // namespace jaxmoe

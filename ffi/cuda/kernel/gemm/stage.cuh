@@ -22,7 +22,7 @@ struct OperandTile {
   static constexpr int kBoxes = kWidth / kBoxWidth;
   static constexpr uint32_t kBoxBytes = kBoxWidth * kLineBytes;
   static constexpr int kSliceDepth = 32 / sizeof(Element);  // of one wgmma
-  static_assert(kLine == Tiling::kDepth && kWidth % kBoxWidth == 0);
+  static_assert(kWidth % kBoxWidth == 0);
 
   // Between one slice and the next.
   template <ptx::Major kMajor>

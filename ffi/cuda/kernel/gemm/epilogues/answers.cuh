@@ -41,7 +41,11 @@ struct Answers {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              RowTarget target, ptx::Accumulators& sums) {
-    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, answer_columns_of(cta, task), cta.params.b_down, task.expert);
+    const TileColumns columns = answer_columns_of(cta, task);
+    if constexpr (Variant::Precision::kTokens.is_scaled()) {
+      multiply_channels<0, Tiling::kColumns>(cta, sums, thread, columns, cta.params.w_down_scales, task.expert);
+    }
+    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, cta.params.b_down, task.expert);
     store_answers(cta, task, thread, target, sums);
   }
 };
@@ -60,7 +64,7 @@ struct TokenGradients {
   static __device__ __forceinline__ void run_beside(const Cta<Variant>& cta, const Task& task,
                                                     const MathThread& thread, RowTarget target) {
     using Element = typename Cta<Variant>::Element;
-    using Precision = typename Variant::Precision;
+    using Precision = typename Variant::Precision::Wide;
     const BackwardParams& p = cta.params;
     if (task.column_tile != 0) return;
     const int32_t first_row = Roles::kWarpRows * thread.warp;

@@ -19,6 +19,7 @@
 #include "cuda/device/ptx/tma.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/config.cuh"
+#include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 
 namespace jaxmoe {
@@ -35,17 +36,41 @@ template <class Variant, int kFirstSum, int kSums>
 __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThread& thread, TileColumns columns,
                                          const void* biases, int32_t expert) {
   if (biases == nullptr) return;
-  const auto* bias = static_cast<const typename Variant::Precision::Element*>(biases) + int64_t{expert} * columns.count;
+  using Wide = typename Variant::Precision::Wide;
+  const auto* bias = static_cast<const typename Wide::Element*>(biases) + int64_t{expert} * columns.count;
 #pragma unroll
   for (int block = 0; block < kSums / 8; ++block) {
     const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
     if (column >= columns.count) continue;
-    const float2 pair = Variant::Precision::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
+    const float2 pair = Wide::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
     float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
     of_block[0] += pair.x;
     of_block[1] += pair.y;
     of_block[2] += pair.x;
     of_block[3] += pair.y;
+  }
+}
+
+// Multiplies the accumulators of the tile's columns with the scales of their output channels, where weights have such:
+// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert.
+template <int kFirstSum, int kSums, class Variant>
+__device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
+                                                  const MathThread& thread, TileColumns columns, const float* scales,
+                                                  int32_t expert) {
+  if (cta.params.weight_scale_rows != 1) return;
+  const float* of_expert = scales + int64_t{expert} * columns.count;
+#pragma unroll
+  for (int block = 0; block < kSums / 8; ++block) {
+    // Columns come in blocks of 128.
+    const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
+    if (columns.first + 8 * (block - block % 16) >= columns.count) continue;
+    if (block % 8 == 0) __syncwarp();  // keeps the compiler from loading all at once, for which there are no registers
+    const float2 pair = __ldg(reinterpret_cast<const float2*>(of_expert + column));
+    float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
+    of_block[0] *= pair.x;
+    of_block[1] *= pair.y;
+    of_block[2] *= pair.x;
+    of_block[3] *= pair.y;
   }
 }
 
@@ -60,11 +85,10 @@ __device__ __forceinline__ void acquire_staging() {
 // Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp; or row l in its first
 // half and row l + 8 in its second; or, kOfOneRow, two pieces of row first_row + l that lie columns.count apart. `row`
 // is that of tile_row() of each lane.
-template <class Variant, int kParts, bool kOfOneRow = false>
-__device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileColumns columns,
-                                            typename GemmShape<Variant>::Element* row, int first_row) {
+template <class Variant, int kParts, bool kOfOneRow = false, class Element>
+__device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileColumns columns, Element* row,
+                                            int first_row) {
   using Shape = GemmShape<Variant>;
-  using Element = typename Shape::Element;
   constexpr int kLines = Shape::Staging::kLines;
   constexpr int kLineStride = Shape::Staging::kLineStride;
   constexpr int kColumns = Tiling::kColumns / kParts;
@@ -85,7 +109,7 @@ __device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileCo
 // 256 columns of transform(two sums, half), packed, 8 rows of the warp at a time: the half is which. kParts as above.
 template <class Variant, int kParts = 1, class Transform>
 __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
-                                           TileColumns columns, typename GemmShape<Variant>::Element* row,
+                                           TileColumns columns, typename GemmShape<Variant>::Wide* row,
                                            const Transform& transform) {
   std::byte* line = staging + thread.lane % 8 * GemmShape<Variant>::Staging::kLineStride;
 #pragma unroll
@@ -116,12 +140,12 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 template <class Variant>
 __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                  std::byte* staging, TileColumns columns,
-                                                 typename GemmShape<Variant>::Element* row,
+                                                 typename GemmShape<Variant>::Wide* row,
                                                  const Activation& activation) {
   using Shape = GemmShape<Variant>;
-  using Precision = typename Variant::Precision;
+  using Precision = typename Variant::Precision::Wide;
   constexpr int kColumns = Tiling::kColumns / 2;
-  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Element);
+  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
   std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
   std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
   epilogue::acquire_staging();
@@ -148,11 +172,11 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
 template <class Variant, int kParts>
 __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums, const MathThread& thread,
                                                   std::byte* staging, TileColumns columns,
-                                                  typename GemmShape<Variant>::Element* row, int32_t rows) {
+                                                  typename GemmShape<Variant>::Wide* row, int32_t rows) {
   const int32_t first = Roles::kWarpRows * thread.warp + thread.lane / 4;
   const bool is_row[2] = {first < rows, first + 8 < rows};
   const auto masked = [&](float a, float b, int half) {
-    using Precision = typename Variant::Precision;
+    using Precision = typename Variant::Precision::Wide;
     // The same; but so the compiler has multiply() find addresses while it waits for a stage, and not after.
     if constexpr (kParts == 1) return Precision::pack(is_row[half] ? a : 0.0f, is_row[half] ? b : 0.0f);
     return is_row[half] ? Precision::pack(a, b) : 0;
@@ -164,11 +188,11 @@ __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums,
 template <class Variant>
 __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                      std::byte* staging, TileColumns columns,
-                                                     typename GemmShape<Variant>::Element* row,
+                                                     typename GemmShape<Variant>::Wide* row,
                                                      const Activation& activation) {
   with_activation_kind(activation.kind, [&](auto kind) {
     const auto activate = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
-    const auto transform = [&](float a, float b, int) { return Variant::Precision::pack(activate(a), activate(b)); };
+    const auto transform = [&](float a, float b, int) { return Variant::Precision::Wide::pack(activate(a), activate(b)); };
     epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
   });
 }
@@ -177,8 +201,8 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
 template <class Variant>
 __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                  std::byte* staging, TileColumns columns,
-                                                 typename GemmShape<Variant>::Element* row) {
-  const auto unchanged = [](float a, float b, int) { return Variant::Precision::pack(a, b); };
+                                                 typename GemmShape<Variant>::Wide* row) {
+  const auto unchanged = [](float a, float b, int) { return Variant::Precision::Wide::pack(a, b); };
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);
 }
 

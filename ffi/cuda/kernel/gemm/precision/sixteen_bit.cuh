@@ -1,5 +1,7 @@
 // Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
-// offers: Element, its name for the host (kElement), multiply() on slices of 16 along K, pack() and unpack() of pairs.
+// offers: Element, that of what is multiplied; kTokens, how tokens are published and pulled; Wide, the policy of x,
+// biases and answers; multiply() on slices of 16 along K, pack() and unpack() of pairs. A policy that is its own Wide
+// also has its element's name for the host (kElement).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +16,9 @@ namespace jaxmoe {
 
 struct Bf16 {
   using Element = __nv_bfloat16;
+  using Wide = Bf16;
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kBf16;
+  static constexpr Format kTokens{kElement};
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
@@ -32,7 +36,9 @@ struct Bf16 {
 
 struct F16 {
   using Element = __half;
+  using Wide = F16;
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kF16;
+  static constexpr Format kTokens{kElement};
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {

@@ -1,0 +1,97 @@
+// Rows of tokens in 8 bits: rounded by their owner before peers read them, pulled with their scales. Publish and dispatch
+// call these where the variant's tokens have scales.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/formats.h"
+#include "cuda/device/ptx/memory.cuh"
+#include "cuda/kernel/gemm/precision/eight_bit.cuh"
+
+namespace jaxmoe {
+
+// By a warp: rounds a row. Half a warp takes the 128 columns of a scale, 16 bytes a lane.
+template <class Precision>
+__device__ __forceinline__ void round_row(typename Precision::Element* values, float* scales, const void* row,
+                                          int32_t columns, bool power_of_two, int lane) {
+  constexpr int kVectorColumns = 8;  // of 16 bits
+  constexpr int kLanes = kScaleColumns / kVectorColumns;
+  constexpr int kLoadsInFlight = 4;
+  const int32_t vectors = columns / kVectorColumns;
+  const auto* const source = static_cast<const uint4*>(row);
+#pragma unroll 1
+  for (int32_t start = 0; start < vectors; start += 32 * kLoadsInFlight) {
+    uint4 loaded[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int32_t vector = start + 32 * i + lane;
+      loaded[i] = vector < vectors ? source[vector] : uint4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int32_t vector = start + 32 * i + lane;
+      const uint32_t words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+      float2 pairs[4];
+      uint32_t largest = 0;  // as bits, in whose order NaN is above all numbers
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        pairs[j] = Precision::Wide::unpack(words[j]);
+        largest = max(largest, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
+      }
+#pragma unroll
+      for (int other = kLanes / 2; other > 0; other /= 2) {
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
+      }
+      const RowScale scale = RowScale::of_largest(largest, power_of_two);
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);
+      if (vector < vectors) {
+        reinterpret_cast<uint2*>(values)[vector] = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+        if (lane % kLanes == 0) scales[vector / kLanes] = scale.scale;
+      }
+    }
+  }
+}
+
+// By a warp: the scales of a row on their way to the ring. They are asked for before the row's elements and stored after
+// them, so that their way over NVLink is not waited for twice.
+class PulledScales {
+ public:
+  __device__ __forceinline__ PulledScales(const float* source, int32_t blocks, int lane)
+      : source_(source), blocks_(blocks), lane_(lane) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (lane + 32 * i < blocks) scales_[i] = __ldcg(source + lane + 32 * i);
+    }
+  }
+
+  // Those of neighbouring steps lie `stride` apart; to `kept` too unless that is null.
+  __device__ __forceinline__ void store(float* target, int32_t stride, float* kept) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (lane_ + 32 * i < blocks_) store_one(target, stride, kept, lane_ + 32 * i, scales_[i]);
+    }
+    for (int32_t block = lane_ + 32 * kInFlight; block < blocks_; block += 32) {
+      store_one(target, stride, kept, block, __ldcg(source_ + block));
+    }
+  }
+
+ private:
+  static constexpr int kInFlight = 2;  // of rows of up to 8192 columns all
+
+  static __device__ __forceinline__ void store_one(float* target, int32_t stride, float* kept, int32_t block,
+                                                   float scale) {
+    target[int64_t{block} * stride] = scale;
+    if (kept != nullptr) kept[block] = scale;
+  }
+
+  const float* const source_;
+  const int32_t blocks_;
+  const int lane_;
+  float scales_[kInFlight];
+};
+
+}  // namespace jaxmoe
