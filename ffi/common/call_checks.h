@@ -134,6 +134,9 @@ inline std::string types_error(const LayerCall& call) {
   using Name = ArrayName;
   const auto element = element_of(call.type(Name::kX));
   if (!element || *element == Element::kE4M3) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
+  if (has_eight_bit_weights(call) && *element == Element::kF64) {
+    return "jaxmoe: x is float64; with weights in 8 bits it must be float32, bfloat16 or float16.";
+  }
   bool agree = true;
   const auto expect = [&](std::initializer_list<Name> names, auto is_right) {
     for (Name name : names) {
@@ -174,6 +177,11 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
   }
   if (std::string error = dimensions_error(call, a); !error.empty()) return error;
   if (std::string error = types_error(call); !error.empty()) return error;
+  if (has_eight_bit_weights(call) && schedule.tile.h_columns % kScaleColumns != 0) {
+    return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +
+           " of a tile; with weights in 8 bits it must be a multiple of " + std::to_string(kScaleColumns) +
+           ", so that the columns of a scale are in one tile.";
+  }
   if (schedule.ring_tiles < schedule.min_ring_tiles() &&
       schedule.ring_tiles < max_row_tiles(shape_of(call, a), schedule.tile)) {
     return "jaxmoe: ring_tiles=" + std::to_string(schedule.ring_tiles) + " is less than the " +

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/formats.h"
 #include "common/shape.h"
 
 namespace jaxmoe {
@@ -32,8 +33,10 @@ struct Granularity {
 constexpr Granularity granularity_of_gpu(bool gated) {
   return {kernel_tiles(gated), 0, Tiling::kBlocks * Tiling::kDispatchers};
 }
-// Small, so that a test of a few rows has many tiles.
-constexpr Granularity granularity_of_cpu(bool gated) { return {{16, gated ? 32 : 64, 64}, 2, 1}; }
+// Small, so that a test of a few rows has many tiles. Columns of h that share a scale share a tile.
+constexpr Granularity granularity_of_cpu(bool gated, bool scaled) {
+  return {{16, scaled ? kScaleColumns : gated ? 32 : 64, 64}, 2, 1};
+}
 
 // The schedule of a call: what was chosen for it, with what follows from its sizes and the platform.
 constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granularity& pieces) {

@@ -17,9 +17,11 @@
 namespace jaxmoe::host {
 
 template <class Precision>
-using ArraysOf = LayerArrays<typename Precision::Storage, typename Precision::Number>;
+using ArraysOf =
+    LayerArrays<typename Precision::Storage, typename Precision::Number, typename Precision::Row::Storage>;
 
-// Computes the results in `arrays` for rank `rank`, of the pass that the schedule is for; blocks until it is done.
+// Computes the results in `arrays` for rank `rank`, of the pass that the schedule is for; blocks until it is done. A
+// precision with scales has forward passes only.
 // Returns what went wrong, empty where nothing did. What happened when is written to `timeline`, which may be null.
 template <class Precision>
 std::string run_rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays,
@@ -29,5 +31,11 @@ extern template std::string run_rank<F32>(const Launch&, int32_t, const ArraysOf
 extern template std::string run_rank<F64>(const Launch&, int32_t, const ArraysOf<F64>&, LaunchTimeline*);
 extern template std::string run_rank<Bf16>(const Launch&, int32_t, const ArraysOf<Bf16>&, LaunchTimeline*);
 extern template std::string run_rank<F16>(const Launch&, int32_t, const ArraysOf<F16>&, LaunchTimeline*);
+extern template std::string run_rank<EightBit<F32>>(const Launch&, int32_t, const ArraysOf<EightBit<F32>>&,
+                                                    LaunchTimeline*);
+extern template std::string run_rank<EightBit<Bf16>>(const Launch&, int32_t, const ArraysOf<EightBit<Bf16>>&,
+                                                     LaunchTimeline*);
+extern template std::string run_rank<EightBit<F16>>(const Launch&, int32_t, const ArraysOf<EightBit<F16>>&,
+                                                    LaunchTimeline*);
 
 }  // namespace jaxmoe::host

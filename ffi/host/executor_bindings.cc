@@ -2,6 +2,7 @@
 // between them, for the tests in tests/host/test_executor.py. Ranks are threads that never wait for each other between
 // passes, so that a rank may be one launch ahead, and tests can make signals late, missing or ignored.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <limits>
@@ -19,6 +20,7 @@
 #include "host/executor.h"
 #include "host/executor_bindings.h"
 #include "host/group.h"
+#include "host/scaled_rows.h"
 #include "host/timeline.h"
 
 namespace py = pybind11;
@@ -33,19 +35,27 @@ void need(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument("executor: " + what + ".");
 }
 
+using Scales = std::array<Array<float>, 3>;  // of w_gate, w_up and w_down
+
 // What the launches are given: of tokens [launches, ranks, tokens, ...], of experts [experts, ..., ...]. `dy` is empty
-// where there is no backward pass.
+// where there is no backward pass, scales are where weights have none.
+template <class Precision>
 struct Inputs {
+  using Weights = Array<typename Precision::Row::Storage>;
+  Formats formats;
   Array<float> x;
   Array<int32_t> topk_ids;
   Array<float> topk_weights;
-  Array<float> w_gate, w_up, w_down;
+  Weights w_gate, w_up, w_down;
   Array<float> dy;
+  Scales scales;
+  bool power_of_two_scales;
 
   int64_t launches() const { return x.shape(0); }
 };
 
-void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs& in) {
+template <class Precision>
+void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs<Precision>& in) {
   need(in.x.ndim() == 4 && in.topk_ids.ndim() == 4 && in.topk_weights.ndim() == 4 && in.w_gate.ndim() == 3 &&
            in.w_down.ndim() == 3,
        "x, ids and weights must be [launches, ranks, tokens, ...], weights of experts [experts, ..., ...]");
@@ -58,10 +68,22 @@ void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs
            in.w_down.size() == in.w_gate.size(),
        "weights of experts do not have the shape's size");
   need(shape.projections == 2, "experts have gate and up here");
+  if (Precision::kScaled) {
+    const auto scales_fit = [&](const Array<float>& scales, int32_t width, int32_t depth) {
+      return scales.nbytes() == shape.num_experts * in.formats.weights.scale_bytes(width, depth);
+    };
+    need(shape.hidden % kScaleColumns == 0 && shape.intermediate % kScaleColumns == 0 &&
+             scales_fit(in.scales[0], shape.intermediate, shape.hidden) &&
+             scales_fit(in.scales[1], shape.intermediate, shape.hidden) &&
+             scales_fit(in.scales[2], shape.hidden, shape.intermediate),
+         "scales do not have the shape's size, or hidden and intermediate are no multiples of 128");
+  }
   for (const Schedule& schedule : passes) {
     need(schedule.workers > 0 && schedule.dispatchers % schedule.workers == 0,
          "dispatchers must be a multiple of workers");
     need(!schedule.backward() || in.dy.size() == in.x.size(), "dy does not have the size of x");
+    need(!Precision::kScaled || (!schedule.backward() && schedule.tile.h_columns % kScaleColumns == 0),
+         "with scales there are forward passes only, of tiles with a multiple of 128 columns of h");
   }
 }
 
@@ -104,18 +126,24 @@ class Results {
 };
 
 // The arrays of one rank in one launch of all passes.
-host::ArraysOf<host::F32> arrays_of(const Shape& shape, const Inputs& in, const Results& out, int64_t launch,
-                                       int32_t rank) {
+template <class Precision>
+host::ArraysOf<Precision> arrays_of(const Shape& shape, const Inputs<Precision>& in, const Results& out,
+                                    int64_t launch, int32_t rank) {
   const int64_t nth = launch * shape.ranks + rank;
   const int64_t tokens = nth * shape.tokens * shape.hidden, slots = nth * shape.slots();
   const int64_t experts = int64_t{shape.local_experts()} * shape.hidden * shape.intermediate;
   const auto from = [](auto* data, int64_t offset) { return data == nullptr ? nullptr : data + offset; };
+  // Of this rank's experts; all of them have as many.
+  const auto scales = [&](const Array<float>& all) { return all.data() + all.size() / shape.ranks * rank; };
   return {.x = in.x.data() + tokens,
           .topk_ids = in.topk_ids.data() + slots,
           .topk_weights = in.topk_weights.data() + slots,
           .w_gate = in.w_gate.data() + rank * experts,
           .w_up = in.w_up.data() + rank * experts,
           .w_down = in.w_down.data() + rank * experts,
+          .w_gate_scales = scales(in.scales[0]),
+          .w_up_scales = scales(in.scales[1]),
+          .w_down_scales = scales(in.scales[2]),
           .dy = in.dy.size() == 0 ? nullptr : in.dy.data() + tokens,
           .y = from(out.y, tokens),
           .dx = from(out.dx, tokens),
@@ -126,43 +154,47 @@ host::ArraysOf<host::F32> arrays_of(const Shape& shape, const Inputs& in, const 
 }
 
 // Arenas that have room for every pass.
-host::Arenas arenas_for(const Shape& shape, const std::vector<Schedule>& passes, HeadCapacity& head) {
+host::Arenas arenas_for(const Shape& shape, const std::vector<Schedule>& passes, const Formats& formats,
+                        HeadCapacity& head) {
   head = needed_head(shape, passes[0]);
   for (const Schedule& schedule : passes) {
     head.row_tiles = std::max(head.row_tiles, needed_head(shape, schedule).row_tiles);
   }
   int64_t bytes = 0;
   for (const Schedule& schedule : passes) {
-    bytes = std::max(bytes, layout_of(shape, schedule, Formats::of(Element::kF32), head).bytes);
+    bytes = std::max(bytes, layout_of(shape, schedule, formats, head).bytes);
   }
   return {head, bytes};
 }
 
 // Runs every pass for every launch's inputs, one after the other in the same arenas.
-py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, const Inputs& in,
+template <class Precision>
+py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, const Inputs<Precision>& in,
                     const host::Disturbance& disturbance, double timeout_seconds) {
   check(shape, passes, in);
   const auto backward = [](const Schedule& schedule) { return schedule.backward(); };
   const Results out(shape, in.launches(), !std::all_of(passes.begin(), passes.end(), backward),
                     std::any_of(passes.begin(), passes.end(), backward));
   HeadCapacity head;
-  const host::Arenas arenas = arenas_for(shape, passes, head);
+  const host::Arenas arenas = arenas_for(shape, passes, in.formats, head);
   std::atomic<bool> given_up = false;
   const auto run = [&](int32_t rank) -> std::string {
     for (int64_t i = 0; i < in.launches(); ++i) {
       for (const Schedule& schedule : passes) {
         const host::Launch launch{.shape = shape,
                                   .schedule = schedule,
+                                  .formats = in.formats,
                                   .head = head,
                                   .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
                                   .activation = {},
+                                  .power_of_two_scales = in.power_of_two_scales,
                                   .arenas = arenas.of_ranks(),
                                   .timeout_seconds = timeout_seconds,
                                   .given_up = &given_up,
                                   .disturbance = disturbance};
         LaunchTimeline timeline;
         const bool recorded = host::timeline_is_on;
-        const std::string failure = host::run_rank<host::F32>(launch, rank, arrays_of(shape, in, out, i, rank),
+        const std::string failure = host::run_rank<Precision>(launch, rank, arrays_of(shape, in, out, i, rank),
                                                               recorded ? &timeline : nullptr);
         if (!failure.empty()) return failure;
         if (recorded) host::keep_timeline(std::move(timeline));
@@ -201,18 +233,48 @@ void define_executor(py::module_& module) {
   executor.def(
       "run_passes",
       [](const Shape& shape, const std::vector<Schedule>& passes, Array<float> x, Array<int32_t> topk_ids,
-         Array<float> topk_weights, Array<float> w_gate, Array<float> w_up, Array<float> w_down,
-         std::optional<Array<float>> dy, const host::Disturbance& disturbance, double timeout_seconds) {
+         Array<float> topk_weights, const py::array& w_gate, const py::array& w_up, const py::array& w_down,
+         std::optional<Array<float>> dy, const std::optional<Format>& weights, const std::optional<Scales>& scales,
+         bool power_of_two_scales, const host::Disturbance& disturbance, double timeout_seconds) {
         need(!passes.empty(), "passes must name a schedule");
-        const Inputs inputs{x, topk_ids, topk_weights, w_gate, w_up, w_down, dy ? *dy : Array<float>(0)};
-        return run_passes(shape, passes, inputs, disturbance, timeout_seconds);
+        need(weights.has_value() == scales.has_value() && (!weights || weights->is_scaled()),
+             "weights in 8 bits have a format with scales, and scales; others have neither");
+        const Array<float> given_dy = dy ? *dy : Array<float>(0);
+        const Scales given_scales = scales ? *scales : Scales{};
+        const auto run = [&]<class Precision>(Precision, const Formats& formats) {
+          using Weights = typename Inputs<Precision>::Weights;
+          const Inputs<Precision> inputs{formats, x, topk_ids, topk_weights, py::cast<Weights>(w_gate),
+                                         py::cast<Weights>(w_up), py::cast<Weights>(w_down), given_dy, given_scales,
+                                         power_of_two_scales};
+          return run_passes(shape, passes, inputs, disturbance, timeout_seconds);
+        };
+        if (weights) return run(host::EightBit<host::F32>{}, Formats::eight_bit(Element::kF32, *weights));
+        return run(host::F32{}, Formats::of(Element::kF32));
       },
-      py::arg("shape"), py::arg("passes"), py::arg("x"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("w_gate"),
-      py::arg("w_up"), py::arg("w_down"), py::arg("dy") = py::none(), py::kw_only(),
+      py::arg("shape"), py::arg("passes"), py::arg("x"), py::arg("topk_ids"), py::arg("topk_weights"),
+      py::arg("w_gate"), py::arg("w_up"), py::arg("w_down"), py::arg("dy") = py::none(), py::kw_only(), py::arg("weights") = py::none(),
+      py::arg("scales") = py::none(), py::arg("power_of_two_scales") = false,
       py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
       "Runs x.shape[0] times the passes that the schedules are for, one after the other on every rank and in the same "
-      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dtopk_weights, dw_gate, dw_up and dw_down "
-      "of a backward pass. Raises RuntimeError with what each rank had to say.");
+      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dtopk_weights, dw_gate, dw_up and "
+      "dw_down of a backward pass. Weights that have scales are given as bytes, with their Format and the scales of "
+      "w_gate, w_up and w_down. Raises RuntimeError with what each rank had to say.");
+  executor.def(
+      "round_rows",
+      [](const Array<float>& rows, bool power_of_two_scales) {
+        need(rows.ndim() == 2 && rows.shape(1) % kScaleColumns == 0, "rows must be [rows, a multiple of 128]");
+        Array<uint8_t> rounded({rows.shape(0), rows.shape(1)});
+        Array<float> scales({rows.shape(0), rows.shape(1) / kScaleColumns});
+        for (py::ssize_t i = 0; i < scales.size(); ++i) {
+          scales.mutable_data()[i] = host::round_columns<host::F32>(
+              rows.data() + i * kScaleColumns, power_of_two_scales, rounded.mutable_data() + i * kScaleColumns);
+        }
+        return py::make_tuple(rounded, scales);
+      },
+      py::arg("rows"), py::arg("power_of_two_scales"),
+      "Rows as they are published where weights are in 8 bits: bytes of float8_e4m3fn, and their scales.");
+  executor.def("load_8_bits", py::vectorize(&host::E4M3::load), py::arg("bytes"));
+  executor.def("store_8_bits", py::vectorize(&host::E4M3::store), py::arg("numbers"));
   executor.def("record_timelines", &host::record_timelines, py::arg("on"),
                "Whether layers of this process record what they do when, from now on; returns what held before.");
 }

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "common/activation.h"
+#include "common/formats.h"
 #include "common/layout.h"
 #include "common/shape.h"
 
@@ -27,9 +28,11 @@ struct Disturbance {
 struct Launch {
   Shape shape;
   Schedule schedule;
+  Formats formats;  // those of the precision with which it is run
   HeadCapacity head;
   int32_t dispatchers_per_worker;
   Activation activation;
+  bool power_of_two_scales = false;    // of tokens and of h, where they have scales
   std::span<std::byte* const> arenas;  // of all ranks
   double timeout_seconds;
   std::atomic<bool>* given_up;         // shared by the group: some wait took too long

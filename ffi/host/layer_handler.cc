@@ -43,20 +43,24 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
                                        std::to_string(shape.ranks) + " ranks; it must be from 0 on and below that.");
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
-  const Attendance attendance(site, shape, schedule, formats_of(call));
+  const Formats formats = formats_of(call);
+  const Attendance attendance(site, shape, schedule, formats);
   Meeting& meeting = attendance.meeting();
   const Launch launch{.shape = shape,
                       .schedule = schedule,
+                      .formats = formats,
                       .head = meeting.arenas->head(),
                       .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
                       .activation = activation_of(attributes),
+                      .power_of_two_scales = attributes.power_of_two_scales != 0,
                       .arenas = meeting.arenas->of_ranks(),
                       .timeout_seconds = attributes.timeout_seconds,
                       .given_up = &meeting.given_up,
                       .disturbance = {}};
   LaunchTimeline timeline;
   const bool recorded = timeline_is_on;
-  const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number>(call);
+  const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number,
+                                typename Precision::Row::Storage>(call);
   const std::string failure = run_rank<Precision>(launch, rank, arrays, recorded ? &timeline : nullptr);
   if (recorded && failure.empty()) {
     timeline.device = device;
@@ -72,11 +76,18 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   if (error.empty()) error = call_error(call, attributes);
   if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  switch (formats_of(call).tokens.element) {
-    case Element::kF32: return run<F32>(call, attributes, instruction, run_id.run_id, device);
-    case Element::kF64: return run<F64>(call, attributes, instruction, run_id.run_id, device);
-    case Element::kBf16: return run<Bf16>(call, attributes, instruction, run_id.run_id, device);
-    case Element::kF16: return run<F16>(call, attributes, instruction, run_id.run_id, device);
+  const Formats formats = formats_of(call);
+  const auto run_as = [&]<class Precision>(Precision) {
+    return run<Precision>(call, attributes, instruction, run_id.run_id, device);
+  };
+  const auto run_with_rows = [&]<class Wide>(Wide wide) {
+    return formats.tokens.is_scaled() ? run_as(EightBit<Wide>{}) : run_as(wide);
+  };
+  switch (formats.answers.element) {
+    case Element::kF32: return run_with_rows(F32{});
+    case Element::kF64: return run_as(F64{});
+    case Element::kBf16: return run_with_rows(Bf16{});
+    case Element::kF16: return run_with_rows(F16{});
     case Element::kE4M3:
     case Element::kCount: break;
   }

@@ -1,33 +1,38 @@
-// Precision policies of the host executor: how one element is stored, and what it is computed in, as those of the GPU
-// kernels say it of theirs (cuda/kernel/gemm/precision/).
+// Precision policies of the host executor: how elements are stored, and what they are computed in, as those of the GPU
+// kernels say it of theirs (cuda/kernel/gemm/precision/). `Storage`, load() and store() are those of x, biases, answers
+// and results; `Row` has those of rows of tokens, of h and of the weights that they are multiplied with, which have
+// scales where `kScaled` (host/scaled_rows.h).
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 
-#include "common/formats.h"
-
 namespace jaxmoe::host {
 
-struct F32 {
-  static constexpr Element kElement = Element::kF32;
+// Of a policy by which all arrays have the same elements.
+template <class Self>
+struct OneType {
+  using Row = Self;
+  static constexpr bool kScaled = false;
+};
+
+struct F32 : OneType<F32> {
   using Storage = float;
   using Number = float;
   static Number load(Storage value) { return value; }
   static Storage store(Number value) { return value; }
 };
 
-struct F64 {
-  static constexpr Element kElement = Element::kF64;
+struct F64 : OneType<F64> {
   using Storage = double;
   using Number = double;
   static Number load(Storage value) { return value; }
   static Storage store(Number value) { return value; }
 };
 
-struct Bf16 {
-  static constexpr Element kElement = Element::kBf16;
+struct Bf16 : OneType<Bf16> {
   using Storage = uint16_t;
   using Number = float;
   static Number load(Storage value) { return std::bit_cast<float>(uint32_t{value} << 16); }
@@ -39,8 +44,7 @@ struct Bf16 {
   }
 };
 
-struct F16 {
-  static constexpr Element kElement = Element::kF16;
+struct F16 : OneType<F16> {
   using Storage = uint16_t;
   using Number = float;
   static Number load(Storage value) {
@@ -64,6 +68,52 @@ struct F16 {
     const uint32_t rebiased = (bits & 0x7fffffff) - (112u << 23);
     return static_cast<Storage>(sign | (rebiased + 0xfff + (rebiased >> 13 & 1)) >> 13);
   }
+};
+
+// float8_e4m3fn: no infinity, one NaN of each sign, 448 at most.
+struct E4M3 {
+  using Storage = uint8_t;
+  using Number = float;
+  static constexpr float kLargest = 448.0f;
+  static constexpr Storage kNaN = 0x7f;
+
+  static Number load(Storage value) { return kNumbers[value]; }
+  // To the nearest, ties to even; too large becomes the largest; NaN is the positive one.
+  static Storage store(Number value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = bits >> 24 & 0x80;
+    const float magnitude = std::fabs(value);
+    if (std::isnan(value)) return kNaN;
+    if (magnitude >= kLargest) return static_cast<Storage>(sign | 0x7e);
+    if (magnitude < 0x1p-6f) {  // subnormal: adding 2^14 rounds to a multiple of 2^-9 in the low mantissa bits
+      return static_cast<Storage>(sign | (std::bit_cast<uint32_t>(magnitude + 0x1p14f) - 0x46800000u));
+    }
+    const uint32_t rebiased = (bits & 0x7fffffff) - (120u << 23);  // the bias goes from 127 to 7
+    return static_cast<Storage>(sign | (rebiased + 0x7ffff + (rebiased >> 20 & 1)) >> 20);
+  }
+
+ private:
+  static constexpr Number number_of(uint32_t code) {
+    const uint32_t sign = (code & 0x80) << 24;
+    const uint32_t magnitude = code & 0x7f;
+    if (magnitude == kNaN) return std::bit_cast<float>(sign | 0x7fc00000);
+    if (magnitude < 0x08) return static_cast<float>(magnitude) * (sign ? -0x1p-9f : 0x1p-9f);
+    return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
+  }
+  static constexpr std::array<Number, 256> numbers() {
+    std::array<Number, 256> all{};
+    for (uint32_t code = 0; code < all.size(); ++code) all[code] = number_of(code);
+    return all;
+  }
+  static const std::array<Number, 256> kNumbers;
+};
+inline constexpr std::array<E4M3::Number, 256> E4M3::kNumbers = E4M3::numbers();
+
+// Rows and weights in 8 bits with scales, all else as `Wide` has it. Forward passes only.
+template <class Wide>
+struct EightBit : Wide {
+  using Row = E4M3;
+  static constexpr bool kScaled = true;
 };
 
 }  // namespace jaxmoe::host

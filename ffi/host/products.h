@@ -16,21 +16,28 @@
 #include "common/activation.h"
 #include "common/scheduler.h"
 #include "host/rank_memory.h"
+#include "host/scaled_rows.h"
 
 namespace jaxmoe::host {
 
 template <class Precision>
 class Products {
   using Storage = typename Precision::Storage;
+  using RowStorage = typename Precision::Row::Storage;
   using Number = typename Precision::Number;
 
  public:
   explicit Products(const RankMemory<Precision>& memory) : m_(memory) {}
 
   void compute(const Task& task) {
+    if (task.gemm == Gemm::kGateUp) return gate_up(task);
+    if (task.gemm == Gemm::kDown) return down(task);
+    if constexpr (!Precision::kScaled) differentiate(task);
+  }
+
+ private:
+  void differentiate(const Task& task) {
     switch (task.gemm) {
-      case Gemm::kGateUp: return gate_up(task);
-      case Gemm::kDown: return down(task);
       case Gemm::kHGradient: return h_gradient(task);
       case Gemm::kTokenGradient: return token_gradient(task);
       case Gemm::kGateGradient:
@@ -39,14 +46,12 @@ class Products {
         return weight_gradient(task, tokens(), projection(1), m_.arrays.dw_up, m_.arrays.db_up, matrix_size(),
                                bias_sums() + m_.shape.intermediate);
       default:
-        return weight_gradient(task, {m_.layout.h, m_.shape.intermediate, 0, m_.shape.intermediate},
-                               {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden}, m_.arrays.dw_down,
-                               m_.arrays.db_down, m_.shape.projections * matrix_size(),
+        return weight_gradient(task, h(), {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden},
+                               m_.arrays.dw_down, m_.arrays.db_down, m_.shape.projections * matrix_size(),
                                bias_sums() + m_.shape.projections * m_.shape.intermediate);
     }
   }
 
- private:
   int64_t matrix_size() const { return int64_t{m_.shape.hidden} * m_.shape.intermediate; }
   // The answer to a row, at the rank that owns its token.
   Storage* answer_at(RowTarget target) const {
@@ -58,11 +63,52 @@ class Products {
     return bias == nullptr ? 0 : Precision::load(bias[index]);
   }
 
-  // sums[c] = sum over k of row[k] * weights[k, first + c], for one row and `columns` columns of a [depth, width]
+  // Columns `first` to `first + columns` of a ring whose rows are `width` wide.
+  struct Factor {
+    Region ring;
+    int32_t width, first, columns;
+  };
+  Factor tokens() const { return {m_.layout.rows, m_.row_width(), 0, m_.shape.hidden}; }
+  Factor h() const { return {m_.layout.h, m_.shape.intermediate, 0, m_.shape.intermediate}; }
+  Factor projection(int32_t which) const {
+    return {m_.layout.projections, m_.shape.projections * m_.shape.intermediate, which * m_.shape.intermediate,
+            m_.shape.intermediate};
+  }
+  const RowStorage* row_of(const Factor& factor, const Task& task, int32_t tile_row) const {
+    return m_.ring_row(factor.ring, task.ring_slot, tile_row, factor.width) + factor.first;
+  }
+
+  // The matrices of the local experts, which have `width` columns.
+  struct Weights {
+    const RowStorage* elements;
+    const float* scales;
+    int32_t width;
+  };
+
+  // sums[row, c]: the rows of a task's tile times columns first + c of its expert's matrix.
+  std::vector<Number> multiply(const Task& task, const Factor& rows, const Weights& weights, int32_t first,
+                               int32_t columns) const {
+    if constexpr (Precision::kScaled) {
+      const auto matrix = ScaledMatrix::of_expert(weights.elements, weights.scales, m_.formats.weights, task.expert,
+                                                  weights.width, rows.columns);
+      return multiply_scaled(matrix, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {
+        return {row_of(rows, task, i) + depth,
+                m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
+      });
+    } else {
+      std::vector<Number> sums(static_cast<size_t>(task.rows) * columns);
+      for (int32_t i = 0; i < task.rows; ++i) {
+        multiply_row(row_of(rows, task, i), weights.elements + task.expert * matrix_size(), rows.columns,
+                     weights.width, first, columns, sums.data() + int64_t{i} * columns);
+      }
+      return sums;
+    }
+  }
+
+  // Adds row[k] * weights[k, first + c] for all k to sums[c], for one row and `columns` columns of a [depth, width]
   // matrix.
   static void multiply_row(const Storage* row, const Storage* weights, int32_t depth, int32_t width, int32_t first,
                            int32_t columns, Number* sums) {
-    for (int32_t c = 0; c < columns; ++c) sums[c] = 0;  // of std::fill g++ 13 thinks that columns may be negative
     for (int32_t k = 0; k < depth; ++k) {
       const Number factor = Precision::load(row[k]);
       const Storage* line = weights + int64_t{k} * width + first;
@@ -94,39 +140,57 @@ class Products {
         }
       }
     }
-    const Storage* const weights[] = {m_.arrays.w_gate, m_.arrays.w_up};
+    const Weights weights[] = {{m_.arrays.w_gate, m_.arrays.w_gate_scales, width},
+                               {m_.arrays.w_up, m_.arrays.w_up_scales, width}};
     const Storage* const biases[] = {m_.arrays.b_gate, m_.arrays.b_up};
-    std::vector<Number> of_projection[] = {std::vector<Number>(columns), std::vector<Number>(columns, 1)};
+    const size_t results = static_cast<size_t>(task.rows) * columns;
+    std::vector<Number> of_projection[] = {{}, std::vector<Number>(results, 1)}, activated(columns);
+    for (int32_t which = 0; which < m_.shape.projections; ++which) {
+      of_projection[which] = multiply(task, tokens(), weights[which], first, columns);
+    }
     for (int32_t i = 0; i < task.rows; ++i) {
-      const Storage* row = m_.ring_row(m_.layout.rows, task.ring_slot, i, m_.row_width());
       for (int32_t which = 0; which < m_.shape.projections; ++which) {
-        Number* sums = of_projection[which].data();
-        multiply_row(row, weights[which] + task.expert * matrix_size(), m_.shape.hidden, width, first, columns, sums);
-        Storage* kept = m_.schedule.backward() ? m_.projection_row(task.ring_slot, i, which) + first
-                        : saves              ? m_.saved_row(task.row_tile, i, which) + first
-                                             : nullptr;
+        Number* sums = of_projection[which].data() + int64_t{i} * columns;
+        Storage* kept = saves ? m_.saved_row(task.row_tile, i, which) + first : nullptr;
+        if constexpr (!Precision::kScaled) {
+          if (m_.schedule.backward()) kept = m_.projection_row(task.ring_slot, i, which) + first;
+        }
         for (int32_t c = 0; c < columns; ++c) {
           sums[c] += bias_of(biases[which], int64_t{task.expert} * width + first + c);
           if (kept != nullptr) kept[c] = Precision::store(sums[c]);
         }
       }
       if (m_.schedule.backward()) continue;
-      Storage* h = m_.ring_row(m_.layout.h, task.ring_slot, i, width) + first;
-      for (int32_t c = 0; c < columns; ++c) {
-        h[c] = Precision::store(activate(m_.launch.activation, of_projection[0][c], of_projection[1][c]));
+      const Number* gate = of_projection[0].data() + int64_t{i} * columns;
+      const Number* up = of_projection[1].data() + int64_t{i} * columns;
+      for (int32_t c = 0; c < columns; ++c) activated[c] = activate(m_.launch.activation, gate[c], up[c]);
+      store_h(task, i, first, activated);
+    }
+  }
+
+  // Columns of h from `first` on. Those of a task are whole groups where groups have scales (common/call_checks.h).
+  void store_h(const Task& task, int32_t tile_row, int32_t first, const std::vector<Number>& numbers) {
+    const int32_t width = m_.shape.intermediate;
+    RowStorage* h = m_.ring_row(m_.layout.h, task.ring_slot, tile_row, width) + first;
+    if constexpr (Precision::kScaled) {
+      for (size_t c = 0; c < numbers.size(); c += kScaleColumns) {
+        const int32_t block = (first + static_cast<int32_t>(c)) / kScaleColumns;
+        m_.ring_row_scale(m_.layout.h, task.ring_slot, tile_row, width, block) =
+            round_columns<F32>(numbers.data() + c, m_.launch.power_of_two_scales, h + c);
       }
+    } else {
+      std::transform(numbers.begin(), numbers.end(), h, Precision::store);
     }
   }
 
   void down(const Task& task) {
     const int32_t first = task.column_tile * m_.schedule.tile.columns;
     const int32_t columns = std::min(task.column_tiles * m_.schedule.tile.columns, m_.shape.hidden - first);
-    const Storage* weights = m_.arrays.w_down + int64_t{task.expert} * m_.shape.intermediate * m_.shape.hidden;
+    const Weights weights{m_.arrays.w_down, m_.arrays.w_down_scales, m_.shape.hidden};
     const int64_t bias = int64_t{task.expert} * m_.shape.hidden + first;
-    std::vector<Number> sums(columns);
+    const std::vector<Number> products = multiply(task, h(), weights, first, columns);
     for (int32_t i = 0; i < task.rows; ++i) {
-      multiply_row(m_.ring_row(m_.layout.h, task.ring_slot, i, m_.shape.intermediate), weights, m_.shape.intermediate,
-                   m_.shape.hidden, first, columns, sums.data());
+      const Number* sums = products.data() + int64_t{i} * columns;
       const RowTarget target{*m_.target_of(task.ring_slot, i)};
       Storage* out = answer_at(target) + first;
       for (int32_t c = 0; c < columns; ++c) out[c] = Precision::store(sums[c] + bias_of(m_.arrays.b_down, bias + c));
@@ -196,17 +260,6 @@ class Products {
   }
 
   // --- weight gradients ----------------------------------------------------------------------------------------------
-
-  // Columns `first` to `first + columns` of a ring whose rows are `width` wide.
-  struct Factor {
-    Region ring;
-    int32_t width, first, columns;
-  };
-  Factor tokens() const { return {m_.layout.rows, m_.row_width(), 0, m_.shape.hidden}; }
-  Factor projection(int32_t which) const {
-    return {m_.layout.projections, m_.shape.projections * m_.shape.intermediate, which * m_.shape.intermediate,
-            m_.shape.intermediate};
-  }
 
   // gradient = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
   // where those of an expert with several segments lie in the weight sums.

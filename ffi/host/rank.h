@@ -18,6 +18,7 @@
 #include "host/launch.h"
 #include "host/products.h"
 #include "host/rank_memory.h"
+#include "host/scaled_rows.h"
 #include "host/signals.h"
 #include "host/timeline.h"
 
@@ -26,6 +27,7 @@ namespace jaxmoe::host {
 template <Pass kPass, class Precision>
 class Rank {
   using Storage = typename Precision::Storage;
+  using RowStorage = typename Precision::Row::Storage;
   using Number = typename Precision::Number;
 
   static constexpr bool kBackward = kPass == Pass::kBackward;
@@ -172,14 +174,22 @@ class Rank {
   // --- publish -------------------------------------------------------------------------------------------------------
 
   // To where peers can read them: tokens; in a backward pass beside each the gradient of its output, and routing
-  // weights. One rank alone reads its tokens where they lie in a forward pass.
+  // weights. One rank alone reads its tokens where they lie in a forward pass, unless they are rounded on the way.
   void publish(int32_t worker) {
     if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) return;
     const int32_t hidden = m_.shape.hidden;
     const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-      Storage* row = m_.template here<Storage>(m_.layout.tokens) + token * m_.row_width();
-      std::copy_n(m_.arrays.x + token * hidden, hidden, row);
+      const Storage* x = m_.arrays.x + token * hidden;
+      RowStorage* row = m_.template here<RowStorage>(m_.layout.tokens) + token * m_.row_width();
+      if constexpr (Precision::kScaled) {
+        float* scales = m_.scales_of_token(m_.rank, m_.layout.tokens, m_.shape.tokens, token);
+        for (int32_t c = 0; c < hidden; c += kScaleColumns) {
+          scales[c / kScaleColumns] = round_columns<Precision>(x + c, m_.launch.power_of_two_scales, row + c);
+        }
+      } else {
+        std::copy_n(x, hidden, row);
+      }
       if constexpr (kBackward) {
         std::copy_n(m_.arrays.dy + token * hidden, hidden, row + hidden);
         const int64_t slots = token * m_.shape.top_k;
@@ -265,18 +275,16 @@ class Rank {
       for (int32_t i = 0; i < chunk.rows; ++i) {
         const RowSource from = source_of_row(counts.from_source.data() + chunk.expert, local, m_.shape.ranks, m_.rank,
                                              chunk.first_row + i);
-        Storage* row = m_.ring_row(m_.layout.rows, chunk.ring_slot, chunk.tile_row + i, m_.row_width());
         if (from.source < 0) {  // behind the last row of the expert
-          std::fill(row, row + m_.row_width(), Storage{0});
+          std::fill_n(m_.ring_row(m_.layout.rows, chunk.ring_slot, chunk.tile_row + i, m_.row_width()), m_.row_width(),
+                      RowStorage{0});
           *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::kNone;
           if constexpr (kBackward) *m_.routing_weight_of(chunk.ring_slot, chunk.tile_row + i) = Number{0};
           continue;
         }
         const int32_t slot = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, from.source))
             [counts.first_slot[from.source * local + chunk.expert] + from.position];
-        const bool published = publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled());
-        const Storage* tokens = published ? m_.template at<Storage>(from.source, m_.layout.tokens) : m_.arrays.x;
-        copy_token(tokens + int64_t{slot / m_.shape.top_k} * m_.row_width(), from.source, slot / m_.shape.top_k, row);
+        copy_token(from.source, slot / m_.shape.top_k, chunk.ring_slot, chunk.tile_row + i);
         *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
         if constexpr (kBackward) {
           *m_.routing_weight_of(chunk.ring_slot, chunk.tile_row + i) =
@@ -288,24 +296,48 @@ class Rank {
     }
   }
 
-  // The token as its owner has it, or as an earlier pull has kept it.
-  void copy_token(const Storage* token, int32_t source, int32_t number, Storage* row) {
-    if (!m_.schedule.keep_tokens || source == m_.rank) {
-      std::copy(token, token + m_.row_width(), row);
-      return;
+  // A token as its owner has it, or as an earlier pull has kept it; scales where it has some.
+  struct Token {
+    const RowStorage* elements;
+    const float* scales;
+  };
+  Token token_of_owner(int32_t owner, int32_t number) const {
+    if constexpr (!Precision::kScaled) {
+      if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens)) {
+        return {m_.arrays.x + int64_t{number} * m_.row_width(), nullptr};
+      }
     }
+    return {m_.template at<RowStorage>(owner, m_.layout.tokens) + int64_t{number} * m_.row_width(),
+            m_.scales_of_token(owner, m_.layout.tokens, m_.shape.tokens, number)};
+  }
+
+  void copy_token(int32_t source, int32_t number, int32_t ring_slot, int32_t tile_row) {
+    Token token = token_of_owner(source, number);
+    if (m_.schedule.keep_tokens && source != m_.rank) token = keep_token(token, source, number);
+    std::copy_n(token.elements, m_.row_width(),
+                m_.ring_row(m_.layout.rows, ring_slot, tile_row, m_.row_width()));
+    for (int32_t block = 0; block < m_.token_scales(); ++block) {
+      m_.ring_row_scale(m_.layout.rows, ring_slot, tile_row, m_.row_width(), block) = token.scales[block];
+    }
+  }
+
+  // Keeps the token where nobody has begun to. Returns the kept one where that is there, else the owner's.
+  Token keep_token(const Token& token, int32_t source, int32_t number) {
     const int64_t index = kept_index(m_.shape, m_.rank, source, number);
-    Storage* kept = m_.template here<Storage>(m_.layout.kept_tokens) + index * m_.row_width();
+    RowStorage* elements = m_.template here<RowStorage>(m_.layout.kept_tokens) + index * m_.row_width();
+    float* scales =
+        m_.scales_of_token(m_.rank, m_.layout.kept_tokens, int64_t{m_.shape.ranks - 1} * m_.shape.tokens, index);
     const std::atomic_ref<uint32_t> state(m_.template here<uint32_t>(m_.layout.kept_states)[index]);
     uint32_t seen = static_cast<uint32_t>(KeptState::kAbsent);
     if (state.compare_exchange_strong(seen, static_cast<uint32_t>(KeptState::kComing), std::memory_order_acquire)) {
-      std::copy(token, token + m_.row_width(), kept);
+      std::copy_n(token.elements, m_.row_width(), elements);
+      std::copy_n(token.scales, m_.token_scales(), scales);
       signals_.delay();
       state.store(static_cast<uint32_t>(KeptState::kKept), std::memory_order_release);
     } else if (seen == static_cast<uint32_t>(KeptState::kKept)) {
-      token = kept;
+      return {elements, scales};
     }
-    std::copy(token, token + m_.row_width(), row);
+    return token;
   }
 
   // --- combine: adds up the answers of each token's experts, in the order of its slots -------------------------------

@@ -14,11 +14,12 @@ namespace jaxmoe::host {
 template <class Precision>
 struct RankMemory {
   using Storage = typename Precision::Storage;
+  using RowStorage = typename Precision::Row::Storage;
   using Number = typename Precision::Number;
 
   RankMemory(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays)
       : launch(launch), shape(launch.shape), schedule(launch.schedule), arrays(arrays), rank(rank),
-        formats(Formats::of(Precision::kElement)), layout(layout_of(shape, schedule, formats, launch.head)) {}
+        formats(launch.formats), layout(layout_of(shape, schedule, formats, launch.head)) {}
 
   const Launch& launch;
   const Shape shape;
@@ -52,8 +53,19 @@ struct RankMemory {
   int64_t ring_index(int32_t ring_slot, int32_t tile_row) const {
     return int64_t{ring_slot} * schedule.tile.rows + tile_row;
   }
-  Storage* ring_row(const Region& ring, int32_t ring_slot, int32_t tile_row, int32_t width) const {
-    return here<Storage>(ring) + ring_index(ring_slot, tile_row) * width;
+  RowStorage* ring_row(const Region& ring, int32_t ring_slot, int32_t tile_row, int32_t width) const {
+    return here<RowStorage>(ring) + ring_index(ring_slot, tile_row) * width;
+  }
+  // Of the columns from block * kScaleColumns on of such a row.
+  float& ring_row_scale(const Region& ring, int32_t ring_slot, int32_t tile_row, int32_t width, int32_t block) const {
+    const int64_t rows = int64_t{schedule.ring_tiles} * schedule.tile.rows;
+    return here<float>(scales_of(ring, rows, width))[ring_scale(
+        schedule.tile.rows, ring_index(ring_slot, tile_row), scale_blocks(width), block)];
+  }
+  // Scales of a token, 0 where tokens have none; and those of one of the `tokens` that a region has.
+  int32_t token_scales() const { return formats.tokens.is_scaled() ? scale_blocks(shape.hidden) : 0; }
+  float* scales_of_token(int32_t owner, const Region& region, int64_t tokens, int64_t number) const {
+    return at<float>(owner, scales_of(region, tokens, shape.hidden)) + number * token_scales();
   }
   uint32_t* target_of(int32_t ring_slot, int32_t tile_row) const {
     return here<uint32_t>(layout.row_targets) + ring_index(ring_slot, tile_row);
@@ -70,7 +82,7 @@ struct RankMemory {
   Number* products_of(int32_t ring_slot, int32_t tile_row) const {
     return here<Number>(layout.row_products) + ring_index(ring_slot, tile_row) * gradient_tiles(shape, schedule.tile);
   }
-  Storage* projection_row(int32_t ring_slot, int32_t tile_row, int32_t which) const {
+  RowStorage* projection_row(int32_t ring_slot, int32_t tile_row, int32_t which) const {
     return ring_row(layout.projections, ring_slot, tile_row, shape.projections * shape.intermediate) +
            which * shape.intermediate;
   }

@@ -39,12 +39,13 @@ void define_names(py::module_& module) {
   module.def("is_from_peers", &is_from_peers, py::arg("signal"));
 }
 
-Granularity granularity(const std::string& platform, bool gated) {
+Granularity granularity(const std::string& platform, bool gated, bool scaled) {
   require(platform == "cpu" || platform == "gpu", "platform=" + platform + ". It needs to be cpu or gpu.");
-  return platform == "gpu" ? granularity_of_gpu(gated) : granularity_of_cpu(gated);
+  return platform == "gpu" ? granularity_of_gpu(gated) : granularity_of_cpu(gated, scaled);
 }
 
-Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles) {
+Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles,
+                      bool scaled) {
   const auto chosen = [&](const char* name) { return py::int_(plan.attr(name)).cast<int32_t>(); };
   Schedule schedule{};
   schedule.unit_tiles = chosen("unit_tiles");
@@ -54,7 +55,7 @@ Schedule schedule_for(const Shape& shape, const std::string& platform, const py:
   schedule.keep_tokens = chosen("keep_tokens");
   schedule.segment_tiles = chosen("segment_tiles");
   schedule.saved_tiles = saved_tiles;
-  return complete(schedule, shape, granularity(platform, shape.projections > 1));
+  return complete(schedule, shape, granularity(platform, shape.projections > 1, scaled));
 }
 
 void define_structs(py::module_& module) {
@@ -71,10 +72,11 @@ void define_structs(py::module_& module) {
   define_struct(module, "Granularity", "Into what pieces the work of a platform is cut.",
                 Field{"tile", &Granularity::tile}, Field{"workers", &Granularity::workers},
                 Field{"dispatchers_per_worker", &Granularity::dispatchers_per_worker});
-  module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"),
-             "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated.");
+  module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"), py::arg("scaled") = false,
+             "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated. "
+             "Columns of h that share a scale share a tile.");
   module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
-             py::arg("saved_tiles") = 0,
+             py::arg("saved_tiles") = 0, py::arg("scaled") = false,
              "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},

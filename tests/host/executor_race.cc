@@ -1,7 +1,7 @@
 // Layers and their gradients back to back on the host executor, for ThreadSanitizer:
 // tests/host/test_thread_sanitizer.py compiles this together with the executor and runs it. The first argument says
-// which passes: forward, backward or both, in turn. A second one names a wait that one rank leaves out, which must be
-// found.
+// which passes: forward, backward or both, in turn; or eight_bit, forward passes of weights in 8 bits. A second one
+// names a wait that one rank leaves out, which must be found.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,7 +21,6 @@ using namespace jaxmoe;
 
 namespace {
 
-constexpr Formats kFormats = Formats::of(Element::kF32);
 constexpr Shape kShape{.ranks = 3, .tokens = 24, .hidden = 16, .intermediate = 24, .num_experts = 6, .top_k = 2};
 constexpr Schedule kForward{.tile = {4, 8, 8},
                             .unit_tiles = 2,
@@ -44,10 +43,37 @@ constexpr Schedule backward_schedule() {
 constexpr Schedule kBackward = backward_schedule();
 constexpr int kLaunches = 24;
 
-std::vector<Schedule> passes_named(const char* name) {
-  if (std::strcmp(name, "forward") == 0) return {kForward};
-  if (std::strcmp(name, "backward") == 0) return {kBackward};
-  if (std::strcmp(name, "both") == 0) return {kForward, kBackward};
+// Wide enough for scales of 128 columns, of which a row of h has two.
+constexpr Shape eight_bit_shape() {
+  Shape shape = kShape;
+  shape.tokens = 12;
+  shape.hidden = kScaleColumns;
+  shape.intermediate = 2 * kScaleColumns;
+  return shape;
+}
+constexpr Schedule eight_bit_schedule() {
+  Schedule schedule = kForward;
+  schedule.tile.h_columns = kScaleColumns;
+  schedule.tile.columns = kScaleColumns / 2;
+  return schedule;
+}
+
+// The launches that a run repeats.
+struct Plan {
+  Shape shape;
+  Formats formats;
+  std::vector<Schedule> passes;
+};
+
+Plan plan_named(const char* name) {
+  const Formats wide = Formats::of(Element::kF32);
+  if (std::strcmp(name, "forward") == 0) return {kShape, wide, {kForward}};
+  if (std::strcmp(name, "backward") == 0) return {kShape, wide, {kBackward}};
+  if (std::strcmp(name, "both") == 0) return {kShape, wide, {kForward, kBackward}};
+  if (std::strcmp(name, "eight_bit") == 0) {
+    const Format weights{Element::kE4M3, kScaleColumns, kScaleColumns};
+    return {eight_bit_shape(), Formats::eight_bit(Element::kF32, weights), {eight_bit_schedule()}};
+  }
   std::fprintf(stderr, "no passes are called %s\n", name);
   std::exit(2);
 }
@@ -61,27 +87,32 @@ int32_t site_named(const char* name) {
 }
 
 // What one rank reads and writes in all its launches.
+template <class Precision>
 class RankArrays {
  public:
-  explicit RankArrays(uint32_t seed) : random_(seed) {}
+  RankArrays(const Plan& plan, uint32_t seed) : shape_(plan.shape), formats_(plan.formats), random_(seed) {}
 
-  host::ArraysOf<host::F32> fill(int32_t rank) {
-    const size_t tokens = size_t{kShape.tokens} * kShape.hidden, slots = kShape.slots();
-    const size_t experts = size_t{kShape.local_experts()} * kShape.hidden * kShape.intermediate;
-    const size_t up = size_t{kShape.local_experts()} * kShape.intermediate;
-    const size_t down = size_t{kShape.local_experts()} * kShape.hidden;
+  host::ArraysOf<Precision> fill(int32_t rank) {
+    const size_t tokens = size_t{shape_.tokens} * shape_.hidden, slots = shape_.slots();
+    const size_t experts = size_t{shape_.local_experts()} * shape_.hidden * shape_.intermediate;
+    const size_t up = size_t{shape_.local_experts()} * shape_.intermediate;
+    const size_t down = size_t{shape_.local_experts()} * shape_.hidden;
+    const size_t scales = shape_.local_experts() * formats_.weights.scale_bytes(shape_.hidden, shape_.intermediate);
     ids_.resize(slots);
-    for (int32_t& id : ids_) id = static_cast<int32_t>(random_() % (kShape.num_experts + 1)) - 1;
+    for (int32_t& id : ids_) id = static_cast<int32_t>(random_() % (shape_.num_experts + 1)) - 1;
     if (rank == 2) std::fill(ids_.begin(), ids_.end(), -1);  // a rank that would run ahead if nothing held it
     return {.x = numbers(tokens),
             .topk_ids = ids_.data(),
             .topk_weights = numbers(slots),
-            .w_gate = numbers(experts),
-            .w_up = numbers(experts),
-            .w_down = numbers(experts),
+            .w_gate = weights(experts),
+            .w_up = weights(experts),
+            .w_down = weights(experts),
             .b_gate = numbers(up),
             .b_up = numbers(up),
             .b_down = numbers(down),
+            .w_gate_scales = numbers(scales / sizeof(float)),
+            .w_up_scales = numbers(scales / sizeof(float)),
+            .w_down_scales = numbers(scales / sizeof(float)),
             .dy = numbers(tokens),
             .y = numbers(tokens),
             .dx = numbers(tokens),
@@ -95,6 +126,14 @@ class RankArrays {
   }
 
  private:
+  using Row = typename Precision::Row;
+
+  const typename Row::Storage* weights(size_t count) {
+    const float* values = numbers(count);
+    std::vector<typename Row::Storage>& stored = weights_.emplace_back(count);
+    for (size_t i = 0; i < count; ++i) stored[i] = Row::store(values[i]);
+    return stored.data();
+  }
   float* numbers(size_t count) {
     std::uniform_real_distribution<float> number(-1, 1);
     std::vector<float>& values = numbers_.emplace_back(count);
@@ -102,28 +141,29 @@ class RankArrays {
     return values.data();
   }
 
+  const Shape shape_;
+  const Formats formats_;
   std::mt19937 random_;
   std::vector<int32_t> ids_;
   std::list<std::vector<float>> numbers_;
+  std::list<std::vector<typename Row::Storage>> weights_;
 };
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const std::vector<Schedule> passes = passes_named(argc > 1 ? argv[1] : "both");
-  host::Disturbance disturbance{.delay_seed = 1, .most_delay_us = 20};
-  if (argc > 2) {
-    disturbance.rank = 1;
-    disturbance.skipped_site = site_named(argv[2]);
+template <class Precision>
+void run(const Plan& plan, const host::Disturbance& disturbance) {
+  const Shape& shape = plan.shape;
+  const HeadCapacity head = needed_head(shape, plan.passes[0]);
+  int64_t bytes = 0;
+  for (const Schedule& schedule : plan.passes) {
+    bytes = std::max(bytes, layout_of(shape, schedule, plan.formats, head).bytes);
   }
-  const HeadCapacity head = needed_head(kShape, kForward);
-  const host::Arenas arenas(head, std::max(layout_of(kShape, kForward, kFormats, head).bytes,
-                                           layout_of(kShape, kBackward, kFormats, head).bytes));
+  const host::Arenas arenas(head, bytes);
   std::atomic<bool> given_up = false;
   std::vector<host::Launch> launches;
-  for (const Schedule& schedule : passes) {
-    launches.push_back({.shape = kShape,
+  for (const Schedule& schedule : plan.passes) {
+    launches.push_back({.shape = shape,
                         .schedule = schedule,
+                        .formats = plan.formats,
                         .head = head,
                         .dispatchers_per_worker = 1,
                         .activation = {},
@@ -132,20 +172,36 @@ int main(int argc, char** argv) {
                         .given_up = &given_up,
                         .disturbance = disturbance});
   }
-  std::vector<std::string> failures(kShape.ranks);
+  std::vector<std::string> failures(shape.ranks);
   std::vector<std::thread> ranks;
-  for (int32_t rank = 0; rank < kShape.ranks; ++rank) {
+  for (int32_t rank = 0; rank < shape.ranks; ++rank) {
     ranks.emplace_back([&, rank] {
-      RankArrays memory(7 + rank);
-      const host::ArraysOf<host::F32> arrays = memory.fill(rank);
+      RankArrays<Precision> memory(plan, 7 + rank);
+      const host::ArraysOf<Precision> arrays = memory.fill(rank);
       for (int i = 0; i < kLaunches && failures[rank].empty(); ++i) {
-        failures[rank] = host::run_rank<host::F32>(launches[i % launches.size()], rank, arrays);
+        failures[rank] = host::run_rank<Precision>(launches[i % launches.size()], rank, arrays);
       }
     });
   }
   for (std::thread& thread : ranks) thread.join();
   for (const std::string& failure : failures) {
     if (!failure.empty()) std::fprintf(stderr, "%s\n", failure.c_str());
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Plan plan = plan_named(argc > 1 ? argv[1] : "both");
+  host::Disturbance disturbance{.delay_seed = 1, .most_delay_us = 20};
+  if (argc > 2) {
+    disturbance.rank = 1;
+    disturbance.skipped_site = site_named(argv[2]);
+  }
+  if (plan.formats.tokens.is_scaled()) {
+    run<host::EightBit<host::F32>>(plan, disturbance);
+  } else {
+    run<host::F32>(plan, disturbance);
   }
   std::puts("done");
   return 0;

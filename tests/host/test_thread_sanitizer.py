@@ -15,6 +15,7 @@ SHARED_SITES = ("publish", "walk", "dispatch", "gate_up", "announce", "combine")
 SITES = {
     "forward": (*SHARED_SITES, "down"),
     "backward": (*SHARED_SITES, "h_gradient", "token_gradient", "weight_gradient"),
+    "eight_bit": (*SHARED_SITES, "down"),
 }
 
 
@@ -27,7 +28,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit"])
 def test_layers_and_gradients_back_to_back_have_no_data_race(executor, passes):
     result = run(executor, passes)
     assert result.returncode == 0, result.stderr

@@ -18,15 +18,19 @@ def tile_sizes(shape: Shape, platform: str) -> Any:
     Raises:
       NotImplementedError: nothing is compiled.
     """
-    return _tile_sizes("cpu" if platform == "cpu" else "gpu", shape.gated)
+    return _tile_sizes("cpu" if platform == "cpu" else "gpu", shape.gated, _scaled(shape))
 
 
 @functools.cache
-def _tile_sizes(platform: str, gated: bool) -> Any:
+def _tile_sizes(platform: str, gated: bool, scaled: bool) -> Any:
     try:
-        return native.schedule().granularity(platform, gated).tile
+        return native.schedule().granularity(platform, gated, scaled).tile
     except ModuleNotFoundError as error:
         raise not_compiled(error) from error
+
+
+def _scaled(shape: Shape) -> bool:
+    return shape.formats.tokens.scale_rows > 0
 
 
 def not_compiled(error: ModuleNotFoundError) -> NotImplementedError:
@@ -75,7 +79,7 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
       plan: of one pass.
       saved_tiles: row tiles whose gate and up are kept for the backward pass.
     """
-    return native.schedule().schedule_for(native_shape(shape), platform, plan, saved_tiles)
+    return native.schedule().schedule_for(native_shape(shape), platform, plan, saved_tiles, _scaled(shape))
 
 
 def saved_row_tiles(shape: Shape, platform: str) -> int:

@@ -1,0 +1,117 @@
+// Rows of tokens and of h in 8 bits, with a scale for each kScaleColumns columns: how they are rounded, and their
+// products with weights in 8 bits. Callers: host/rank.h, host/products.h.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "common/formats.h"
+#include "host/precision.h"
+
+namespace jaxmoe::host {
+
+// Columns whose largest magnitude is less are scaled as if it were this: both their scale and its inverse are then
+// normal numbers, also of columns of zeros.
+inline constexpr float kSmallestLargest = 0x1p-100f;
+
+// What brings numbers of at most `largest` under the largest number of 8 bits: their quotient, or the least power of
+// two that does.
+inline float scale_for(float largest, bool power_of_two) {
+  largest = std::max(largest, kSmallestLargest);
+  if (!power_of_two) return largest / E4M3::kLargest;
+  // largest = mantissa * 2^n; 448 = 1.75 * 2^8.
+  const uint32_t bits = std::bit_cast<uint32_t>(largest);
+  const uint32_t above = (bits & 0x7fffff) > 0x600000 ? 1 : 0;
+  return std::bit_cast<float>(((bits >> 23) - 8 + above) << 23);
+}
+
+// Rounds kScaleColumns numbers of a row to 8 bits, and returns their scale. Where one is not finite it is NaN, and so
+// are all of them.
+template <class Precision>
+float round_columns(const typename Precision::Storage* numbers, bool power_of_two, E4M3::Storage* rounded) {
+  float largest = 0;
+  bool finite = true;
+  for (int32_t c = 0; c < kScaleColumns; ++c) {
+    const float magnitude = std::fabs(Precision::load(numbers[c]));
+    largest = std::max(largest, magnitude);
+    finite = finite && std::isfinite(magnitude);
+  }
+  if (!finite) {
+    std::fill_n(rounded, kScaleColumns, E4M3::kNaN);
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const float scale = scale_for(largest, power_of_two);
+  const float inverse = 1.0f / scale;
+  for (int32_t c = 0; c < kScaleColumns; ++c) rounded[c] = E4M3::store(Precision::load(numbers[c]) * inverse);
+  return scale;
+}
+
+// The matrix of an expert, [width, depth], and its scales, which have a row for each block of its width.
+struct ScaledMatrix {
+  const E4M3::Storage* elements;
+  const float* scales;
+  Format format;
+  int32_t width, depth;
+
+  // Of the expert `number` of those that have their matrices and scales one after the other.
+  static ScaledMatrix of_expert(const E4M3::Storage* elements, const float* scales, const Format& format,
+                                int32_t number, int32_t width, int32_t depth) {
+    const int64_t scales_of_each = format.scale_bytes(width, depth) / int64_t{sizeof(float)};
+    return {elements + int64_t{number} * width * depth, scales + number * scales_of_each, format, width, depth};
+  }
+
+  bool scales_are_of_columns() const { return format.scale_rows == 1; }
+  // Of the block that has this column of results, and depths from `first` on.
+  float scale_of(int32_t column, int32_t first) const {
+    const int64_t blocks = ceil_div(int64_t{depth}, int64_t{format.scale_columns});
+    return scales[column / format.scale_rows * blocks + first / format.scale_columns];
+  }
+};
+
+// kScaleColumns columns of a row, and their scale.
+struct ScaledColumns {
+  const E4M3::Storage* elements;
+  float scale;
+};
+
+// Products of rows: sums[row, c] of column first + c of the results, promoted as in the GPU kernel. Those of
+// kScaleColumns depths are summed, and each such sum is scaled and added to the others, rounded once. Scales of columns
+// come last, once. row_of(i, first depth) gives the ScaledColumns of row i.
+template <class RowOf>
+std::vector<float> multiply_scaled(const ScaledMatrix& matrix, int32_t rows, int32_t first, int32_t columns,
+                                   const RowOf& row_of) {
+  std::vector<float> sums(static_cast<size_t>(rows) * columns, 0.0f);
+  std::vector<float> weights(static_cast<size_t>(kScaleColumns) * columns);  // [depths, columns]
+  std::vector<float> part(columns);
+  for (int32_t depth = 0; depth < matrix.depth; depth += kScaleColumns) {
+    for (int32_t c = 0; c < columns; ++c) {
+      const E4M3::Storage* line = matrix.elements + int64_t{first + c} * matrix.depth + depth;
+      for (int32_t k = 0; k < kScaleColumns; ++k) weights[int64_t{k} * columns + c] = E4M3::load(line[k]);
+    }
+    for (int32_t i = 0; i < rows; ++i) {
+      const ScaledColumns row = row_of(i, depth);
+      std::fill(part.begin(), part.end(), 0.0f);
+      for (int32_t k = 0; k < kScaleColumns; ++k) {
+        const float factor = E4M3::load(row.elements[k]);
+        for (int32_t c = 0; c < columns; ++c) part[c] += factor * weights[int64_t{k} * columns + c];
+      }
+      float* of_row = sums.data() + int64_t{i} * columns;
+      for (int32_t c = 0; c < columns; ++c) {
+        const float weight_scale = matrix.scales_are_of_columns() ? 1.0f : matrix.scale_of(first + c, depth);
+        of_row[c] = std::fma(part[c], row.scale * weight_scale, of_row[c]);
+      }
+    }
+  }
+  if (matrix.scales_are_of_columns()) {
+    for (int32_t i = 0; i < rows; ++i) {
+      for (int32_t c = 0; c < columns; ++c) sums[int64_t{i} * columns + c] *= matrix.scale_of(first + c, 0);
+    }
+  }
+  return sums;
+}
+
+}  // namespace jaxmoe::host
