@@ -35,6 +35,11 @@ class Format:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
 
+    def __str__(self) -> str:
+        if not self.scale_rows:
+            return self.dtype.name
+        return f"{self.dtype} (a {self.scale_dtype} scale for {self.scale_rows} x {self.scale_columns})"
+
     def row_bytes(self, columns: int) -> int:
         """Bytes of the elements of a row, which end at a whole byte."""
         return -(-columns * _bits(self.dtype) // 8)
@@ -80,6 +85,11 @@ class Formats:
         """Everything in one dtype but for the sums, which have at least 32 bits."""
         plain = Format(dtype)
         return cls(plain, plain, plain, plain, Format(jnp.promote_types(dtype, jnp.float32)))
+
+    @property
+    def wide(self) -> "Formats":
+        """The same without 8 bits: everything in the dtype of answers."""
+        return Formats.of(self.answers.dtype)
 
 
 BF16 = Formats.of(jnp.bfloat16)

@@ -42,6 +42,12 @@ def test_everything_is_of_one_type_but_sums_of_32_bits_at_least(element):
         assert getattr(native_formats(here), name).element == getattr(there, name).element == getattr(here, name).dtype
 
 
+def test_a_format_is_printed_with_its_scales_where_it_has_any():
+    assert str(Format(jnp.bfloat16)) == "bfloat16"
+    scaled = Format(jnp.float8_e4m3fn, scale_rows=1, scale_columns=128)
+    assert str(scaled) == "float8_e4m3fn (a float32 scale for 1 x 128)"
+
+
 def test_an_element_that_layers_do_not_have_is_refused_by_name():
     with pytest.raises(ValueError, match="element int8 is none"):
         native.schedule().Format("int8")

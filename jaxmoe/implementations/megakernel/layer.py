@@ -5,6 +5,10 @@ stream of the GPU kernel (ffi/host/).
 
 The backward pass is another such call. It gets the inputs and the gradient of the output, and returns all gradients.
 The inputs of the activation are either kept from the forward pass (`residuals="save"`) or computed again.
+
+In 8 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales are
+operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the same
+call as without 8 bits, those that came in 8 bits to the `xla` implementation's backward pass, which decodes them.
 """
 
 import dataclasses
@@ -23,13 +27,23 @@ from jaxtyping import Array, Float, Int32
 
 from jaxmoe import native
 from jaxmoe.activation import compiled_form
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
+from jaxmoe.implementations.megakernel.schedule import (
+    SCALES_OF,
+    multiplies_8_bits,
+    saved_row_tiles,
+    schedule_of,
+    tile_sizes,
+)
+from jaxmoe.implementations.xla import layer as xla_layer
+from jaxmoe.implementations.xla.plan import xla_plan
 from jaxmoe.native import BACKWARD, FORWARD
+from jaxmoe.precision import in_8_bits, powers_of_two
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
@@ -71,7 +85,13 @@ def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
 def _layer_bwd(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     inputs = saved.inputs
-    dx, dweights, dexperts = _backward(call, saved, dy.astype(inputs.x.dtype))
+    dy = dy.astype(inputs.x.dtype)
+    if isinstance(inputs.experts.w_gate, BlockScaled):
+        plan = xla_plan(call.shape.wide, call.platform)
+        call = dataclasses.replace(call, implementation="xla", plan=plan, residuals="recompute")
+        dx, dweights, dexperts = xla_layer.backward(call, inputs, dy)
+    else:
+        dx, dweights, dexperts = _backward(call.wide, saved, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
@@ -90,14 +110,14 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         like = jnp.broadcast_to(inputs.x[0, 0], (rows, call.shape.projections, call.shape.intermediate))
         results["gate_up"] = jax.typeof(like)
     schedule = schedule_of(call.shape, call.platform, call.plan, saved_tiles)
-    made = _launch(FORWARD, call, schedule, _operands(call.group, inputs), results)
+    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results)
     return made["y"], made.get("gate_up")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
     inputs, gate_up = saved
-    operands = _operands(call.group, inputs) | {"dy": dy}
+    operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
     # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
@@ -118,19 +138,28 @@ def _present(experts: Experts) -> list[str]:
     return [name for name in names if getattr(experts, name) is not None]
 
 
-def _operands(group: ExpertGroup, inputs: Inputs) -> dict[str, jax.Array]:
+def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`.
 
     What experts do not have is left out. Arrays without elements in its place made XLA crash in a `lax.scan` (jax
     0.11.2), and emit a kernel that the assembler refused, with experts over two GPUs (jax 0.12).
     """
-    x, experts = inputs.x, inputs.experts.astype(inputs.x.dtype)
+    x, experts = inputs.x, inputs.experts
+    if call.precision is not None:
+        experts = in_8_bits(experts, call.precision)
+    arrays: dict[str, jax.Array] = {}
+    for name in _present(experts):
+        array = getattr(experts, name)
+        if isinstance(array, BlockScaled):
+            arrays |= {name: array.values, SCALES_OF[name]: array.scales.astype(jnp.float32)}
+        else:
+            arrays[name] = array.astype(x.dtype)
     return {
-        "place": _place(group),
+        "place": _place(call.group),
         "x": x,
         "topk_ids": inputs.topk_ids,
         "topk_weights": inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
-        **{name: getattr(experts, name) for name in _present(experts)},
+        **arrays,
     }
 
 
@@ -226,5 +255,7 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "power_of_two_scales": np.int32(0),
         "schedule": np.array(schedule.numbers, np.int32),
         "timeout_seconds": np.float32(timeout_seconds(call.platform)),
+        # A build that multiplies no 8 bits has no such attribute, and refuses what it does not know.
+        **({"power_of_two_scales": np.int32(powers_of_two(call.precision))} if multiplies_8_bits() else {}),
         "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),
     }

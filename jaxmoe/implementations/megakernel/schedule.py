@@ -3,8 +3,11 @@
 Also how many row tiles a rank can have, which plans and limits ask for.
 """
 
+import dataclasses
 import functools
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxmoe import native
 from jaxmoe.formats import Format, Formats
@@ -51,6 +54,8 @@ def native_shape(shape: Shape) -> Any:
 
 def native_formats(formats: Formats) -> Any:
     """Returns formats as compiled code has them."""
+    # Scales of weights come as float32, powers of two or not.
+    weights = dataclasses.replace(formats.weights, scale_dtype=jnp.float32)
 
     def of(format_: Format) -> Any:
         return native.schedule().Format(
@@ -61,9 +66,18 @@ def native_formats(formats: Formats) -> Any:
         tokens=of(formats.tokens),
         h=of(formats.h),
         answers=of(formats.answers),
-        weights=of(formats.weights),
+        weights=of(weights),
         sums=of(formats.sums),
     )
+
+
+# Operands that only experts in 8 bits have, in float32: a build that does not know their names multiplies no 8 bits.
+SCALES_OF = {"w_gate": "w_gate_scales", "w_up": "w_up_scales", "w_down": "w_down_scales"}
+
+
+def multiplies_8_bits() -> bool:
+    """Whether the compiled code of this build does."""
+    return set(SCALES_OF.values()) <= set(native.schedule().ARRAY_NAMES)
 
 
 def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> Any:
