@@ -8,7 +8,7 @@ The inputs of the activation are either kept from the forward pass (`residuals="
 
 In 8 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales are
 operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the same
-call as without 8 bits, those that came in 8 bits to the `xla` implementation's backward pass, which decodes them.
+call as without 8 bits, those that came in 8 bits to another implementation's backward pass, which decodes them.
 """
 
 import dataclasses
@@ -40,8 +40,6 @@ from jaxmoe.implementations.megakernel.schedule import (
     schedule_of,
     tile_sizes,
 )
-from jaxmoe.implementations.xla import layer as xla_layer
-from jaxmoe.implementations.xla.plan import xla_plan
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.precision import in_8_bits, powers_of_two
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
@@ -55,18 +53,23 @@ TIMEOUT_VARIABLE = "JAXMOE_TIMEOUT_SECONDS"
 LONGEST_TIMEOUT_SECONDS = 1e9
 
 
-def run(call: Call, inputs: Inputs) -> jax.Array:
+# Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
+BackwardOfDecoded = Callable[[Call, Inputs, jax.Array], tuple[jax.Array, jax.Array, Experts]]
+
+
+def run(call: Call, inputs: Inputs, *, backward_of_decoded: BackwardOfDecoded) -> jax.Array:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
 
     With `residuals="recompute"` its gradients are computed from the inputs alone, so that a backward pass repeats the
     gate and up GEMMs. With `"save"` what they computed is kept, one array with a name of `CHECKPOINT_NAMES`. The bits
     are the same.
     """
-    return _layer(call, vary_alike(inputs))
+    return _layer(call, backward_of_decoded, vary_alike(inputs))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(call: Call, inputs: Inputs) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _layer(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> jax.Array:
+    del backward_of_decoded
     return _forward(dataclasses.replace(call, residuals="recompute"), inputs)[0]
 
 
@@ -77,19 +80,18 @@ class SavedForward(NamedTuple):
     gate_up: Float[Array, "rows projections intermediate"] | None
 
 
-def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
+def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
+    del backward_of_decoded
     y, gate_up = _forward(call, inputs)
     return y, SavedForward(inputs, None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1]))
 
 
-def _layer_bwd(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
+def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     inputs = saved.inputs
     dy = dy.astype(inputs.x.dtype)
     if isinstance(inputs.experts.w_gate, BlockScaled):
-        plan = xla_plan(call.shape.wide, call.platform)
-        call = dataclasses.replace(call, implementation="xla", plan=plan, residuals="recompute")
-        dx, dweights, dexperts = xla_layer.backward(call, inputs, dy)
+        dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
     else:
         dx, dweights, dexperts = _backward(call.wide, saved, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
