@@ -9,6 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+# Of a block: all rows, or columns, that an array has.
+ALL = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -38,7 +41,8 @@ class Format:
     def __str__(self) -> str:
         if not self.scale_rows:
             return self.dtype.name
-        return f"{self.dtype} (a {self.scale_dtype} scale for {self.scale_rows} x {self.scale_columns})"
+        rows, columns = ("all" if size == ALL else size for size in (self.scale_rows, self.scale_columns))
+        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns})"
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of the elements of a row, which end at a whole byte."""

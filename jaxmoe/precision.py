@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled
+from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import Experts
-from jaxmoe.formats import Format, Formats
+from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.options import Precision
 from jaxmoe.quantization import dequantize, dequantize_rows, quantize, quantize_rows
 
@@ -77,14 +77,12 @@ def formats_of(precision: Precision | None, experts: Experts, dtype: Any) -> For
     wide = Formats.of(dtype)
     if precision is None:
         return wide
-    # Of whole rows and matrices: as long as the longest, so that one format is that of both shapes of matrices.
-    longest = max(experts.hidden, experts.intermediate)
     if isinstance(experts.w_gate, BlockScaled):
         kind, scale_dtype = experts.common_kinds[0], experts.w_gate.scales.dtype
     else:
         kind, scale_dtype = "128x128", SCALES[powers_of_two(precision)]
-    block = {"128x128": (BLOCK, BLOCK), "channel": (1, longest), "expert": (longest, longest)}[kind]
-    weights = Format(VALUES, *block, scale_dtype)
+    # One format for the matrices there and back, whose rows and columns are not equally many.
+    weights = Format(VALUES, *block_of(kind, ALL, ALL), scale_dtype)
     rows = ROWS if rounds_rows(precision) else wide.tokens
     return Formats(rows, rows, wide.answers, weights, wide.sums)
 

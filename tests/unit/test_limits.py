@@ -160,15 +160,15 @@ def in_8_bits(precision: str | None = None, scale_dtype: Any = jnp.float32, **si
     return calls.check(arguments, options)
 
 
-def test_a_build_that_multiplies_no_8_bits_says_so(monkeypatch):
-    monkeypatch.setattr(limits, "multiplies_8_bits", lambda: False)
-    with pytest.raises(NotImplementedError, match=r"older than its Python.* Build it again .*implementation='xla'"):
+def test_a_platform_that_multiplies_no_8_bits_says_so(monkeypatch):
+    monkeypatch.setattr(limits, "PLATFORMS_IN_8_BITS", ())
+    with pytest.raises(NotImplementedError, match=r"on cpu multiplies no 8 bits yet.* implementation='xla'"):
         in_8_bits()
 
 
 @pytest.mark.usefixtures("both_platforms")
 def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(limits, "multiplies_8_bits", lambda: True)
+    monkeypatch.setattr(limits, "PLATFORMS_IN_8_BITS", ("cpu", "gpu"))
     shape = in_8_bits().shape
     for platform in ("cpu", "gpu"):
         limits.check_megakernel(shape, platform, resolve("silu"), PLAN)
@@ -180,8 +180,7 @@ def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
-def test_experts_in_8_bits_are_operands_of_values_as_they_lie_and_of_float32_scales(monkeypatch, scale_dtype):
-    monkeypatch.setattr(limits, "multiplies_8_bits", lambda: True)
+def test_experts_in_8_bits_are_operands_of_values_as_they_lie_and_of_float32_scales(scale_dtype):
     call = in_8_bits(scale_dtype=scale_dtype)
     x, ids, weights, experts, _ = make_inputs(
         0, tokens=16, hidden=256, intermediate=384, num_experts=2, dtype=jnp.bfloat16, biases=True

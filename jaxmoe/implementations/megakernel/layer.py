@@ -33,13 +33,7 @@ from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.schedule import (
-    SCALES_OF,
-    multiplies_8_bits,
-    saved_row_tiles,
-    schedule_of,
-    tile_sizes,
-)
+from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.precision import in_8_bits, powers_of_two
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
@@ -153,7 +147,7 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     for name in _present(experts):
         array = getattr(experts, name)
         if isinstance(array, BlockScaled):
-            arrays |= {name: array.values, SCALES_OF[name]: array.scales.astype(jnp.float32)}
+            arrays |= {name: array.values, f"{name}_scales": array.scales.astype(jnp.float32)}
         else:
             arrays[name] = array.astype(x.dtype)
     return {
@@ -254,10 +248,8 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "limit": np.float32(form.limit),
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
-        "power_of_two_scales": np.int32(0),
+        "power_of_two_scales": np.int32(powers_of_two(call.precision)),
         "schedule": np.array(schedule.numbers, np.int32),
         "timeout_seconds": np.float32(timeout_seconds(call.platform)),
-        # A build that multiplies no 8 bits has no such attribute, and refuses what it does not know.
-        **({"power_of_two_scales": np.int32(powers_of_two(call.precision))} if multiplies_8_bits() else {}),
         "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),
     }

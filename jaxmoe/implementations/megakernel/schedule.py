@@ -71,15 +71,6 @@ def native_formats(formats: Formats) -> Any:
     )
 
 
-# Operands that only experts in 8 bits have, in float32: a build that does not know their names multiplies no 8 bits.
-SCALES_OF = {"w_gate": "w_gate_scales", "w_up": "w_up_scales", "w_down": "w_down_scales"}
-
-
-def multiplies_8_bits() -> bool:
-    """Whether the compiled code of this build does."""
-    return set(SCALES_OF.values()) <= set(native.schedule().ARRAY_NAMES)
-
-
 def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> Any:
     """Returns the schedule of a plan; without workers on a GPU, which has as many as the device has room for.
 
