@@ -160,15 +160,8 @@ def in_8_bits(precision: str | None = None, scale_dtype: Any = jnp.float32, **si
     return calls.check(arguments, options)
 
 
-def test_a_platform_that_multiplies_no_8_bits_says_so(monkeypatch):
-    monkeypatch.setattr(limits, "PLATFORMS_IN_8_BITS", ())
-    with pytest.raises(NotImplementedError, match=r"on cpu multiplies no 8 bits yet.* implementation='xla'"):
-        in_8_bits()
-
-
 @pytest.mark.usefixtures("both_platforms")
-def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(limits, "PLATFORMS_IN_8_BITS", ("cpu", "gpu"))
+def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do():
     shape = in_8_bits().shape
     for platform in ("cpu", "gpu"):
         limits.check_megakernel(shape, platform, resolve("silu"), PLAN)

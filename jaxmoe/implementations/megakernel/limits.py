@@ -20,8 +20,6 @@ MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 4096, 512, 32
 SLOTS_END = 2**24
 # A row must be whole pieces of 16 bytes, which is what a bulk copy moves.
 GPU_MULTIPLE = 8
-# Whose compiled code multiplies 8 bits.
-PLATFORMS_IN_8_BITS = ("cpu",)
 # Experts in 8 bits: a scale for 128 columns of a row, which is a tile of the GEMMs.
 MULTIPLE_IN_8_BITS = 128
 DTYPES = {"cpu": ("bfloat16", "float16", "float32", "float64"), "gpu": ("bfloat16", "float16")}
@@ -88,11 +86,6 @@ def _check_precision(shape: Shape, platform: str) -> None:
         raise NotImplementedError(
             "moe_layer: precision='w8a16' decodes experts in 8 bits, which implementation='megakernel' does not. Pass "
             "precision='fp8', or implementation='xla'."
-        )
-    if platform not in PLATFORMS_IN_8_BITS:
-        raise NotImplementedError(
-            f"moe_layer: {where} multiplies no 8 bits yet. Pass implementation='xla', or wide experts: "
-            "jaxmoe.dequantize(experts, x.dtype)."
         )
     if shape.hidden % MULTIPLE_IN_8_BITS or shape.intermediate % MULTIPLE_IN_8_BITS:
         raise ValueError(
