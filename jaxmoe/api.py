@@ -18,11 +18,12 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe import call as calls
 from jaxmoe import sharding
 from jaxmoe.activation import Activation
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import Call, Inputs
-from jaxmoe.options import Arguments, CallOptions, ImplementationName, Residuals
+from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 
 
@@ -40,6 +41,7 @@ def moe_layer(
     implementation: ImplementationName | None = None,
     plan: AnyPlan | None = None,
     residuals: Residuals | None = None,
+    precision: Precision | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Sends every token through its chosen experts and returns the weighted sum of what they answer.
@@ -60,7 +62,9 @@ def moe_layer(
         count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`; or in float32 where `x` is bfloat16 or float16: they are then cast to it in
-        every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits.
+        every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
+        8 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`): those are constants, and asking
+        for their gradients is an error.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
@@ -81,6 +85,13 @@ def moe_layer(
       residuals: what the backward pass gets beside the inputs: `"save"` keeps the inputs of the activation, whose bytes
         `jaxmoe.explain` states, `"recompute"` computes them again; `None` is `"recompute"` for `"megakernel"` and
         `"save"` for `"xla"`. `"reference"` is differentiated by JAX and does not use it.
+      precision: `"fp8"`: tokens before the first GEMM and h before the last are rounded to `float8_e4m3fn` with one
+        float32 scale for each row and 128 columns, and multiplied with weights in 8 bits; the default with experts in 8
+        bits. Wide experts are rounded in every call, in blocks of 128 x 128. `"fp8-e8m0"`: all these scales are powers
+        of two, as with DeepSeek-V3.1. `"w8a16"`: experts in 8 bits are decoded to the dtype of `x`, and nothing else is
+        rounded. `None` with wide experts: nothing has 8 bits. Gradients are those of the layer in the dtype of `x`, of
+        `x` and of the experts as they were before rounding (decoded, where they came in 8 bits); gate and up are then
+        computed again.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
         With a balance loss besides, `jaxmoe.router_aux` has both in one sum over the mesh.
 
@@ -89,7 +100,7 @@ def moe_layer(
 
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
-      TypeError: wrong types or dtypes.
+      TypeError: wrong types or dtypes; gradients of experts in 8 bits.
       NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; a named implementation that does not exist for
         the platform, the build or the activation.
 
@@ -99,9 +110,12 @@ def moe_layer(
     >>> routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2, renormalize=True))
     >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None).shape
     (3, 8)
+    >>> in_8_bits = jaxmoe.quantize(experts)
+    >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, in_8_bits, axis_name=None, precision="fp8").shape
+    (3, 8)
     """
     arguments = Arguments(x, topk_ids, topk_weights, experts, token_valid)
-    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals)
+    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision)
     y, stats = run(arguments, options, return_stats)
     return (y, stats) if return_stats else y
 
@@ -113,7 +127,17 @@ def run(arguments: Arguments, options: CallOptions, return_stats: bool = False) 
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
-    return _compiled(call, return_stats)(jax.tree.map(not_mapped, arguments))
+    arguments = jax.tree.map(not_mapped, arguments)
+    return _compiled(call, return_stats)(arguments._replace(experts=_constant_8_bits(arguments.experts)))
+
+
+def _constant_8_bits(experts: Experts) -> Experts:
+    """Returns the experts; what is in 8 bits refuses to be differentiated with respect to."""
+
+    def guarded(array: Any) -> Any:
+        return jax.tree.map(not_differentiated, array) if isinstance(array, BlockScaled) else array
+
+    return jax.tree.map(guarded, experts, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
 
 
 def _as_jax(tree: Any) -> Any:

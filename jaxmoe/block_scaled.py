@@ -1,10 +1,9 @@
 """Matrices in 8 bits with a scale for each block of them, in the fields of `Experts`.
 
-`quantization.py` makes them and makes wide matrices of them. `moe_layer` refuses them for now and says so
-(`experts.check`): no implementation multiplies 8 bits yet.
+`quantization.py` makes them and makes wide matrices of them; `precision.py` says what `moe_layer` does with them.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,6 +15,18 @@ from jaxmoe.pytrees import pytree
 # Rows and columns of the blocks of DeepSeek-V3's checkpoints, and of those made after them.
 BLOCK = 128
 VALUES, SCALES = jnp.float8_e4m3fn, (jnp.float32, jnp.float8_e8m0fnu)
+# What has one scale: a block of 128 x 128, all weights that make one output, a matrix.
+BlockKind = Literal["128x128", "channel", "expert"]
+BLOCK_KINDS: tuple[BlockKind, ...] = ("128x128", "channel", "expert")
+
+
+def block_of(kind: str, out: int, inner: int) -> tuple[int, int]:
+    """Returns the outputs and inputs of a matrix that share a scale.
+
+    >>> block_of("channel", out=256, inner=384)
+    (1, 384)
+    """
+    return {"128x128": (BLOCK, BLOCK), "channel": (1, inner), "expert": (out, inner)}[kind]
 
 
 @pytree
@@ -58,6 +69,17 @@ class BlockScaled:
           TypeError: values or scales of another type than the class says.
           ValueError: shapes that make no blocks.
         """
+        _, out, inner = self.values.shape
+        return block_of(self.kinds[0], out, inner)
+
+    @property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """What may share a scale, by the two shapes: one of `BLOCK_KINDS`, several for a matrix of one block.
+
+        Raises:
+          TypeError: values or scales of another type than the class says.
+          ValueError: shapes that make no blocks.
+        """
         values, scales = self.values, self.scales
         if values.dtype != VALUES or scales.dtype not in SCALES:
             raise TypeError(
@@ -66,9 +88,10 @@ class BlockScaled:
             )
         if len(values.shape) == len(scales.shape) == 3 and values.shape[0] == scales.shape[0]:
             experts, out, inner = values.shape
-            for block in ((BLOCK, BLOCK), (1, inner), (out, inner)):
-                if scales.shape == (experts, -(-out // max(block[0], 1)), -(-inner // max(block[1], 1))):
-                    return block
+            blocks = (block_of(kind, out, inner) for kind in BLOCK_KINDS)
+            fits = [scales.shape == (experts, -(-out // max(a, 1)), -(-inner // max(b, 1))) for a, b in blocks]
+            if any(fits):
+                return tuple(kind for kind, fit in zip(BLOCK_KINDS, fits, strict=True) if fit)
         raise ValueError(
             f"BlockScaled: values {tuple(values.shape)} and scales {tuple(scales.shape)} make no blocks. Values are "
             "[experts, out, in]; scales [experts, ceil(out / 128), ceil(in / 128)], [experts, out, 1] or "

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
+from jaxmoe import precision as precisions
 from jaxmoe import reach, sharding
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
@@ -40,6 +42,7 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
     x, topk_ids, topk_weights, experts, token_valid = arguments
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
+    precision = precisions.resolve(options.precision, weights, x.dtype)
     activation = activations.resolve(options.activation)
     if activation.needs_up and weights.w_up is None:
         raise ValueError(
@@ -52,12 +55,26 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
         raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
-    shape = _shape(x, topk_ids, weights, placement)
+    shape = _shape(x, topk_ids, weights, placement, precisions.formats_of(precision, weights, x.dtype))
+    quantizes = precision is not None and not isinstance(weights.w_gate, BlockScaled)
 
     def call_of(implementation: Implementation, reason: str) -> Call:
         plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform)
         residuals = options.residuals or implementation.residuals
-        return Call(implementation.name, reason, activation, placement, platform, shape, plan, residuals)
+        if precisions.rounds_rows(precision):
+            residuals = "recompute"  # what the forward pass computes is not what the backward pass differentiates
+        return Call(
+            implementation.name,
+            reason,
+            activation,
+            placement,
+            platform,
+            shape,
+            plan,
+            residuals,
+            precision,
+            quantizes,
+        )
 
     call = _choose(options, platform, placement.group, call_of)
     IMPLEMENTATIONS[call.implementation].check(call)
@@ -140,7 +157,9 @@ def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) ->
             raise ValueError(f"moe_layer: token_valid has shape {token_valid.shape}; it must be {x.shape[:-1]}, as x.")
 
 
-def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sharding.Placement) -> Shape:
+def _shape(
+    x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sharding.Placement, formats: Formats
+) -> Shape:
     ranks, names = placement.group.size, placement.group.axis_names
     entering = placement.mesh is not None
     if entering and experts.num_experts % ranks:
@@ -170,7 +189,7 @@ def _shape(x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sh
         top_k=top_k,
         ranks=ranks,
         gated=experts.w_up is not None,
-        formats=Formats.of(x.dtype),
+        formats=formats,
     )
 
 

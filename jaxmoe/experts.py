@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
-from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind, BlockScaled
 from jaxmoe.pytrees import pytree
 
 
@@ -27,7 +27,7 @@ class Experts:
       b_up: `[experts, intermediate]` or `None`.
       b_down: `[experts, hidden]` or `None`; it is part of the expert, so the routing weight multiplies it too.
 
-    Matrices may also be `jaxmoe.BlockScaled`, in 8 bits (`jaxmoe.quantize`); `moe_layer` does not take those yet.
+    All matrices may also be `jaxmoe.BlockScaled`, in 8 bits (`jaxmoe.quantize`), with biases that stay wide.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=16, intermediate=32)
@@ -56,6 +56,21 @@ class Experts:
     def intermediate(self) -> int:
         """Width between the two GEMMs."""
         return self.w_gate.shape[2]
+
+    @property
+    def common_kinds(self) -> tuple[BlockKind, ...]:
+        """What may share a scale in all matrices, which are `BlockScaled`; none where they differ."""
+        matrices: list[Any] = [self.w_gate, self.w_down, *([] if self.w_up is None else [self.w_up])]
+        return tuple(kind for kind in BLOCK_KINDS if all(kind in matrix.kinds for matrix in matrices))
+
+    def __repr__(self) -> str:
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        present = {name: array for name, array in arrays.items() if array is not None}
+        leaves = jax.tree.leaves(list(present.values()))
+        if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+            return f"Experts({', '.join(f'{name}={array!r}' for name, array in arrays.items())})"
+        size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+        return f"Experts({', '.join(f'{name}={_format_of(array)}' for name, array in present.items())}; {size} bytes)"
 
     def astype(self, dtype: DTypeLike) -> "Experts":
         """Returns the experts with every array cast to `dtype`.
@@ -114,6 +129,13 @@ class Experts:
         )
 
 
+def _format_of(array: Any) -> str:
+    """Returns the format and sizes of an array, in the order of its elements."""
+    if isinstance(array, BlockScaled):
+        return f"{_format_of(array.values)} with scales {_format_of(array.scales)}"
+    return f"{array.dtype}{list(array.shape)}"
+
+
 def takes_experts(dtype: Any, token_dtype: Any) -> bool:
     """Whether `moe_layer` takes experts of a dtype beside tokens of another.
 
@@ -141,13 +163,11 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         if arrays[name] is None:
             raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
     for name, array in arrays.items():
-        if isinstance(array, BlockScaled):
-            raise TypeError(
-                f"moe_layer: experts.{name} is BlockScaled; no implementation multiplies 8 bits yet. Pass "
-                "jaxmoe.dequantize(experts, x.dtype)."
-            )
-        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise TypeError(f"moe_layer: experts.{name} is a {type(array).__name__}; it must be an array.")
+        for leaf in (array.values, array.scales) if isinstance(array, BlockScaled) else (array,):
+            if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
+    if any(isinstance(array, BlockScaled) for array in arrays.values()):
+        _check_block_scaled(experts, arrays, hidden)
     if len(experts.w_gate.shape) != 3:
         raise ValueError(
             f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; it must be [experts, hidden, intermediate]."
@@ -169,6 +189,7 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         "b_up": (num_experts, intermediate),
         "b_down": (num_experts, hidden),
     }
+    wide = {name: array for name, array in arrays.items() if array is not None and not isinstance(array, BlockScaled)}
     for name, array in arrays.items():
         if array is None:
             continue
@@ -177,16 +198,58 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
                 f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
                 f"w_gate of shape {tuple(experts.w_gate.shape)}."
             )
+        if isinstance(array, BlockScaled):
+            continue
+        if jnp.dtype(array.dtype).itemsize == 1:
+            raise TypeError(
+                f"moe_layer: experts.{name} is {array.dtype}, which needs scales. Pass jaxmoe.BlockScaled(values, "
+                "scales), values as [experts, out, in]."
+            )
         if not takes_experts(array.dtype, dtype):
             raise TypeError(
                 f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal, or the experts float32 "
                 "and x bfloat16 or float16. Cast one of them, e.g. experts.astype(x.dtype)."
             )
-        if array.dtype != experts.w_gate.dtype:
+        first = next(iter(wide))
+        if array.dtype != wide[first].dtype:
             raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, experts.w_gate is {experts.w_gate.dtype}; they must be "
+                f"moe_layer: experts.{name} is {array.dtype}, experts.{first} is {wide[first].dtype}; they must be "
                 "equal."
             )
     if experts.b_up is not None and experts.w_up is None:
         raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")
     return experts
+
+
+def _check_block_scaled(experts: Experts, arrays: dict[str, Any], hidden: int) -> None:
+    """Raises where some matrices are `BlockScaled` and do not go together."""
+    matrices = {name: array for name, array in arrays.items() if name.startswith("w_") and array is not None}
+    for name, array in arrays.items():
+        if isinstance(array, BlockScaled) != (name in matrices) and array is not None:
+            other = "BlockScaled" if isinstance(array, BlockScaled) else f"{array.dtype}"
+            needed = "all matrices of experts must be BlockScaled, or none, and biases wide"
+            raise TypeError(
+                f"moe_layer: experts.{name} is {other}; {needed}. Pass jaxmoe.quantize(experts), or "
+                "jaxmoe.dequantize(experts, x.dtype)."
+            )
+    for name, matrix in matrices.items():
+        try:
+            _ = matrix.kinds
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"moe_layer: experts.{name}: {error}") from error
+        out, inner = matrix.values.shape[1:]
+        into, back = ("intermediate", "hidden") if name != "w_down" else ("hidden", "intermediate")
+        lies = out if name == "w_down" else inner
+        if lies != hidden:
+            raise ValueError(
+                f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, which must be [experts, "
+                f"{into}, {back}]; x has hidden={hidden}. Values that lie as [experts, {back}, {into}] have to be "
+                "transposed, and scales of blocks with them: values.swapaxes(1, 2), scales.swapaxes(1, 2)."
+            )
+    formats = {name: f"{' or '.join(matrix.kinds)} of {matrix.scales.dtype}" for name, matrix in matrices.items()}
+    if not experts.common_kinds or len({matrix.scales.dtype for matrix in matrices.values()}) > 1:
+        listed = ", ".join(f"{name} {format_}" for name, format_ in formats.items())
+        raise ValueError(
+            f"moe_layer: the matrices of experts have scales of different kinds: {listed}. They must have the same: "
+            "jaxmoe.quantize(jaxmoe.dequantize(experts, jnp.float32), block)."
+        )

@@ -6,7 +6,7 @@ from typing import Any
 from jaxmoe import call as calls
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.implementations.explanation import Explanation
-from jaxmoe.options import Arguments, CallOptions, ImplementationName, Residuals
+from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
 
 __all__ = ["Explanation", "explain"]
 
@@ -25,6 +25,7 @@ def explain(
     implementation: ImplementationName | None = None,
     plan: Any = None,
     residuals: Residuals | None = None,
+    precision: Precision | None = None,
 ) -> Explanation:
     """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
 
@@ -41,6 +42,7 @@ def explain(
       implementation: as for `moe_layer`.
       plan: as for `moe_layer`.
       residuals: as for `moe_layer`.
+      precision: as for `moe_layer`.
 
     Raises:
       ValueError: as `moe_layer` would.
@@ -53,9 +55,12 @@ def explain(
     >>> slots = jax.ShapeDtypeStruct((8192, 2), jnp.int32), jax.ShapeDtypeStruct((8192, 2), jnp.float32)
     >>> jaxmoe.explain(x, *slots, experts, axis_name=None).implementation
     'xla'
+    >>> in_8_bits = jax.eval_shape(jaxmoe.quantize, experts)
+    >>> jaxmoe.explain(x, *slots, in_8_bits, axis_name=None).call.precision
+    'fp8'
     """
     call = calls.check(
         Arguments(x, topk_ids, topk_weights, experts, token_valid),
-        CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals),
+        CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision),
     )
     return IMPLEMENTATIONS[call.implementation].explain(call)

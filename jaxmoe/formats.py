@@ -9,6 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+# Of a block: all rows, or columns, that an array has.
+ALL = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -34,6 +37,12 @@ class Format:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
+
+    def __str__(self) -> str:
+        if not self.scale_rows:
+            return self.dtype.name
+        rows, columns = ("all" if size == ALL else size for size in (self.scale_rows, self.scale_columns))
+        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns})"
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of the elements of a row, which end at a whole byte."""
@@ -80,6 +89,11 @@ class Formats:
         """Everything in one dtype but for the sums, which have at least 32 bits."""
         plain = Format(dtype)
         return cls(plain, plain, plain, plain, Format(jnp.promote_types(dtype, jnp.float32)))
+
+    @property
+    def wide(self) -> "Formats":
+        """The same without 8 bits: everything in the dtype of answers."""
+        return Formats.of(self.answers.dtype)
 
 
 BF16 = Formats.of(jnp.bfloat16)

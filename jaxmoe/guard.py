@@ -1,8 +1,8 @@
-"""An identity that refuses `jax.vmap`, so that a mapped `moe_layer` ends in a sentence and not in a wrong result.
+"""Identities that refuse a transformation, so that it ends in a sentence and not in a wrong result.
 
-A batching rule cannot be written for a layer that talks to its peers once per call: the mapped layer would either
-repeat the exchange for every element or treat the mapped axis as tokens, and only the user knows which of the two is
-meant.
+`not_mapped` refuses `jax.vmap`. A batching rule cannot be written for a layer that talks to its peers once per call:
+the mapped layer would either repeat the exchange for every element or treat the mapped axis as tokens, and only the
+user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX.
 """
 
 from typing import Any
@@ -29,7 +29,30 @@ def _refuse(args: Any, dims: Any) -> Any:
 
 batching.primitive_batchers[_identity] = _refuse
 
+_constant = Primitive("jaxmoe_constant")
+_constant.def_impl(lambda array: array)
+_constant.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_constant, lambda context, operand: [operand])
+batching.primitive_batchers[_constant] = _refuse
+
+
+def _refuse_gradients(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "moe_layer: this asks for gradients of BlockScaled experts, and 8-bit values have none. To train experts, pass "
+        "wide master weights with precision='fp8'. To differentiate everything but the experts, leave them out of the "
+        "argnums of jax.grad, or pass jax.lax.stop_gradient(experts)."
+    )
+
+
+# JAX calls it where a tangent may be other than zero, and only there.
+ad.primitive_jvps[_constant] = _refuse_gradients
+
 
 def not_mapped(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns the array; raises `NotImplementedError` under `jax.vmap`."""
     return jax.tree.map(_identity.bind, array)
+
+
+def not_differentiated(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Returns the array; raises `TypeError` where JAX would differentiate with respect to it."""
+    return jax.tree.map(_constant.bind, array)

@@ -14,7 +14,7 @@ from jaxmoe.activation import Activation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
 from jaxmoe.flax.placement import place
-from jaxmoe.options import ImplementationName, Residuals
+from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
@@ -86,6 +86,7 @@ class MoE(nn.Module):
     implementation: ImplementationName | None = None
     plan: AnyPlan | None = None
     residuals: Residuals | None = None
+    precision: Precision | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = default_init

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.activation import Activation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
-from jaxmoe.options import ImplementationName, Residuals
+from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
@@ -70,6 +70,8 @@ class MoE(nnx.Module):
       implementation: `"xla"`, `"megakernel"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
       plan: how to compute it; `None` is `jaxmoe.default_plan`.
       residuals: what the backward pass keeps, see `jaxmoe.moe_layer`.
+      precision: `"fp8"` or `"fp8-e8m0"` rounds tokens and experts to 8 bits in every forward pass, see
+        `jaxmoe.moe_layer`; `None` does not.
       dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
       param_dtype: of the parameters.
       kernel_init: initialiser of one matrix `[in, out]` of an expert; every expert draws its own. LeCun normal.
@@ -137,6 +139,7 @@ class MoE(nnx.Module):
         implementation: ImplementationName | None = None,
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
+        precision: Precision | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = default_init,
@@ -163,6 +166,7 @@ class MoE(nnx.Module):
             implementation=implementation,
             plan=plan,
             residuals=residuals,
+            precision=precision,
             dtype=dtype,
             param_dtype=param_dtype,
         )

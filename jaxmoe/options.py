@@ -10,6 +10,7 @@ from jaxmoe.experts import Experts
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
+Precision = Literal["fp8", "fp8-e8m0", "w8a16"]
 
 
 class Arguments(NamedTuple):
@@ -33,3 +34,4 @@ class CallOptions:
     implementation: Any = None
     plan: Any = None
     residuals: Any = None
+    precision: Any = None

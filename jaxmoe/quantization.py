@@ -1,4 +1,8 @@
-"""Experts in 8 bits: `quantize` makes `BlockScaled` matrices of wide ones, `dequantize` wide ones of them."""
+"""Numbers in 8 bits: `quantize` makes `BlockScaled` experts of wide ones, `dequantize` wide ones of them.
+
+The same of the rows that meet them, tokens and h: `quantize_rows` and `dequantize_rows`. Every implementation has that
+rule, compiled code in its own words.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,15 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled
+from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import Experts
 
-# What has one scale: a block of 128 x 128, all weights that make one output, a matrix.
-BLOCKS = ("128x128", "channel", "expert")
 MATRICES = ("w_gate", "w_up", "w_down")
-# Weights whose largest has less than this are scaled as if it had this: their scale would not be a normal number.
+# Numbers whose largest has less than this are scaled as if it had this: their scale would not be a normal number.
 SMALLEST = 2.0**-100
 LARGEST = float(jnp.finfo(VALUES).max)
 
@@ -41,8 +43,8 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
     >>> quantize(experts).w_down.scales.shape
     (4, 2, 3)
     """
-    if block not in BLOCKS:
-        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, BLOCKS))}.")
+    if block not in BLOCK_KINDS:
+        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, BLOCK_KINDS))}.")
     if jnp.dtype(scale_dtype) not in SCALES:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
@@ -80,22 +82,75 @@ def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
 
 def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype: DTypeLike) -> BlockScaled:
     experts, inner, out = matrices.shape
-    rows, columns = {"128x128": (BLOCK, BLOCK), "channel": (1, inner), "expert": (out, inner)}[block]
+    rows, columns = block_of(block, out, inner)
     values = matrices.swapaxes(1, 2).astype(jnp.float32)
     padded = jnp.pad(values, ((0, 0), (0, -out % rows), (0, -inner % columns)))
     row_blocks, column_blocks = padded.shape[1] // rows, padded.shape[2] // columns
     # One dimension at a time: JAX knows how experts of Explicit axes are split after each step.
     blocks = padded.reshape(experts, row_blocks, rows, padded.shape[2])
     blocks = blocks.reshape(experts, row_blocks, rows, column_blocks, columns)
-    largest = jnp.maximum(jnp.abs(blocks).max((2, 4)), SMALLEST)
-    if jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu:
-        # The least power of two with which the largest weight is at most LARGEST = 0.875 * 2^9, from its bits.
-        mantissa, exponent = jnp.frexp(largest)
-        scales = jnp.ldexp(jnp.float32(1), exponent - jnp.where(mantissa <= LARGEST / 512, 9, 8))
-    else:
-        scales = largest / LARGEST
-    # Asked of the weights: on a CPU XLA's maximum of a NaN and a number may be the number.
-    scales = jnp.where(jnp.isfinite(blocks).all((2, 4)), scales, jnp.nan)
+    largest = jnp.abs(blocks).max((2, 4))
+    finite = jnp.isfinite(blocks).all((2, 4))
+    scales = _scales_of(largest, finite, power_of_two=jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu)
     scaled = (blocks / scales[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
     scaled = scaled.reshape(padded.shape)[:, :out, :inner]
     return BlockScaled(scaled.astype(VALUES), scales.astype(scale_dtype))
+
+
+def _scales_of(largest: Float[Array, "*blocks"], finite: Bool[Array, "*blocks"], power_of_two: bool) -> jax.Array:
+    """Returns the scales of blocks with such a largest magnitude, in float32; NaN where a block is not all finite.
+
+    Whether it is, is asked of the elements: on a CPU XLA's maximum of a NaN and a number may be the number.
+    """
+    largest = jnp.maximum(largest, SMALLEST)
+    if power_of_two:
+        # The least with which the largest is at most LARGEST = 0.875 * 2^9, from the bits.
+        mantissa, exponent = jnp.frexp(largest)
+        scales = jnp.ldexp(jnp.float32(1), exponent - jnp.where(mantissa <= LARGEST / 512, 9, 8))
+    else:
+        # Left to itself XLA multiplies by the reciprocal of a constant, and makes `448 / largest` of the reciprocal of
+        # such a scale: other bits than those of a division. It does neither with what is chosen by a condition.
+        scales = largest / jnp.where(finite, LARGEST, jnp.nan)
+    return jnp.where(finite, scales, jnp.nan)
+
+
+def quantize_rows(
+    rows: Float[Array, "rows columns"], power_of_two: bool = False
+) -> tuple[Float[Array, "rows columns"], Float[Array, "rows groups"]]:
+    """Returns rows as `float8_e4m3fn` values and float32 scales, one for each group of 128 columns of a row.
+
+    The last group may have fewer columns. In float32: `scale = max(largest magnitude, 2^-100) / 448`, or the least
+    power of two with which the largest is at most 448; `value = x * (1 / scale)`, rounded to the nearest, ties to even.
+    A NaN or an infinity makes its group NaN. These are the bits of compiled code: each step is one IEEE operation.
+
+    Args:
+      rows: in float32, bfloat16 or float16.
+      power_of_two: as DeepSeek-V3.1 has the scales.
+
+    >>> values, scales = quantize_rows(jnp.full((2, 200), 896.0))
+    >>> values.dtype.name, scales.tolist()
+    ('float8_e4m3fn', [[2.0, 2.0], [2.0, 2.0]])
+    """
+    groups = _groups(rows.astype(jnp.float32))
+    finite = jnp.isfinite(groups).all(-1)
+    scales = _scales_of(jnp.abs(groups).max(-1), finite, power_of_two)
+    inverses = jnp.where(finite, 1 / scales, jnp.nan)
+    values = (groups * inverses[..., None]).reshape(rows.shape[0], -1)[:, : rows.shape[1]]
+    return values.astype(VALUES), scales
+
+
+def dequantize_rows(
+    values: Float[Array, "rows columns"], scales: Float[Array, "rows groups"], dtype: DTypeLike
+) -> Float[Array, "rows columns"]:
+    """Returns values times the scales of their groups: products in float32, rounded once to `dtype`.
+
+    >>> dequantize_rows(*quantize_rows(jnp.full((1, 3), 3.0)), jnp.bfloat16).tolist()
+    [[3.0, 3.0, 3.0]]
+    """
+    wide = _groups(values.astype(jnp.float32)) * scales[..., None]
+    return wide.reshape(values.shape[0], -1)[:, : values.shape[1]].astype(dtype)
+
+
+def _groups(rows: Float[Array, "rows columns"]) -> Float[Array, "rows groups group"]:
+    padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK)))
+    return padded.reshape(rows.shape[0], -1, BLOCK)

@@ -214,8 +214,9 @@ def _group(expert_axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> ExpertGro
 
 def check_split_experts(experts: Any, x: Any, group: ExpertGroup) -> None:
     """Raises where the types say that all ranks of the group hold the same experts, inside `shard_map`."""
-    axes, tracked = set(group.axis_names), _varying(x) or _varying(experts.w_gate)
-    if tracked and not axes <= _varying(experts.w_gate):
+    axes, matrices = set(group.axis_names), jax.tree.leaves(experts.w_gate)[0]
+    tracked = _varying(x) or _varying(matrices)
+    if tracked and not axes <= _varying(matrices):
         raise ValueError(
             f"moe_layer: experts are the same on all ranks of mesh axis {', '.join(map(repr, group.axis_names))}; "
             "every rank must have its own. Pass them to shard_map with that axis on their first dimension, e.g. "

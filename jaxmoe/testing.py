@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Shaped
 from jaxmoe.activation import resolve
 from jaxmoe.experts import Experts
 from jaxmoe.implementations.reference import reference
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, Precision
+from jaxmoe.precision import resolve as resolve_precision
 from jaxmoe.routing.stats import int32_ids
 from jaxmoe.sharding import ExpertGroup
 
@@ -147,13 +148,20 @@ def identity_experts(num_experts: int, hidden: int, dtype: DTypeLike = jnp.float
     )
 
 
-def dense(arguments: Arguments, *, activation: object = "silu", compute_dtype: DTypeLike | None = None) -> jax.Array:
+def dense(
+    arguments: Arguments,
+    *,
+    activation: object = "silu",
+    compute_dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
+) -> jax.Array:
     """Returns the reference's output for all tokens on one device, without any sharding.
 
     Args:
       arguments: as of `make_inputs`.
       activation: as for `moe_layer`.
       compute_dtype: of intermediate results; `None` is float32, or float64 for float64 tokens.
+      precision: as for `moe_layer`.
     """
     x, ids, weights = arguments.x, arguments.topk_ids, arguments.topk_weights
     ids = int32_ids(ids)
@@ -170,6 +178,7 @@ def dense(arguments: Arguments, *, activation: object = "silu", compute_dtype: D
         activation=resolve(activation),  # pyright: ignore[reportArgumentType]
         group=ExpertGroup(),
         compute_dtype=compute_dtype,
+        precision=resolve_precision(precision, arguments.experts, x.dtype),
     )
 
 

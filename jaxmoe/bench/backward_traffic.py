@@ -1,6 +1,7 @@
 """Bytes that a backward pass of `"megakernel"` moves, term by term; what counts is said in `traffic.py`.
 
-The steps are the GEMMs of ffi/common/scheduler.h. Rows hold a token and behind it the gradient of its output.
+The steps are the GEMMs of ffi/common/scheduler.h. Rows hold a token and behind it the gradient of its output. Nothing
+has 8 bits there: sizes are those of `Shape.wide`.
 """
 
 import dataclasses
@@ -93,6 +94,7 @@ class BackwardMemory(Terms):
         """Counts the terms of one rank, for a plan of a backward pass."""
         rows, slots, active = routing.rows(rank), routing.used_slots(rank), routing.active_experts(rank)
         to_peers = routing.wanted_tokens(rank) if plan.keep_tokens else routing.remote_slots(rank)
+        shape = shape.wide
         token, h = shape.token_bytes, shape.h_bytes
         projections, matrix = shape.projections, shape.matrix_bytes
         gradient_tiles = -(-shape.intermediate // tile.columns)
@@ -146,7 +148,7 @@ class BackwardLinks(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "BackwardLinks":
         """Counts the terms of one rank."""
-        token = shape.token_bytes
+        token = shape.wide.token_bytes
         rows = routing.remote_rows(rank)
         received = routing.remote_tokens(rank) if keep_tokens else rows
         return cls(

@@ -108,9 +108,9 @@ class MegakernelMemory(Terms):
     """Bytes that `"megakernel"` reads from and writes to the memory of one rank.
 
     Args:
-      weights: `active_experts * matrices * matrix_bytes`. An expert without rows is not read.
-      tokens_staged: `2 * tokens * token_bytes`: x read, and its copy written where peers reach it. One rank alone
-        makes no copy: 0.
+      weights: `active_experts * expert_bytes`. An expert without rows is not read.
+      tokens_staged: `tokens * (answer_bytes + token_bytes)`: x read, which is as wide as answers, and its copy written
+        where peers reach it. One rank alone makes no copy: 0.
       tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
         peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
         Where the plan keeps tokens, by each peer once for all slots of a token.
@@ -120,9 +120,9 @@ class MegakernelMemory(Terms):
       rows_read: the same, by the gate and up GEMM.
       h_written: `rows * h_bytes`: h into its ring, by the gate and up GEMM.
       hidden_read: the same, by the down GEMM.
-      answers_written: `used_slots * token_bytes`: answers to this rank's tokens, by the down GEMMs of all ranks.
+      answers_written: `used_slots * answer_bytes`: answers to this rank's tokens, by the down GEMMs of all ranks.
       answers_read: the same, by combine.
-      y_written: `tokens * token_bytes`: y.
+      y_written: `tokens * answer_bytes`: y.
       routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by combine.
       lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
       lists_read: the same, by dispatch and by the down GEMM.
@@ -148,19 +148,19 @@ class MegakernelMemory(Terms):
         """Counts the terms of one rank."""
         rows, slots = routing.rows(rank), routing.used_slots(rank)
         to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
-        token, h = shape.token_bytes, shape.h_bytes
+        token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
         return cls(
             weights=weight_bytes(routing, shape, rank),
-            tokens_staged=0 if shape.ranks == 1 else 2 * shape.tokens * token,
+            tokens_staged=0 if shape.ranks == 1 else shape.tokens * (answer + token),
             tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
             rows_written=rows * token,
             rows_read=rows * token,
             h_written=rows * h,
             hidden_read=rows * h,
-            answers_written=slots * token,
-            answers_read=slots * token,
-            y_written=shape.tokens * token,
+            answers_written=slots * answer,
+            answers_read=slots * answer,
+            y_written=shape.tokens * answer,
             routing_read=4 * WORD * shape.tokens * shape.top_k,
             lists_written=2 * WORD * rows,
             lists_read=2 * WORD * rows,
@@ -175,7 +175,7 @@ class MegakernelLinks(Terms):
       rows_received: `remote_rows * token_bytes`: tokens of other ranks that chose this rank's experts, pulled by
         dispatch, once for each of their slots. Where the plan keeps tokens `remote_tokens * token_bytes`, the
         least: a token that two experts pull at the same time crosses twice.
-      answers_received: `remote_slots * token_bytes`: answers of other ranks' experts to this rank's tokens.
+      answers_received: `remote_slots * answer_bytes`: answers of other ranks' experts to this rank's tokens.
       lists_received: `4 * remote_rows`: slot lists.
     """
 
@@ -186,10 +186,10 @@ class MegakernelLinks(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelLinks":
         """Counts the terms of one rank."""
-        token = shape.token_bytes
+        token, answer = shape.token_bytes, shape.answer_bytes
         rows, slots = routing.remote_rows(rank), routing.remote_slots(rank)
         received = routing.remote_tokens(rank) if keep_tokens else rows
-        return cls(rows_received=received * token, answers_received=slots * token, lists_received=WORD * rows)
+        return cls(rows_received=received * token, answers_received=slots * answer, lists_received=WORD * rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +201,11 @@ class GatherMemory(Terms):
 
     Args:
       weights: as of `MegakernelMemory`; grouped GEMMs that skip no expert read more.
-      tokens_gathered: `(1 + ranks) * tokens * token_bytes`: x read, the tokens of all ranks written. One rank
+      tokens_gathered: `(1 + ranks) * tokens * token_bytes`: tokens read, those of all ranks written. One rank
         alone gathers nothing: 0.
-      sums_sent: `ranks * tokens * token_bytes`: what its experts answered to every token, read by the collective
+      sums_sent: `ranks * tokens * answer_bytes`: what its experts answered to every token, read by the collective
         that takes it to the tokens' owners. One rank alone: 0.
-      y_written: `tokens * token_bytes`: y.
+      y_written: `tokens * answer_bytes`: y.
     """
 
     weights: Bytes
@@ -216,13 +216,13 @@ class GatherMemory(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherMemory":
         """Counts the terms of one rank."""
-        tokens = shape.tokens * shape.token_bytes
+        tokens, answers = shape.tokens * shape.token_bytes, shape.tokens * shape.answer_bytes
         alone = shape.ranks == 1
         return cls(
             weights=weight_bytes(routing, shape, rank),
             tokens_gathered=0 if alone else (1 + shape.ranks) * tokens,
-            sums_sent=0 if alone else shape.ranks * tokens,
-            y_written=tokens,
+            sums_sent=0 if alone else shape.ranks * answers,
+            y_written=answers,
         )
 
 
@@ -232,7 +232,7 @@ class GatherLinks(Terms):
 
     Args:
       tokens_received: `(ranks - 1) * tokens * token_bytes`, by the all-gather.
-      sums_received: the same, by the all-to-all or the reduce-scatter.
+      sums_received: `(ranks - 1) * tokens * answer_bytes`, by the all-to-all or the reduce-scatter.
       routing_received: `2 * 4 * (ranks - 1) * tokens * top_k`: ids and weights.
     """
 
@@ -245,10 +245,9 @@ class GatherLinks(Terms):
         """Counts the terms of one rank; all have the same."""
         del routing, rank
         tokens = (shape.ranks - 1) * shape.tokens
-        token = shape.token_bytes
         return cls(
-            tokens_received=tokens * token,
-            sums_received=tokens * token,
+            tokens_received=tokens * shape.token_bytes,
+            sums_received=tokens * shape.answer_bytes,
             routing_received=2 * WORD * tokens * shape.top_k,
         )
 
@@ -307,7 +306,7 @@ def of_gathering(routings: Sequence[Routing], shape: Shape) -> Traffic:
 
 def weight_bytes(routing: Routing, shape: Shape, rank: int) -> int:
     """Returns the bytes of a rank's weights that a forward pass reads: those of its experts that have rows."""
-    return routing.active_experts(rank) * (shape.projections + 1) * shape.matrix_bytes
+    return routing.active_experts(rank) * shape.expert_bytes
 
 
 def busiest(count: Callable[[Routing, int], Mapping[str, Bytes]], routings: Sequence[Routing]) -> OfRank:

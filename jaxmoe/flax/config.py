@@ -92,7 +92,9 @@ class LayerConfig(CallOptions):
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_weights.dtype),
             experts_of(arrays),
         )
-        on_one_rank = CallOptions(self.activation, None, (), None, self.implementation, self.plan, self.residuals)
+        on_one_rank = CallOptions(
+            self.activation, None, (), None, self.implementation, self.plan, self.residuals, self.precision
+        )
         calls.check(arguments, on_one_rank if mesh is None else self)
 
     @property

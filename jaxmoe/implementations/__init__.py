@@ -4,10 +4,12 @@ Another implementation is another folder, and an entry in the table below.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 
+from jaxmoe.experts import Experts
 from jaxmoe.implementations import reference
 from jaxmoe.implementations.base import Call, Inputs, Shape
 from jaxmoe.implementations.explanation import Explanation
@@ -47,8 +49,15 @@ class Implementation:
     check: Callable[[Call], None] = lambda call: None
 
 
+def _backward_of_decoded(call: Call, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
+    """The backward pass of `"xla"` for a forward pass of `"megakernel"`, which has none for experts in 8 bits."""
+    plan = xla_plan(call.shape.wide, call.platform)
+    return xla_layer.backward(dataclasses.replace(call, implementation="xla", plan=plan), inputs, dy)
+
+
+_KERNEL_RUN = functools.partial(kernel_layer.run, backward_of_decoded=_backward_of_decoded)
 MEGAKERNEL = Implementation(
-    "megakernel", kernel_layer.run, kernel_explain.explain, kernel_plan, KernelPlan, "recompute", limits.check
+    "megakernel", _KERNEL_RUN, kernel_explain.explain, kernel_plan, KernelPlan, "recompute", limits.check
 )
 XLA = Implementation("xla", xla_layer.run, xla_explain.explain, xla_plan, Plan)
 # Takes the plans of "xla", and reads nothing of them.

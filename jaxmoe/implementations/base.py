@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.formats import BF16, Formats
-from jaxmoe.options import ImplementationName, Residuals
+from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement
 
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
@@ -67,8 +67,13 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token, or of an answer to one of its slots."""
+        """Of a token."""
         return self.formats.tokens.bytes(1, self.hidden)
+
+    @property
+    def answer_bytes(self) -> int:
+        """Of an answer to one of its slots."""
+        return self.formats.answers.bytes(1, self.hidden)
 
     @property
     def h_bytes(self) -> int:
@@ -77,8 +82,18 @@ class Shape:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of one of the matrices of an expert."""
-        return self.formats.weights.bytes(self.hidden, self.intermediate)
+        """Of a matrix from hidden to intermediate; the one back has as many, but for scales of outputs."""
+        return self.formats.weights.bytes(self.intermediate, self.hidden)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all matrices of an expert."""
+        return self.projections * self.matrix_bytes + self.formats.weights.bytes(self.hidden, self.intermediate)
+
+    @property
+    def wide(self) -> "Shape":
+        """The same sizes without 8 bits: those of a backward pass."""
+        return dataclasses.replace(self, formats=self.formats.wide)
 
     @property
     def flops(self) -> int:
@@ -99,6 +114,8 @@ class Call:
       shape: sizes as one rank sees them.
       plan: how it is computed, of the implementation's own kind.
       residuals: what the backward pass keeps of the forward pass.
+      precision: which arrays have 8 bits, see `precision.py`; `None` where none has.
+      quantizes: whether the experts come wide, and are rounded to 8 bits in the call.
     """
 
     implementation: ImplementationName
@@ -109,11 +126,18 @@ class Call:
     shape: Shape
     plan: Any
     residuals: Residuals
+    precision: Precision | None = None
+    quantizes: bool = False
 
     @property
     def dtype(self) -> Any:
-        """Of tokens."""
-        return self.shape.formats.tokens.dtype
+        """Of x and y."""
+        return self.shape.formats.answers.dtype
+
+    @property
+    def wide(self) -> "Call":
+        """The same call without 8 bits: what a backward pass differentiates."""
+        return dataclasses.replace(self, shape=self.shape.wide, precision=None, quantizes=False)
 
     @property
     def group(self) -> ExpertGroup:

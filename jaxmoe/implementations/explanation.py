@@ -4,7 +4,8 @@ import dataclasses
 
 from jax.sharding import AxisType
 
-from jaxmoe.implementations.base import Call, Shape
+from jaxmoe.implementations.base import Call
+from jaxmoe.precision import rounds_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Explanation:
             f"moe_layer runs implementation={self.implementation!r} on {self.call.platform}, {ranks}",
             f"  per rank: {shape.tokens} tokens x {shape.top_k} slots, hidden {shape.hidden}, intermediate "
             f"{shape.intermediate}, {shape.local_experts} of {shape.num_experts} experts, "
-            f"{self.call.dtype}",
+            f"{_formats(self.call)}",
             *(f"  {reason}" for reason in self.reasons),
             f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
             f"  {self.memory_name} per rank, whatever the routing: "
@@ -67,6 +68,33 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _formats(call: Call) -> str:
+    """What the arrays are: the dtype alone where there is but one."""
+    formats = call.shape.formats
+    if call.precision is None:
+        return f"{call.dtype}"
+    arrays = {"tokens": formats.tokens, "h": formats.h, "weights": formats.weights, "answers": formats.answers}
+    return ", ".join(f"{name} {format_}" for name, format_ in arrays.items())
+
+
+def precision_reasons(call: Call) -> list[str]:
+    """What a user should know of the 8 bits of a call; nothing where there are none."""
+    if call.precision is None:
+        return []
+    shape = call.shape
+    experts = shape.local_experts * shape.expert_bytes / 2**20
+    rounded = (
+        f"experts are rounded to 8 bits in every call, {experts:.1f} MiB per rank, and gradients are those of the "
+        "experts as they came"
+        if call.quantizes
+        else f"experts in 8 bits take {experts:.1f} MiB per rank and have no gradients"
+    )
+    scales = ", scales of tokens and h are powers of two" if call.precision == "fp8-e8m0" else ""
+    again = "; a backward pass computes gate and up again, without rounding, whatever residuals="
+    kept = "" if call.precision == "w8a16" else again
+    return [f"precision={call.precision!r}: {rounded}{scales}{kept}"]
+
+
 def unsplit_axes(call: Call) -> list[str]:
     """What a user may have forgotten, or pays for: mesh axes over which the layer does not split its work."""
     mesh = call.placement.mesh
@@ -83,6 +111,8 @@ def unsplit_axes(call: Call) -> list[str]:
     return notes
 
 
-def residual_bytes(shape: Shape, rows: int) -> dict[str, int]:
+def residual_bytes(call: Call, rows: int) -> dict[str, int]:
     """Bytes of the inputs of the activation, by choice of `residuals`, where those of so many rows are kept."""
-    return {"recompute": 0, "save": rows * shape.projections * shape.h_bytes}
+    if rounds_rows(call.precision):
+        return {"recompute": 0}
+    return {"recompute": 0, "save": rows * call.shape.projections * call.shape.h_bytes}

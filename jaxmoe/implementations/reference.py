@@ -1,18 +1,40 @@
 """The truth: every expert applied to every token, in float32 or float64, differentiated by JAX itself.
 
 Nothing here is clever, so that it can be checked by reading. Every test compares with it.
+
+With a `precision` it multiplies in float32 what others multiply in 8 bits: matrices, tokens and h are decoded, values
+times scales. JAX differentiates the same without rounding (`precision.py`).
 """
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
+from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Call, Inputs
-from jaxmoe.implementations.explanation import Explanation
+from jaxmoe.implementations.explanation import Explanation, precision_reasons
+from jaxmoe.options import Precision
+from jaxmoe.precision import as_multiplied_rows, in_8_bits
+from jaxmoe.quantization import dequantize
 from jaxmoe.sharding import ExpertGroup, vary_alike
+
+
+class _Static(NamedTuple):
+    """The arguments that are no arrays, hashable."""
+
+    activation: Activation
+    group: ExpertGroup
+    dtype: Any
+    precision: Precision | None
 
 
 def reference(
@@ -24,6 +46,7 @@ def reference(
     activation: Activation,
     group: ExpertGroup,
     compute_dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)`, computed densely.
 
@@ -36,11 +59,22 @@ def reference(
       group: the ranks that hold the experts.
       compute_dtype: of every intermediate result; `None` is float32, or float64 for float64 tokens. A low precision
         here gives "the same maths in low precision", the yardstick of the tests' tolerances.
+      precision: what is rounded to 8 bits before it is multiplied: tokens, h and matrices, or matrices alone. Not what
+        the gradients are those of, which is the same without any rounding to 8 bits (BlockScaled matrices decoded).
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
     x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, experts))
-    everyone: Experts = jax.tree.map(lambda array: group.all_gather(array).astype(dtype), experts)
-    tokens = x.astype(dtype)
+    static = _Static(activation, group, dtype, precision)
+    dense = _dense if precision is None else _rounded
+    return dense(static, x, topk_ids, topk_weights, experts)
+
+
+def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
+    activation, group, dtype, precision = static
+    if precision is not None:
+        experts = in_8_bits(experts, precision)
+    everyone = dequantize(jax.tree.map(group.all_gather, experts), dtype)
+    tokens = as_multiplied_rows(x, precision, dtype)
 
     def add_expert(total: jax.Array, expert: tuple[jax.Array, Experts]) -> tuple[jax.Array, None]:
         expert_id, e = expert
@@ -52,13 +86,45 @@ def reference(
         rows = jnp.where(visits, tokens, 0)
         gate = _affine(rows, e.w_gate, e.b_gate)
         up = None if e.w_up is None else _affine(rows, e.w_up, e.b_up)
-        out = _affine(activation.value(gate, up).astype(dtype), e.w_down, e.b_down)
+        h = as_multiplied_rows(activation.value(gate, up), precision, dtype)
+        out = _affine(h, e.w_down, e.b_down)
         return total + jnp.where(visits, weight * jnp.where(visits, out, 0), 0), None
 
     total_dtype = jnp.promote_types(dtype, jnp.float32)
     start = jnp.zeros_like(x, total_dtype)
     total, _ = jax.lax.scan(add_expert, start, (jnp.arange(everyone.num_experts), everyone))
     return total.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(
+    static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, experts: Experts
+) -> jax.Array:
+    return _dense(static, x, topk_ids, topk_weights, experts)
+
+
+def _rounded_fwd(static: _Static, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _dense(static, *arrays), arrays
+
+
+def _rounded_bwd(static: _Static, arrays: Any, dy: jax.Array) -> Any:
+    x, topk_ids, topk_weights, experts = arrays
+    wide = dequantize(experts, static.dtype) if isinstance(experts.w_gate, BlockScaled) else experts
+
+    def without_rounding(x: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
+        return _dense(static._replace(precision=None), x, topk_ids, topk_weights, experts)
+
+    dx, dweights, dexperts = jax.vjp(without_rounding, x, topk_weights, wide)[1](not_mapped(dy))
+    if isinstance(experts.w_gate, BlockScaled):
+        biases = {name: getattr(dexperts, name) for name in ("b_gate", "b_up", "b_down")}
+        given = {name: getattr(experts, name) for name in biases}
+        biases = jax.tree.map(lambda gradient, bias: gradient.astype(bias.dtype), biases, given)
+        nothing: Any = None
+        dexperts = dataclasses.replace(dexperts, w_gate=nothing, w_up=None, w_down=nothing, **biases)
+    return dx, np.zeros(topk_ids.shape, jax.dtypes.float0), dweights, dexperts
+
+
+_rounded.defvjp(_rounded_fwd, _rounded_bwd)
 
 
 def _affine(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -70,7 +136,17 @@ def _affine(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.
 def run(call: Call, inputs: Inputs) -> jax.Array:
     """Returns the output of a call for the tokens of this rank."""
     x, topk_ids, topk_weights, experts = inputs
-    return reference(x, topk_ids, topk_weights, experts.astype(x.dtype), activation=call.activation, group=call.group)
+    if call.precision is None:
+        experts = experts.astype(x.dtype)
+    return reference(
+        x,
+        topk_ids,
+        topk_weights,
+        experts,
+        activation=call.activation,
+        group=call.group,
+        precision=call.precision,
+    )
 
 
 def explain(call: Call) -> Explanation:
@@ -84,9 +160,9 @@ def explain(call: Call) -> Explanation:
     }
     return Explanation(
         call=call,
-        reasons=(call.implementation_reason, "every expert is applied to every token"),
+        reasons=(call.implementation_reason, *precision_reasons(call), "every expert is applied to every token"),
         memory_bytes=memory,
         worst_case_bytes=sum(memory.values()),
-        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * matrices * shape.matrix_bytes,
+        wire_bytes=(shape.ranks - 1) * shape.num_experts // shape.ranks * shape.expert_bytes,
         flops=shape.flops // shape.top_k * shape.num_experts,
     )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe import native
-from jaxmoe.formats import Format, Formats
+from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.implementations.megakernel.schedule import native_formats
 from tests.unit.schedule_model import problems, steps
 
@@ -40,6 +40,13 @@ def test_everything_is_of_one_type_but_sums_of_32_bits_at_least(element):
     assert here.sums.dtype.name == ("float64" if element == "float64" else "float32")
     for name in ARRAYS:
         assert getattr(native_formats(here), name).element == getattr(there, name).element == getattr(here, name).dtype
+
+
+def test_a_format_is_printed_with_its_scales_where_it_has_any():
+    assert str(Format(jnp.bfloat16)) == "bfloat16"
+    scaled = Format(jnp.float8_e4m3fn, scale_rows=1, scale_columns=128)
+    assert str(scaled) == "float8_e4m3fn (a float32 scale for 1 x 128)"
+    assert str(Format(jnp.float8_e4m3fn, 1, ALL)) == "float8_e4m3fn (a float32 scale for 1 x all)"
 
 
 def test_an_element_that_layers_do_not_have_is_refused_by_name():

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
+from jaxmoe import call as calls
 from jaxmoe import native
 from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
 from jaxmoe.formats import Formats
-from jaxmoe.implementations.megakernel import limits
+from jaxmoe.implementations.base import Inputs
+from jaxmoe.implementations.megakernel import layer, limits
 from jaxmoe.native import FORWARD
+from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import mesh_of
@@ -146,6 +149,51 @@ def test_what_it_cannot_do_is_said_with_what_is_needed_and_what_to_do(wrong):
         check(**arguments)
     for part in parts:
         assert part in str(raised.value)
+
+
+def in_8_bits(precision: str | None = None, scale_dtype: Any = jnp.float32, **sizes: int) -> calls.Call:
+    """A call of the megakernel with experts in 8 bits, of BF16 tokens and biases, as the checks would let it pass."""
+    sizes = {"tokens": 16, "hidden": 256, "intermediate": 384, "num_experts": 2} | sizes
+    x, ids, weights, experts, _ = make_inputs(0, **sizes, dtype=jnp.bfloat16, biases=True)  # pyright: ignore
+    arguments = Arguments(x, ids, weights, jaxmoe.quantize(experts, scale_dtype=scale_dtype))
+    options = CallOptions(axis_name=None, implementation="megakernel", plan=PLAN, precision=precision)
+    return calls.check(arguments, options)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do():
+    shape = in_8_bits().shape
+    for platform in ("cpu", "gpu"):
+        limits.check_megakernel(shape, platform, resolve("silu"), PLAN)
+        for sizes in ({"hidden": 192}, {"intermediate": 64}):
+            with pytest.raises(ValueError, match=r"on [cg]pu needs multiples of 128 in 8 bits.* implementation='xla'"):
+                limits.check_megakernel(dataclasses.replace(shape, **sizes), platform, resolve("silu"), PLAN)
+    with pytest.raises(NotImplementedError, match=r"precision='w8a16' decodes .* implementation='xla'"):
+        in_8_bits("w8a16")
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
+def test_experts_in_8_bits_are_operands_of_values_as_they_lie_and_of_float32_scales(scale_dtype):
+    call = in_8_bits(scale_dtype=scale_dtype)
+    x, ids, weights, experts, _ = make_inputs(
+        0, tokens=16, hidden=256, intermediate=384, num_experts=2, dtype=jnp.bfloat16, biases=True
+    )
+    narrow = jaxmoe.quantize(experts, scale_dtype=scale_dtype)
+    for given in (narrow, experts):  # wide ones are rounded in the call
+        operands = layer._operands(call, Inputs(x, ids, weights, given))
+        named = {name: (array.dtype.name, array.shape) for name, array in operands.items() if name[0] in "wb"}
+        assert named == {
+            "w_gate": ("float8_e4m3fn", (2, 384, 256)),
+            "w_up": ("float8_e4m3fn", (2, 384, 256)),
+            "w_down": ("float8_e4m3fn", (2, 256, 384)),
+            "w_gate_scales": ("float32", (2, 3, 2)),
+            "w_up_scales": ("float32", (2, 3, 2)),
+            "w_down_scales": ("float32", (2, 2, 3)),
+            "b_gate": ("bfloat16", (2, 384)),
+            "b_up": ("bfloat16", (2, 384)),
+            "b_down": ("bfloat16", (2, 256)),
+        }
+        assert operands["x"].dtype == jnp.bfloat16
 
 
 @pytest.mark.usefixtures("both_platforms")

@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import BlockScaled, dequantize, quantize
+from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.formats import Format
+from jaxmoe.quantization import dequantize_rows, quantize_rows
 from tests.layer_suite import mesh_of
 
-BLOCKS = ("128x128", "channel", "expert")
+BLOCKS = BLOCK_KINDS
 SCALES = (jnp.float32, jnp.float8_e8m0fnu)
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -178,11 +180,89 @@ def test_errors_of_quantising_name_the_argument_and_what_to_do():
         quantize(experts).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel", None])
-def test_the_layer_refuses_8_bits_and_says_what_to_pass(implementation):
-    experts = experts_of(6, 2, 128, 128)
-    x, ids, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
-    with pytest.raises(TypeError, match=r"experts.w_gate is BlockScaled; .* Pass jaxmoe.dequantize\(experts, x.dtype"):
-        jaxmoe.moe_layer(x, ids, weights, quantize(experts), axis_name=None, implementation=implementation)
-    y = jaxmoe.moe_layer(x, ids, weights, dequantize(quantize(experts), x.dtype), axis_name=None)
-    assert np.isfinite(np.asarray(y)).all()
+def rows_by_hand(rows: np.ndarray, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The rule of tokens and h, one IEEE operation in float32 after the other, on whole groups of 128."""
+    groups = rows.astype(np.float32).reshape(len(rows), -1, 128)
+    with np.errstate(all="ignore"):
+        largest = np.maximum(np.abs(groups).max(-1), np.float32(2.0**-100))
+        scales = largest / np.float32(448)
+        if power_of_two:
+            exact = np.maximum(np.abs(groups.astype(np.float64)).max(-1), 2.0**-100) / 448
+            scales = np.exp2(np.ceil(np.log2(exact))).astype(np.float32)
+        scales = np.where(np.isfinite(groups).all(-1), scales, np.float32(np.nan))
+        values = (groups * (np.float32(1) / scales)[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(rows.shape), scales
+
+
+jitted_rows = jax.jit(quantize_rows, static_argnums=1)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_rows_have_the_bits_of_the_rule_with_and_without_jit(dtype, power_of_two):
+    rng = np.random.default_rng(0)
+    # In 16 bits many quotients are halfway between two values.
+    rows = np.asarray(jnp.asarray(rng.standard_normal((300, 384)) * np.exp2(rng.integers(-9, 9, (300, 1))), dtype))
+    values, scales = rows_by_hand(rows, power_of_two)
+    for function in (quantize_rows, jitted_rows):
+        found = function(jnp.asarray(rows), power_of_two)
+        np.testing.assert_array_equal(np.asarray(found[0]).view(np.uint8), values.view(np.uint8))
+        np.testing.assert_array_equal(found[1], scales)
+
+
+@given(st.integers(-110, 119), st.integers(0, 2**23 - 1))
+def test_scales_of_rows_that_are_powers_of_two_are_the_least_with_which_nothing_is_too_large(exponent, mantissa):
+    largest = np.float32(2.0**exponent) * np.float32(1 + mantissa / 2**23)
+    _, scales = jitted_rows(jnp.full((1, 3), largest), True)
+    scale = float(scales[0, 0])
+    assert np.log2(scale) == np.round(np.log2(scale))
+    floor = max(float(largest), 2.0**-100)
+    assert floor / scale <= 448 < floor / (scale / 2)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("columns", [1, 127, 128, 129, 300])
+def test_a_last_group_of_fewer_columns_has_a_scale_of_its_own(columns, power_of_two):
+    rows = jax.random.normal(jax.random.key(columns), (5, columns))
+    values, scales = jitted_rows(rows, power_of_two)
+    assert (values.shape, scales.shape) == ((5, columns), (5, -(-columns // 128)))
+    padded = np.pad(np.asarray(rows), ((0, 0), (0, -columns % 128)))
+    wanted, wanted_scales = rows_by_hand(padded, power_of_two)
+    np.testing.assert_array_equal(np.asarray(values, np.float32), wanted[:, :columns].astype(np.float32))
+    np.testing.assert_array_equal(scales, wanted_scales)
+    again = np.asarray(dequantize_rows(values, scales, jnp.float32))
+    # Half a unit in the last of 4 bits, or of a subnormal value.
+    largest = np.repeat(np.asarray(scales), 128, axis=1)[:, :columns] * 2.0**-9
+    assert (np.abs(again - rows) <= np.maximum(np.abs(rows) / 16, largest / 2) * 1.00001).all()
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_of_zeros_of_tiny_numbers_and_of_none_are_defined(power_of_two):
+    rows = np.ones((6, 256), np.float32)
+    rows[0] = 0
+    rows[1] *= 1e-38
+    rows[2, 3], rows[3, 4], rows[4, 5] = np.nan, np.inf, -np.inf
+    rows[5] *= np.float32(3e38)
+    values, scales = (np.asarray(array, np.float32) for array in jitted_rows(jnp.asarray(rows), power_of_two))
+    assert (values[:2] == 0).all()
+    assert np.isfinite(scales[:2]).all()
+    assert np.isnan(values[2:5, :128]).all()
+    assert np.isnan(scales[2:5, 0]).all()
+    assert np.isfinite(values[2:5, 128:]).all()
+    again = np.asarray(dequantize_rows(jnp.asarray(values), jnp.asarray(scales), jnp.float32))
+    assert np.isnan(again[2:5, :128]).all()
+    np.testing.assert_allclose(again[5], rows[5], rtol=2**-4)
+
+
+def test_experts_print_their_formats_and_bytes():
+    experts = quantize(experts_of(6, 2, 128, 256, biases=True, dtype=jnp.bfloat16))
+    assert repr(experts) == (
+        "Experts(w_gate=float8_e4m3fn[2, 256, 128] with scales float32[2, 2, 1], "
+        "w_up=float8_e4m3fn[2, 256, 128] with scales float32[2, 2, 1], "
+        "w_down=float8_e4m3fn[2, 128, 256] with scales float32[2, 1, 2], "
+        "b_gate=bfloat16[2, 256], b_up=bfloat16[2, 256], b_down=bfloat16[2, 128]; 199216 bytes)"
+    )
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) == 199216
+    assert repr(jax.eval_shape(lambda: experts)) == repr(experts)
+    assert "w_up" not in repr(experts_of(6, 2, 128, 256, gated=False))
+    assert repr(jax.tree.map(lambda leaf: P("expert"), experts_of(6, 2, 8, 8))).startswith("Experts(w_gate=P")

@@ -5,6 +5,10 @@ stream of the GPU kernel (ffi/host/).
 
 The backward pass is another such call. It gets the inputs and the gradient of the output, and returns all gradients.
 The inputs of the activation are either kept from the forward pass (`residuals="save"`) or computed again.
+
+In 8 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales are
+operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the same
+call as without 8 bits, those that came in 8 bits to another implementation's backward pass, which decodes them.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxmoe import native
 from jaxmoe.activation import compiled_form
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -30,6 +35,7 @@ from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
+from jaxmoe.precision import in_8_bits, powers_of_two
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
@@ -41,18 +47,23 @@ TIMEOUT_VARIABLE = "JAXMOE_TIMEOUT_SECONDS"
 LONGEST_TIMEOUT_SECONDS = 1e9
 
 
-def run(call: Call, inputs: Inputs) -> jax.Array:
+# Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
+BackwardOfDecoded = Callable[[Call, Inputs, jax.Array], tuple[jax.Array, jax.Array, Experts]]
+
+
+def run(call: Call, inputs: Inputs, *, backward_of_decoded: BackwardOfDecoded) -> jax.Array:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank.
 
     With `residuals="recompute"` its gradients are computed from the inputs alone, so that a backward pass repeats the
     gate and up GEMMs. With `"save"` what they computed is kept, one array with a name of `CHECKPOINT_NAMES`. The bits
     are the same.
     """
-    return _layer(call, vary_alike(inputs))
+    return _layer(call, backward_of_decoded, vary_alike(inputs))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(call: Call, inputs: Inputs) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _layer(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> jax.Array:
+    del backward_of_decoded
     return _forward(dataclasses.replace(call, residuals="recompute"), inputs)[0]
 
 
@@ -63,15 +74,20 @@ class SavedForward(NamedTuple):
     gate_up: Float[Array, "rows projections intermediate"] | None
 
 
-def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
+def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
+    del backward_of_decoded
     y, gate_up = _forward(call, inputs)
     return y, SavedForward(inputs, None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1]))
 
 
-def _layer_bwd(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
+def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     inputs = saved.inputs
-    dx, dweights, dexperts = _backward(call, saved, dy.astype(inputs.x.dtype))
+    dy = dy.astype(inputs.x.dtype)
+    if isinstance(inputs.experts.w_gate, BlockScaled):
+        dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
+    else:
+        dx, dweights, dexperts = _backward(call.wide, saved, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
@@ -90,14 +106,14 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         like = jnp.broadcast_to(inputs.x[0, 0], (rows, call.shape.projections, call.shape.intermediate))
         results["gate_up"] = jax.typeof(like)
     schedule = schedule_of(call.shape, call.platform, call.plan, saved_tiles)
-    made = _launch(FORWARD, call, schedule, _operands(call.group, inputs), results)
+    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results)
     return made["y"], made.get("gate_up")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
     inputs, gate_up = saved
-    operands = _operands(call.group, inputs) | {"dy": dy}
+    operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
     # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
@@ -118,19 +134,28 @@ def _present(experts: Experts) -> list[str]:
     return [name for name in names if getattr(experts, name) is not None]
 
 
-def _operands(group: ExpertGroup, inputs: Inputs) -> dict[str, jax.Array]:
+def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`.
 
     What experts do not have is left out. Arrays without elements in its place made XLA crash in a `lax.scan` (jax
     0.11.2), and emit a kernel that the assembler refused, with experts over two GPUs (jax 0.12).
     """
-    x, experts = inputs.x, inputs.experts.astype(inputs.x.dtype)
+    x, experts = inputs.x, inputs.experts
+    if call.precision is not None:
+        experts = in_8_bits(experts, call.precision)
+    arrays: dict[str, jax.Array] = {}
+    for name in _present(experts):
+        array = getattr(experts, name)
+        if isinstance(array, BlockScaled):
+            arrays |= {name: array.values, f"{name}_scales": array.scales.astype(jnp.float32)}
+        else:
+            arrays[name] = array.astype(x.dtype)
     return {
-        "place": _place(group),
+        "place": _place(call.group),
         "x": x,
         "topk_ids": inputs.topk_ids,
         "topk_weights": inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
-        **{name: getattr(experts, name) for name in _present(experts)},
+        **arrays,
     }
 
 
@@ -223,7 +248,7 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "limit": np.float32(form.limit),
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
-        "power_of_two_scales": np.int32(0),
+        "power_of_two_scales": np.int32(powers_of_two(call.precision)),
         "schedule": np.array(schedule.numbers, np.int32),
         "timeout_seconds": np.float32(timeout_seconds(call.platform)),
         "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),

@@ -20,6 +20,8 @@ MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 4096, 512, 32
 SLOTS_END = 2**24
 # A row must be whole pieces of 16 bytes, which is what a bulk copy moves.
 GPU_MULTIPLE = 8
+# Experts in 8 bits: a scale for 128 columns of a row, which is a tile of the GEMMs.
+MULTIPLE_IN_8_BITS = 128
 DTYPES = {"cpu": ("bfloat16", "float16", "float32", "float64"), "gpu": ("bfloat16", "float16")}
 
 _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
@@ -39,7 +41,7 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
       ValueError: sizes, or a plan that would wait for ever.
     """
     _check_platform(platform, shape.ranks)
-    dtype = shape.formats.tokens.dtype
+    dtype = shape.formats.answers.dtype
     if dtype.name not in DTYPES[platform]:
         raise TypeError(
             f"moe_layer: x is {dtype}; implementation='megakernel' on {platform} takes "
@@ -51,6 +53,7 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
             f"{', '.join(map(repr, ACTIVATIONS))} and jaxmoe.SwiGLU. Use one of those, or pass implementation='xla'."
         )
     _check_sizes(shape, platform)
+    _check_precision(shape, platform)
     if plan.segment_tiles:
         raise ValueError(
             f"moe_layer: plan has segment_tiles={plan.segment_tiles}: it is one for a backward pass. Pass it as "
@@ -73,6 +76,22 @@ def _check_ring(name: str, plan: KernelPlan, shape: Shape, platform: str) -> Non
         f"{plan.fewest_ring_tiles}, or {most}, all row tiles that a rank can have. Raise ring_tiles, or lower the "
         "others."
     )
+
+
+def _check_precision(shape: Shape, platform: str) -> None:
+    if not shape.formats.weights.scale_rows:
+        return
+    where = f"implementation='megakernel' on {platform}"
+    if not shape.formats.tokens.scale_rows:
+        raise NotImplementedError(
+            "moe_layer: precision='w8a16' decodes experts in 8 bits, which implementation='megakernel' does not. Pass "
+            "precision='fp8', or implementation='xla'."
+        )
+    if shape.hidden % MULTIPLE_IN_8_BITS or shape.intermediate % MULTIPLE_IN_8_BITS:
+        raise ValueError(
+            f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; {where} needs multiples of "
+            f"{MULTIPLE_IN_8_BITS} in 8 bits: that many columns of a row share a scale. {_ANY_SIZE}"
+        )
 
 
 def _check_platform(platform: str, ranks: int) -> None:

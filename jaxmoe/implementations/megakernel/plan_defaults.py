@@ -59,11 +59,12 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
 
 
 def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
-    """Returns the plan of the backward pass that goes with a plan of the forward pass."""
+    """Returns the plan of the backward pass that goes with a plan of the forward pass; nothing of it has 8 bits."""
     return plan.backward or _backward_plan(shape, platform)
 
 
 def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
+    shape = shape.wide
     segment_tiles, segment_reason = _segment_tiles(shape, platform)
     unit_tiles = min(_unit_tiles(shape, platform)[0], segment_tiles)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)

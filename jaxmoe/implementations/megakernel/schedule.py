@@ -3,8 +3,11 @@
 Also how many row tiles a rank can have, which plans and limits ask for.
 """
 
+import dataclasses
 import functools
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxmoe import native
 from jaxmoe.formats import Format, Formats
@@ -55,6 +58,8 @@ def native_shape(shape: Shape) -> Any:
 
 def native_formats(formats: Formats) -> Any:
     """Returns formats as compiled code has them."""
+    # Scales of weights come as float32, powers of two or not.
+    weights = dataclasses.replace(formats.weights, scale_dtype=jnp.float32)
 
     def of(format_: Format) -> Any:
         return native.schedule().Format(
@@ -65,7 +70,7 @@ def native_formats(formats: Formats) -> Any:
         tokens=of(formats.tokens),
         h=of(formats.h),
         answers=of(formats.answers),
-        weights=of(formats.weights),
+        weights=of(weights),
         sums=of(formats.sums),
     )
 

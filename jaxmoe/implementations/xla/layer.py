@@ -11,10 +11,16 @@ CPU and the one on GPU reaches a few percent of NVLink.
 Sums run in float32 in a fixed order (slots of a token, then ranks), gathers only, no scatter-add: the result has the
 same bits in every run. The backward pass is written out below in the same terms: dispatch the output's cotangent as the
 tokens were dispatched, combine the cotangent of the rows as the rows were combined.
+
+With a `precision` tokens are rounded before the all-gather, so that 8 bits and scales travel, and h before the down
+GEMM. The grouped GEMMs multiply none of it: rows and matrices are decoded for them, values times scales, to the dtype
+of x, and this rounds once more. The decoded experts are whole copies, made in every pass.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +28,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -38,13 +45,16 @@ from jaxmoe.implementations.xla.local_rows import (
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
+from jaxmoe.precision import as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows
+from jaxmoe.quantization import dequantize, dequantize_rows, quantize_rows
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
 
 def run(call: Call, inputs: Inputs) -> jax.Array:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank."""
-    # JAX casts the gradients back where the user's experts are wider.
-    inputs = inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))
+    if call.precision is None:
+        # JAX casts the gradients back where the user's experts are wider.
+        inputs = inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))
 
     def layer(inputs: Inputs) -> jax.Array:
         return _layer(call, vary_alike(inputs))
@@ -79,7 +89,7 @@ def _with_biases(gate_up: GateUp, experts: Experts, batch: Batch) -> GateUp:
 
 def _down(gate_up: GateUp, experts: Experts, batch: Batch, call: Call) -> Float[Array, "rows hidden"]:
     gate, up = _with_biases(gate_up, experts, batch)
-    h = call.activation.value(gate, up).astype(gate_up.gate.dtype)
+    h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype)
     out = times(h, experts.w_down, batch, call.plan.grouped_gemm)
     return out if experts.b_down is None else (out + bias_of_row(experts.b_down, batch)).astype(out.dtype)
 
@@ -131,11 +141,11 @@ def _batch_vjp(
 
 
 class SavedRows(NamedTuple):
-    """What the backward pass gets: the inputs, their sorted routing, gate and up of the first batch."""
+    """What the backward pass gets: the inputs, their sorted routing, and gate and up of the first batch, or not."""
 
     inputs: Inputs
     rows: LocalRows
-    gate_up: GateUp
+    gate_up: GateUp | None
 
 
 def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
@@ -144,14 +154,29 @@ def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
     return parts.astype(jnp.promote_types(parts.dtype, jnp.float32)).sum(0).astype(totals.dtype)
 
 
+def _tokens_of_batches(call: Call, x: jax.Array) -> Callable[[Batch], jax.Array]:
+    """Gathers the tokens of all ranks, as they are or in 8 bits, and returns what takes the rows of a batch of them."""
+    if not rounds_rows(call.precision):
+        tokens = call.group.all_gather(x)
+        return lambda batch: take_rows(tokens, batch)
+    quantized = quantize_rows(x, powers_of_two(call.precision))
+    values, scales = (call.group.all_gather(array) for array in quantized)
+    return lambda batch: dequantize_rows(take_rows(values, batch), take_rows(scales, batch), x.dtype)
+
+
+def _sorted_rows(call: Call, inputs: Inputs) -> LocalRows:
+    all_ids, num_experts = call.group.all_gather(inputs.topk_ids), inputs.experts.num_experts
+    return sort_slots(all_ids, call.group.index() * num_experts, num_experts, call.plan.batch_rows)
+
+
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, LocalRows, GateUp]:
-    group, plan, experts = call.group, call.plan, inputs.experts
-    tokens, weights = group.all_gather(inputs.x), group.all_gather(inputs.topk_weights)
-    all_ids = group.all_gather(inputs.topk_ids)
-    rows = sort_slots(all_ids, group.index() * experts.num_experts, experts.num_experts, plan.batch_rows)
+    group, plan = call.group, call.plan
+    experts = as_multiplied(inputs.experts, call.precision, inputs.x.dtype)
+    tokens_of, weights = _tokens_of_batches(call, inputs.x), group.all_gather(inputs.topk_weights)
+    rows = _sorted_rows(call, inputs)
 
     def gate_up_of(batch: Batch) -> GateUp:
-        return _gate_up(take_rows(tokens, batch), experts, batch, plan.grouped_gemm)
+        return _gate_up(tokens_of(batch), experts, batch, plan.grouped_gemm)
 
     def token_sums(batch: Batch, gate_up: GateUp) -> jax.Array:
         return sum_slots(_down(gate_up, experts, batch, call), weights, rows, batch)
@@ -177,13 +202,35 @@ def _layer(call: Call, inputs: Inputs) -> jax.Array:
 
 def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedRows]:
     y, rows, gate_up = _forward(call, inputs)
-    return y, SavedRows(inputs, rows, gate_up)
+    # Of rounded tokens and experts they are not those that the backward pass differentiates.
+    return y, SavedRows(inputs, rows, None if rounds_rows(call.precision) else gate_up)
 
 
 def _layer_bwd(call: Call, saved: SavedRows, dy: jax.Array) -> tuple[Inputs]:
-    inputs, rows, gate_up = saved
-    dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
-    group, plan, experts = call.group, call.plan, inputs.experts
+    dx, dweights, dexperts = backward(call, saved.inputs, not_mapped(dy), saved.rows, saved.gate_up)
+    no_ids = np.zeros(saved.inputs.topk_ids.shape, jax.dtypes.float0)
+    return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
+
+
+_layer.defvjp(_layer_fwd, _layer_bwd)
+
+
+def backward(
+    call: Call, inputs: Inputs, dy: jax.Array, rows: LocalRows | None = None, gate_up: GateUp | None = None
+) -> tuple[jax.Array, jax.Array, Experts]:
+    """Returns the gradients of x, of `topk_weights` and of the experts, `None` for matrices in 8 bits.
+
+    Args:
+      call: of the forward pass.
+      inputs: of the forward pass.
+      dy: the gradient of the output.
+      rows: their sorted routing; `None` to sort again.
+      gate_up: of the first batch; `None` to compute them again.
+    """
+    rows = _sorted_rows(call, inputs) if rows is None else rows
+    group, plan, call = call.group, call.plan, call.wide
+    frozen = isinstance(inputs.experts.w_gate, BlockScaled)
+    experts = dequantize(inputs.experts, inputs.x.dtype)
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
     def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, Experts]:
@@ -192,7 +239,8 @@ def _layer_bwd(call: Call, saved: SavedRows, dy: jax.Array) -> tuple[Inputs]:
         gate_up = _gate_up(token_rows, experts, batch, plan.grouped_gemm) if gate_up is None else gate_up
         of_rows = _batch_vjp(token_rows, take_rows(douts, batch), weight, gate_up, experts, batch, call)
         dx = sum_slots(of_rows.dtokens, None, rows, batch).astype(inputs.x.dtype)
-        return dx, row_to_slot(of_rows.dweight, rows, batch), of_rows.dexperts
+        dexperts = _biases_of(of_rows.dexperts) if frozen else of_rows.dexperts
+        return dx, row_to_slot(of_rows.dweight, rows, batch), dexperts
 
     dx, dweights, dexperts = cotangents(nth_batch(rows, jnp.int32(0), plan.batch_rows), gate_up)
     if rows.has_further_batches(plan.batch_rows):
@@ -201,10 +249,12 @@ def _layer_bwd(call: Call, saved: SavedRows, dy: jax.Array) -> tuple[Inputs]:
     dx, dweights, dexperts = add_batches(
         (dx, dweights, dexperts), lambda batch: cotangents(batch, None), rows, plan.batch_rows
     )
-    dexperts = jax.tree.map(lambda array, like: array.astype(like.dtype), dexperts, experts)
-    no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
-    dweights = _combine(dweights, group).astype(inputs.topk_weights.dtype)
-    return (Inputs(_combine(dx, group), no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
+    like = _biases_of(inputs.experts) if frozen else inputs.experts
+    dexperts = jax.tree.map(lambda array, like: array.astype(like.dtype), dexperts, like)
+    return _combine(dx, group), _combine(dweights, group).astype(inputs.topk_weights.dtype), dexperts
 
 
-_layer.defvjp(_layer_fwd, _layer_bwd)
+def _biases_of(experts: Experts) -> Experts:
+    """Returns experts without matrices: what of them has gradients where those are in 8 bits."""
+    nothing: Any = None
+    return dataclasses.replace(experts, w_gate=nothing, w_up=None, w_down=nothing)

@@ -77,7 +77,7 @@ def _batch_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
 
 
 def _grouped_gemm(shape: Shape, platform: str) -> tuple[GroupedGemm, str]:
-    dtype = shape.formats.tokens.dtype
+    dtype = shape.formats.answers.dtype
     if platform not in ("gpu", "cuda"):
         return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):

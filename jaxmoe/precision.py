@@ -1,0 +1,106 @@
+"""What `precision` of a layer means: which of its arrays have 8 bits, and how experts and rows come to have them.
+
+`call.py` resolves it, the implementations compute with it.
+
+    precision     tokens and h                                    weights
+    None          dtype of x                                      dtype of x
+    "fp8"         8 bits, a float32 scale for 1 x 128             8 bits
+    "fp8-e8m0"    the same, each scale a power of two             8 bits
+    "w8a16"       dtype of x                                      8 bits, decoded to the dtype of x
+
+Only a forward pass rounds. A backward pass is that of the layer in the dtype of x: of the same tokens, and of the
+experts that were rounded, or the decoded ones where they came in 8 bits (a straight-through estimate).
+"""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
+from jaxmoe.experts import Experts
+from jaxmoe.formats import ALL, Format, Formats
+from jaxmoe.options import Precision
+from jaxmoe.quantization import dequantize, dequantize_rows, quantize, quantize_rows
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+# Of tokens and h: as compiled code has them too, scales are float32 whether or not they are powers of two.
+ROWS = Format(VALUES, 1, BLOCK, jnp.float32)
+
+
+def resolve(precision: Any, experts: Experts, dtype: Any) -> Precision | None:
+    """Returns the precision of a call, by default that of its experts.
+
+    Args:
+      precision: what the user passed.
+      experts: checked.
+      dtype: of x.
+
+    Raises:
+      ValueError: it is not known, or goes with experts in 8 bits that these are not.
+      TypeError: it goes with tokens of other dtypes.
+    """
+    in_8_bits = isinstance(experts.w_gate, BlockScaled)
+    if precision is None:
+        precision = "fp8" if in_8_bits else None
+    elif precision not in PRECISIONS:
+        raise ValueError(
+            f"moe_layer: precision={precision!r} is not known. Use one of {', '.join(map(repr, PRECISIONS))}, or None "
+            "for the dtype of x with wide experts, 'fp8' with BlockScaled ones."
+        )
+    if precision is not None and dtype == jnp.float64:
+        raise TypeError(
+            f"moe_layer: x is float64, and precision={precision!r} is for bfloat16, float16 and float32: scales and "
+            "sums are float32. Cast x, or pass wide experts without a precision."
+        )
+    if precision == "w8a16" and not in_8_bits:
+        raise ValueError(
+            f"moe_layer: precision='w8a16' decodes experts in 8 bits, and experts.w_gate is {experts.w_gate.dtype}. "
+            "Pass jaxmoe.quantize(experts), or leave precision out for wide experts."
+        )
+    return precision
+
+
+def rounds_rows(precision: Precision | None) -> bool:
+    """Whether tokens and h are rounded to 8 bits."""
+    return precision in ("fp8", "fp8-e8m0")
+
+
+def powers_of_two(precision: Precision | None) -> bool:
+    """Whether the scales that a call makes are powers of two."""
+    return precision == "fp8-e8m0"
+
+
+def formats_of(precision: Precision | None, experts: Experts, dtype: Any) -> Formats:
+    """Returns the formats of a call."""
+    wide = Formats.of(dtype)
+    if precision is None:
+        return wide
+    if isinstance(experts.w_gate, BlockScaled):
+        kind, scale_dtype = experts.common_kinds[0], experts.w_gate.scales.dtype
+    else:
+        kind, scale_dtype = "128x128", SCALES[powers_of_two(precision)]
+    # One format for the matrices there and back, whose rows and columns are not equally many.
+    weights = Format(VALUES, *block_of(kind, ALL, ALL), scale_dtype)
+    rows = ROWS if rounds_rows(precision) else wide.tokens
+    return Formats(rows, rows, wide.answers, weights, wide.sums)
+
+
+def in_8_bits(experts: Experts, precision: Precision) -> Experts:
+    """Returns experts whose matrices are in 8 bits; those that came wide have blocks of 128 x 128."""
+    if isinstance(experts.w_gate, BlockScaled):
+        return experts
+    return quantize(experts, scale_dtype=SCALES[powers_of_two(precision)])
+
+
+def as_multiplied(experts: Experts, precision: Precision | None, dtype: DTypeLike) -> Experts:
+    """Returns wide experts in `dtype` with the numbers that a forward pass multiplies."""
+    return dequantize(experts if precision is None else in_8_bits(experts, precision), dtype)
+
+
+def as_multiplied_rows(rows: jax.Array, precision: Precision | None, dtype: DTypeLike) -> jax.Array:
+    """Returns rows in `dtype` with the numbers that a forward pass multiplies, of tokens or of h in float32."""
+    if not rounds_rows(precision):
+        return rows.astype(dtype)
+    return dequantize_rows(*quantize_rows(rows, powers_of_two(precision)), dtype)

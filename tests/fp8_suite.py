@@ -1,0 +1,410 @@
+"""The behaviours of every implementation of `moe_layer` that multiplies 8 bits. A test class inherits `Fp8Suite`.
+
+The truth has the numbers that are multiplied, rounded as `jaxmoe.quantization` says, and sums in float64. A tolerance
+is twice the error of the same maths with sums in float32 (or in the dtype of tokens), as for wide layers. Beside it a
+few elements of h may be rounded to the neighbouring value: sums in another order can fall on the other side of the
+middle between two.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe.block_scaled import BLOCK_KINDS
+from jaxmoe.options import Arguments
+from jaxmoe.plan import AnyPlan
+from jaxmoe.quantization import quantize_rows
+from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error
+from tests.layer_suite import PLACEMENTS, jitted, layer, mesh_of
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 256, 128, 8, 3
+SIZES: dict[str, Any] = {
+    "tokens": TOKENS,
+    "hidden": HIDDEN,
+    "intermediate": INTERMEDIATE,
+    "num_experts": EXPERTS,
+    "top_k": TOP_K,
+}
+# Of the sums in the longest dimension that a model has.
+LONGEST = 14336
+# Of h, rounded to a neighbour: each changes by at most an eighth.
+NEIGHBOURS = 4
+# Fraction bits that Hopper's tensor cores keep of sums of 8-bit products, aligned to the largest of them.
+FRACTION_BITS = 13
+ACTIVATIONS: dict[str, Any] = {"silu": lambda a: a / (1 + np.exp(-a)), "relu": lambda a: np.maximum(a, 0)}
+
+
+def as_multiplied(rows: np.ndarray, precision: str) -> np.ndarray:
+    """Returns rows with the numbers that are multiplied, exactly."""
+    if precision == "w8a16":
+        return rows
+    values, scales = quantize_rows(jnp.asarray(rows, jnp.float32), precision == "fp8-e8m0")
+    groups = np.repeat(np.asarray(scales, np.float64), 128, axis=1)[:, : rows.shape[1]]
+    return np.asarray(values, np.float64) * groups
+
+
+def exact_matrices(matrices: Any) -> np.ndarray:
+    """Returns `BlockScaled` matrices as [experts, in, out], exactly."""
+    rows, columns = matrices.block
+    _, out, inner = matrices.values.shape
+    scales = np.asarray(matrices.scales, np.float64)
+    scales = np.repeat(np.repeat(scales, rows, axis=1)[:, :out], columns, axis=2)[:, :, :inner]
+    return (np.asarray(matrices.values, np.float64) * scales).swapaxes(1, 2)
+
+
+def truth_of(
+    arguments: Arguments, precision: str = "fp8", activation: str = "silu", multiply: Any = np.matmul
+) -> np.ndarray:
+    """Returns the output with sums in float64, or with those of another product of matrices."""
+    x, ids, weights = (np.asarray(array, np.float64) for array in arguments[:3])
+    valid = np.ones(len(x), bool) if arguments.token_valid is None else np.asarray(arguments.token_valid)
+    e = arguments.experts
+    matrices = {name: exact_matrices(m) for name in ("w_gate", "w_up", "w_down") if (m := getattr(e, name)) is not None}
+    biases = {name: getattr(e, name) for name in ("b_gate", "b_up", "b_down")}
+    bias = {name: np.zeros(e.num_experts) if b is None else np.asarray(b, np.float64) for name, b in biases.items()}
+    tokens = as_multiplied(np.where(valid[:, None], x, 0), precision)
+    y = np.zeros_like(x)
+    for expert in range(e.num_experts):
+        chosen = (ids == expert) & valid[:, None]
+        rows = np.nonzero(chosen.any(-1))[0]
+        if not len(rows):
+            continue
+
+        def affine(name: str, factor: np.ndarray, expert: int = expert) -> np.ndarray:
+            return multiply(factor, matrices[f"w_{name}"][expert]) + bias[f"b_{name}"][expert]
+
+        h = ACTIVATIONS[activation](affine("gate", tokens[rows]))
+        if "w_up" in matrices:
+            h = h * affine("up", tokens[rows])
+        weight = np.where(chosen, weights, 0).sum(-1)[rows, None]
+        y[rows] += weight * affine("down", as_multiplied(h, precision))
+    return y
+
+
+def multiply_unpromoted(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """A product of matrices as tensor cores sum 8-bit products where no one promotes the sums.
+
+    Products and the sum so far are cut to `FRACTION_BITS` below the largest of them, 32 products at a time.
+    """
+    sums = np.zeros((len(rows), matrix.shape[1]))
+    for start in range(0, rows.shape[1], 32):
+        products = rows[:, start : start + 32, None] * matrix[None, start : start + 32]
+        largest = np.maximum(np.abs(products).max(1), np.abs(sums))
+        unit = np.exp2(np.floor(np.log2(np.maximum(largest, 1e-300))) - FRACTION_BITS)
+        sums = (np.trunc(products / unit[:, None]).sum(1) + np.trunc(sums / unit)) * unit
+    return sums
+
+
+def in_8_bits(arguments: Arguments, block: str = "128x128", scale_dtype: Any = jnp.float32) -> Arguments:
+    return arguments._replace(experts=jitted_quantize(block, scale_dtype)(arguments.experts))
+
+
+@functools.cache
+def jitted_quantize(block: str, scale_dtype: Any) -> Any:
+    return jax.jit(functools.partial(jaxmoe.quantize, block=block, scale_dtype=scale_dtype))
+
+
+@functools.cache
+def jitted_dense(activation: str, precision: Any, compute_dtype: Any) -> Any:
+    options: dict[str, Any] = {"activation": activation, "precision": precision, "compute_dtype": compute_dtype}
+    return jax.jit(functools.partial(dense, **options))
+
+
+def assert_as_exact(
+    y: Any, arguments: Arguments, precision: Any = "fp8", activation: str = "silu", truth: Any = None
+) -> None:
+    """Asserts that an output is as near to the truth as the same maths with sums in float32."""
+    truth = truth_of(arguments, precision, activation) if truth is None else truth
+    dtype = arguments.x.dtype
+    rough = jitted_dense(activation, precision, None if dtype == jnp.float32 else dtype)(arguments)
+    rows = int((np.asarray(arguments.topk_ids) >= 0).sum())
+    neighbours = np.sqrt(NEIGHBOURS / max(rows * arguments.experts.intermediate, 1)) / 8
+    allowed = 2 * relative_error(rough, truth) + float(jnp.finfo(dtype).eps) / 4
+    allowed += 0 if precision == "w8a16" else neighbours
+    error = relative_error(y, truth)
+    assert error <= allowed, f"error {error:.2e} above {allowed:.2e}"
+
+
+def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
+    """Rows whose sums have one sign, which is where sums that are cut are off by most."""
+    rng = np.random.default_rng(0)
+
+    def positive(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.uniform(0.5, 1.5, shape), dtype)
+
+    experts = jaxmoe.Experts(positive(2, hidden, intermediate) / hidden, None, positive(2, intermediate, hidden))
+    ids = jnp.asarray(np.arange(8)[:, None] % 2, jnp.int32)
+    return in_8_bits(Arguments(positive(8, hidden), ids, jnp.ones((8, 1)), experts))
+
+
+def without_biases(experts: jaxmoe.Experts) -> jaxmoe.Experts:
+    """Biases of zero, so that the program is that of experts with biases."""
+    biases = {name: jnp.zeros_like(getattr(experts, name)) for name in ("b_gate", "b_up", "b_down")}
+    return dataclasses.replace(experts, **biases)
+
+
+class Fp8Suite:
+    """Inherit and set `implementation`."""
+
+    implementation: ClassVar[str]
+    # Of tokens and biases, where a test does not say otherwise.
+    dtype: ClassVar[Any] = jnp.float32
+    # Other dtypes that tokens may have.
+    dtypes: ClassVar[tuple[Any, ...]] = (jnp.bfloat16, jnp.float16)
+    # Plans that the suite must hold for; None is the default.
+    plans: ClassVar[tuple[AnyPlan | None, ...]] = (None,)
+    # What the implementation takes.
+    precisions: ClassVar[tuple[str, ...]] = ("fp8", "fp8-e8m0", "w8a16")
+    kinds: ClassVar[tuple[str, ...]] = BLOCK_KINDS
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        return {"implementation": self.implementation, "plan": self.plans[-1]} | options
+
+    def run(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
+        return jitted(placement, False, tuple(sorted(self.options(**options).items())))(arguments)
+
+    def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
+        return jitted(placement, True, tuple(sorted(self.options(**options).items())))(arguments)
+
+    def small_run(self, arguments: Arguments, **options: Any) -> Any:
+        """On one rank with the default plan: programs that compile fast."""
+        return self.run(arguments, "one rank", **{"plan": None} | options)
+
+    def inputs(self, seed: int, **options: Any) -> Arguments:
+        return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
+
+    # --- against the truth ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("routing", ROUTING_KINDS)
+    def test_sums_of_8_bits_are_as_exact_as_float32_for_every_routing(self, routing):
+        arguments = in_8_bits(self.inputs(1, biases=True, routing=routing))
+        assert_as_exact(self.run(arguments), arguments)
+
+    @pytest.mark.parametrize("placement", PLACEMENTS)
+    def test_sums_of_8_bits_are_as_exact_as_float32_wherever_it_is_called(self, placement):
+        arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
+        assert_as_exact(self.run(arguments, placement), arguments)
+
+    @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
+    @pytest.mark.parametrize("kind", BLOCK_KINDS)
+    def test_weights_may_have_scales_of_every_kind(self, kind, scale_dtype):
+        if kind not in self.kinds:
+            pytest.skip(f"{self.implementation} takes {self.kinds}")
+        arguments = in_8_bits(self.inputs(3, gated=False, num_experts=3), kind, scale_dtype)
+        assert_as_exact(self.small_run(arguments, activation="relu"), arguments, activation="relu")
+
+    @pytest.mark.parametrize("precision", ["fp8", "fp8-e8m0", "w8a16"])
+    def test_tokens_and_h_are_rounded_as_the_precision_says(self, precision):
+        if precision not in self.precisions:
+            pytest.skip(f"{self.implementation} has {self.precisions}")
+        arguments = in_8_bits(self.inputs(4))
+        y = self.small_run(arguments, precision=precision)
+        assert_as_exact(y, arguments, precision)
+        for other in {"fp8", "fp8-e8m0", "w8a16"} - {precision}:
+            assert relative_error(y, truth_of(arguments, other)) > 0.01
+
+    def test_in_low_precision_it_costs_at_most_twice_the_error_of_the_same_maths(self):
+        for dtype in self.dtypes:
+            arguments = in_8_bits(self.inputs(5, dtype=dtype, biases=True, routing="zipf"))
+            y = self.small_run(arguments)
+            assert y.dtype == dtype
+            assert_as_exact(y, arguments)
+
+    def test_channels_that_are_30_times_the_others_cost_no_exactness(self):
+        arguments = self.inputs(1, biases=True)
+        channels = np.random.default_rng(1).choice(HIDDEN, 12, replace=False)
+        arguments = in_8_bits(arguments._replace(x=arguments.x.at[:, channels].multiply(30)))
+        assert_as_exact(self.run(arguments), arguments)
+
+    # --- closed forms -----------------------------------------------------------------------------------------------
+
+    def test_identity_experts_return_what_8_bits_can_hold_times_its_weights(self):
+        rng = np.random.default_rng(0)
+        codes = rng.integers(0, 127, (TOKENS, HIDDEN)).astype(np.uint8) | (rng.integers(0, 2, (TOKENS, HIDDEN)) << 7)
+        x = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(codes, jnp.uint8), jnp.float8_e4m3fn), np.float32)
+        x[:, ::128], x[:, 1::128] = 448, -448  # so that scales are 1, of tokens and of either sign of h
+        arguments = self.inputs(6)
+        experts = identity_experts(EXPERTS, HIDDEN, self.dtype)
+        weights = jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0)
+        arguments = arguments._replace(x=jnp.asarray(x, self.dtype), topk_weights=weights, experts=experts)
+        y = self.run(in_8_bits(arguments, scale_dtype=jnp.float8_e8m0fnu), activation="relu")
+        np.testing.assert_array_equal(y, 4 * arguments.x)
+
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(LONGEST, 128), (128, LONGEST)])
+    def test_long_sums_of_one_sign_lose_nothing_and_sums_that_are_not_promoted_would_fail(self, hidden, intermediate):
+        arguments = positive_inputs(hidden, intermediate, self.dtype)
+        truth = truth_of(arguments, activation="relu")
+        y = self.small_run(arguments, activation="relu")
+        assert_as_exact(y, arguments, activation="relu", truth=truth)
+        unpromoted = truth_of(arguments, activation="relu", multiply=multiply_unpromoted)
+        with pytest.raises(AssertionError, match="above"):
+            assert_as_exact(unpromoted, arguments, activation="relu", truth=truth)
+
+    # --- edges ------------------------------------------------------------------------------------------------------
+
+    def test_nan_and_infinity_stay_with_their_tokens(self):
+        clean = in_8_bits(self.inputs(7, biases=True))
+        x = clean.x.at[5, 3].set(jnp.nan).at[6, 200].set(jnp.inf).at[7, 0].set(-jnp.inf)
+        y, expected = (np.asarray(self.run(clean._replace(x=tokens)), np.float32) for tokens in (x, clean.x))
+        assert np.isnan(y[5:8]).all()
+        others = np.delete(np.arange(TOKENS), [5, 6, 7])
+        np.testing.assert_array_equal(y[others], expected[others])
+        assert np.isfinite(expected).all()
+
+    def test_tokens_of_zeros_and_of_less_than_the_smallest_scale_are_numbers(self):
+        arguments = in_8_bits(self.inputs(8, biases=True))
+        arguments = arguments._replace(experts=without_biases(arguments.experts))
+        x = arguments.x.at[3].set(0).at[4].set(1e-38).at[5, :128].set(0)
+        y = np.asarray(self.run(arguments._replace(x=x)), np.float32)
+        assert not y[3:5].any()
+        assert np.isfinite(y).all()
+        assert y[5].any()
+        assert_as_exact(y, arguments._replace(x=x))
+
+    def test_experts_of_zeros_answer_zero(self):
+        arguments = self.inputs(9, biases=True)
+        arguments = in_8_bits(arguments._replace(experts=jax.tree.map(jnp.zeros_like, arguments.experts)))
+        assert not np.asarray(self.run(arguments)).any()
+
+    def test_unused_slots_and_masked_tokens_take_no_part(self):
+        arguments = in_8_bits(self.inputs(10, biases=True, routing="unused-slots", token_valid=True))
+        masked, unused = ~np.asarray(arguments.token_valid), np.asarray(arguments.topk_ids) < 0
+        assert np.isnan(np.asarray(arguments.x)[masked]).all()
+        weights = jnp.where(masked[:, None] | unused, jnp.nan, arguments.topk_weights)
+        y = np.asarray(self.run(arguments._replace(topk_weights=weights)))
+        assert not y[masked].any()
+        assert np.isfinite(y).all()
+        assert_as_exact(y, arguments)
+
+    # --- repeatable -------------------------------------------------------------------------------------------------
+
+    def test_the_same_call_gives_the_same_bits(self):
+        arguments = in_8_bits(self.inputs(1, biases=True, routing="zipf"))
+        first = self.run(arguments)
+        for _ in range(5):
+            np.testing.assert_array_equal(self.run(arguments), first)
+
+    def test_every_plan_is_as_exact(self):
+        arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
+        for plan in (None, *self.plans):
+            assert_as_exact(self.small_run(arguments, plan=plan), arguments)
+
+    # --- wide master weights ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("precision", "scale_dtype"), [("fp8", jnp.float32), ("fp8-e8m0", jnp.float8_e8m0fnu)])
+    def test_wide_experts_are_rounded_in_the_call_as_quantize_rounds_them(self, precision, scale_dtype):
+        arguments = self.inputs(11, biases=True)
+        y = self.small_run(arguments, precision=precision)
+        again = self.small_run(in_8_bits(arguments, scale_dtype=scale_dtype), precision=precision)
+        np.testing.assert_array_equal(y, again)
+        assert relative_error(y, jitted_dense("silu", None, None)(arguments)) > 0.02
+
+    def test_gradients_of_wide_experts_are_those_of_the_layer_without_rounding(self):
+        arguments = self.inputs(12, biases=True, routing="zipf", token_valid=True)
+        rounded = self.gradients(arguments, precision="fp8")
+        wide = self.gradients(arguments)
+        for got, want in zip(jax.tree.leaves(rounded), jax.tree.leaves(wide), strict=True):
+            assert relative_error(got, want) < 1e-6
+            assert np.asarray(want).any()
+
+    def test_master_weights_in_float32_get_gradients_in_float32_beside_narrow_tokens(self):
+        narrow = self.inputs(13, dtype=jnp.bfloat16, biases=True)
+        arguments = narrow._replace(experts=narrow.experts.astype(jnp.float32))
+        dx, _, dexperts = self.gradients(arguments, "one rank", precision="fp8", plan=None)
+        assert dx.dtype == jnp.bfloat16
+        assert {leaf.dtype for leaf in jax.tree.leaves(dexperts)} == {jnp.dtype(jnp.float32)}
+        wide = self.gradients(arguments, "one rank", plan=None)
+        for got, want in zip(jax.tree.leaves((dx, dexperts)), jax.tree.leaves((wide[0], wide[2])), strict=True):
+            assert relative_error(got, want) < 2**-8
+
+    # --- frozen experts ---------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("placement", ["one rank", "in shard_map"])
+    def test_gradients_beside_frozen_experts_are_those_of_the_decoded_layer(self, placement):
+        arguments = in_8_bits(self.inputs(14, biases=True, routing="zipf"))
+        decoded = jax.jit(functools.partial(jaxmoe.dequantize, dtype=self.dtype))(arguments.experts)
+        run = layer(placement, **self.options() | ({"plan": None} if placement == "one rank" else {}))
+        without = {"w_gate": None, "w_up": None, "w_down": None}
+        biases = dataclasses.replace(arguments.experts, **without)
+
+        def gradients(experts: Any) -> Any:
+            def loss(x, weights, biases):
+                matrices = {name: getattr(experts, name) for name in without}
+                with_biases = dataclasses.replace(biases, **matrices)
+                y = run(arguments._replace(x=x, topk_weights=weights, experts=with_biases))
+                return jnp.sum(jnp.sin(jnp.arange(y.size)).reshape(y.shape) * y.astype(jnp.float32))
+
+            return jax.jit(jax.grad(loss, (0, 1, 2)))(arguments.x, arguments.topk_weights, biases)
+
+        for got, want in zip(
+            jax.tree.leaves(gradients(arguments.experts)), jax.tree.leaves(gradients(decoded)), strict=True
+        ):
+            assert relative_error(got, want) < max(5e-6, 4 * float(jnp.finfo(self.dtype).eps))
+            assert np.asarray(want).any()
+
+    def test_gradients_of_8_bits_are_refused_with_what_to_do(self):
+        arguments = in_8_bits(self.inputs(15))
+        run = layer("data x expert, Auto", **self.options())
+
+        def loss(experts):
+            return jnp.sum(run(arguments._replace(experts=experts)))
+
+        told = "gradients of BlockScaled experts.*precision='fp8'.*stop_gradient"
+        for transformed in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss))):
+            with pytest.raises(TypeError, match=told):
+                transformed(arguments.experts)
+        nothing = jax.jit(jax.grad(lambda experts: loss(jax.lax.stop_gradient(experts))))(arguments.experts)
+        assert not any(np.asarray(leaf, np.float32).any() for leaf in jax.tree.leaves(nothing))
+
+    # --- transformations --------------------------------------------------------------------------------------------
+
+    def test_scan_over_layers_in_8_bits_equals_the_loop_and_has_gradients_of_tokens(self):
+        layers = [in_8_bits(self.inputs(20 + i)).experts for i in range(2)]
+        arguments = self.inputs(16)
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+        run = layer("one rank", **self.options(plan=None))
+
+        def summed(x):
+            step = lambda x, experts: (x + run(arguments._replace(x=x, experts=experts)), None)  # noqa: E731
+            y = jax.lax.scan(jax.checkpoint(step), x, stacked)[0]
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        (_, y), dx = jax.jit(jax.value_and_grad(summed, has_aux=True))(arguments.x)
+        x = arguments.x
+        for experts in layers:
+            x = x + self.small_run(arguments._replace(x=x, experts=experts))
+        assert relative_error(y, x) < 2e-3
+        assert np.isfinite(np.asarray(dx)).all()
+        assert relative_error(dx, 2 * y) > 0.1
+
+    def test_shapes_are_known_without_arrays(self):
+        arguments = in_8_bits(self.inputs(17))
+        run = layer("all devices", **self.options())
+        y = jax.eval_shape(run, arguments)
+        assert (y.shape, y.dtype) == (arguments.x.shape, arguments.x.dtype)
+
+    def test_vmap_raises_and_says_what_to_do(self):
+        arguments = in_8_bits(self.inputs(18))
+        run = lambda e: jaxmoe.moe_layer(*arguments[:3], e, axis_name=None, **self.options())  # noqa: E731
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), arguments.experts)
+        with pytest.raises(NotImplementedError, match=r"jax\.lax\.scan"):
+            jax.vmap(run)(stacked)
+
+    def test_explain_prints_the_formats_and_the_bytes_of_the_experts(self):
+        arguments = in_8_bits(self.inputs(19))
+        told = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"), **self.options())
+        assert told.call.precision == "fp8"
+        for formats in ("tokens float8_e4m3fn (a float32 scale for 1 x 128)", "scale for 128 x 128)", "answers "):
+            assert formats in str(told)
+        shape = told.call.shape
+        leaves = jax.tree.leaves(arguments.experts)
+        assert shape.expert_bytes * EXPERTS == sum(leaf.nbytes for leaf in leaves)
+        assert f"take {shape.local_experts * shape.expert_bytes / 2**20:.1f} MiB per rank" in str(told)
+        wide = jaxmoe.explain(*self.inputs(19)[:4], mesh=mesh_of("expert"), **self.options())
+        assert told.wire_bytes < 0.9 * wide.wire_bytes or self.implementation == "reference"

@@ -1,0 +1,144 @@
+"""8 bits in the implementations that need no compiled code, and the errors of `precision` and of experts in 8 bits."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe import BlockScaled
+from jaxmoe.testing import make_inputs
+from tests.fp8_suite import SIZES, Fp8Suite, in_8_bits
+from tests.layer_suite import layer
+
+
+class TestXla(Fp8Suite):
+    implementation = "xla"
+    # One pass, and several.
+    plans = (jaxmoe.Plan(batch_rows=200), jaxmoe.Plan(batch_rows=40))
+
+
+class TestReference(Fp8Suite):
+    implementation = "reference"
+
+
+def test_tokens_cross_to_other_ranks_in_8_bits_with_their_scales():
+    arguments = in_8_bits(make_inputs(0, **SIZES, dtype=jnp.bfloat16))
+    program: Any = jax.jit(layer("all devices", implementation="xla")).lower(arguments)
+    kinds = {kind for _, kind in re.findall(r'all_gather"?\(.*?-> tensor<(\d+)x(\w+)>', program.as_text(), re.S)}
+    assert "256xf8E4M3FN" in kinds
+    assert "2xf32" in kinds
+    assert not any("256xbf16" in kind for kind in kinds)
+
+
+def test_a_layer_in_8_bits_can_be_exported_and_read_back():
+    arguments = in_8_bits(make_inputs(0, **SIZES))
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None))
+    again: Any = jax.export.deserialize(jax.export.export(run)(*arguments[:4]).serialize())
+    np.testing.assert_array_equal(again.call(*arguments[:4]), run(*arguments[:4]))
+
+
+X, IDS, WEIGHTS, WIDE, _ = make_inputs(0, tokens=16, hidden=256, intermediate=384, num_experts=8, top_k=2)
+NARROW = jaxmoe.quantize(WIDE)
+
+
+def changed(experts: jaxmoe.Experts = NARROW, **arrays: Any) -> jaxmoe.Experts:
+    return dataclasses.replace(experts, **arrays)
+
+
+def turned(matrix: Any) -> BlockScaled:
+    return BlockScaled(matrix.values.swapaxes(1, 2), matrix.scales.swapaxes(1, 2))
+
+
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "a precision that nobody knows": (
+        {"precision": "fp4"},
+        ValueError,
+        ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'w8a16', or None"],
+    ),
+    "decoding of wide experts": (
+        {"experts": WIDE, "precision": "w8a16"},
+        ValueError,
+        ["precision='w8a16' decodes experts in 8 bits", "float32", "jaxmoe.quantize(experts)"],
+    ),
+    "one wide matrix": (
+        {"experts": changed(w_up=WIDE.w_up)},
+        TypeError,
+        ["experts.w_up is float32", "all matrices of experts must be BlockScaled, or none", "jaxmoe.quantize"],
+    ),
+    "biases in 8 bits": (
+        {"experts": changed(b_gate=NARROW.w_gate)},
+        TypeError,
+        ["experts.b_gate is BlockScaled", "biases wide"],
+    ),
+    "biases in another dtype than x": (
+        {"experts": changed(b_down=jnp.zeros((8, 256), jnp.bfloat16))},
+        TypeError,
+        ["experts.b_down is bfloat16, x is float32"],
+    ),
+    "scales of different blocks": (
+        {"experts": changed(w_up=jaxmoe.quantize(WIDE, "channel").w_up)},
+        ValueError,
+        ["w_gate 128x128 of float32, w_up channel of float32", "the same"],
+    ),
+    "scales of different types": (
+        {"experts": changed(w_up=jaxmoe.quantize(WIDE, scale_dtype=jnp.float8_e8m0fnu).w_up)},
+        ValueError,
+        ["w_up 128x128 of float8_e8m0fnu", "the same"],
+    ),
+    "values that lie as [experts, in, out]": (
+        {"experts": changed(w_gate=turned(NARROW.w_gate))},
+        ValueError,
+        ["experts.w_gate has values of shape (8, 256, 384)", "[experts, intermediate, hidden]", "swapaxes(1, 2)"],
+    ),
+    "values of the way back that lie as [experts, in, out]": (
+        {"experts": changed(w_down=turned(NARROW.w_down))},
+        ValueError,
+        ["experts.w_down has values of shape (8, 384, 256)", "[experts, hidden, intermediate]", "swapaxes(1, 2)"],
+    ),
+    "values without scales": (
+        {"experts": WIDE.astype(jnp.float8_e4m3fn)},
+        TypeError,
+        ["experts.w_gate is float8_e4m3fn, which needs scales", "jaxmoe.BlockScaled(values, scales)"],
+    ),
+    "scales that make no blocks": (
+        {"experts": changed(w_gate=BlockScaled(NARROW.w_gate.values, jnp.ones((8, 2, 2))))},  # pyright: ignore
+        ValueError,
+        ["experts.w_gate: BlockScaled: values (8, 384, 256) and scales (8, 2, 2) make no blocks"],
+    ),
+    "scales of other experts": (
+        {"experts": changed(w_up=BlockScaled(NARROW.w_gate.values[:4], jnp.ones((4, 3, 2))))},  # pyright: ignore
+        ValueError,
+        ["experts.w_up has shape (4, 256, 384); it must be (8, 256, 384)"],
+    ),
+    "scales that are no array": (
+        {"experts": changed(w_up=BlockScaled(NARROW.w_gate.values, 1.0))},  # pyright: ignore
+        TypeError,
+        ["experts.w_up is a float; it must be an array"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("what", BAD)
+def test_bad_experts_in_8_bits_are_errors_that_say_what_to_do(what):
+    changes, error, told = BAD[what]
+    arguments = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS, "experts": NARROW, "axis_name": None} | changes
+    for function in (jaxmoe.moe_layer, jaxmoe.explain):
+        with pytest.raises(error) as raised:
+            function(**arguments)
+        assert all(part in str(raised.value) for part in told), str(raised.value)
+
+
+@pytest.mark.parametrize("experts", [NARROW, WIDE])
+def test_tokens_in_float64_are_refused_in_8_bits(experts):
+    with jax.enable_x64(True):
+        x, weights = X.astype(jnp.float64), WEIGHTS.astype(jnp.float64)
+        wide = experts if experts is NARROW else experts.astype(jnp.float64)
+        with pytest.raises(TypeError, match="x is float64, and precision='fp8' is for bfloat16, float16 and float32"):
+            jaxmoe.moe_layer(x, IDS, weights, wide, axis_name=None, precision="fp8")
