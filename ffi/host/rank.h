@@ -303,7 +303,7 @@ class Rank {
   };
   Token token_of_owner(int32_t owner, int32_t number) const {
     if constexpr (!Precision::kScaled) {
-      if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens)) {
+      if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) {
         return {m_.arrays.x + int64_t{number} * m_.row_width(), nullptr};
       }
     }
