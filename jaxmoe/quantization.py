@@ -94,7 +94,15 @@ def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype
     scales = _scales_of(largest, finite, power_of_two=jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu)
     scaled = (blocks / scales[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
     scaled = scaled.reshape(padded.shape)[:, :out, :inner]
-    return BlockScaled(scaled.astype(VALUES), scales.astype(scale_dtype))
+    return BlockScaled(in_8_bits(scaled), scales.astype(scale_dtype))
+
+
+def in_8_bits(values: jax.Array) -> jax.Array:
+    """Returns values rounded to 8 bits, also where the caller makes them wide again.
+
+    XLA would leave out both conversions (on a GPU, jax 0.11.2: `xla_allow_excess_precision`), but for the barrier.
+    """
+    return jax.lax.optimization_barrier(values.astype(VALUES))
 
 
 def _scales_of(largest: Float[Array, "*blocks"], finite: Bool[Array, "*blocks"], power_of_two: bool) -> jax.Array:
@@ -136,7 +144,7 @@ def quantize_rows(
     scales = _scales_of(jnp.abs(groups).max(-1), finite, power_of_two)
     inverses = jnp.where(finite, 1 / scales, jnp.nan)
     values = (groups * inverses[..., None]).reshape(rows.shape[0], -1)[:, : rows.shape[1]]
-    return values.astype(VALUES), scales
+    return in_8_bits(values), scales
 
 
 def dequantize_rows(

@@ -1,0 +1,37 @@
+"""The suite of 8 bits on GPUs, with tokens in 16 bits, over as many devices as there are."""
+
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe import native
+from tests.fp8_suite import Fp8Suite
+
+pytestmark = pytest.mark.gpu
+
+
+class OnGpu(Fp8Suite):
+    dtype = jnp.bfloat16
+
+
+class TestReference(OnGpu):
+    implementation = "reference"
+
+
+class TestXla(OnGpu):
+    implementation = "xla"
+    plans = (jaxmoe.Plan(batch_rows=200), jaxmoe.Plan(batch_rows=40))
+
+
+@pytest.mark.skipif(
+    not native.cuda_status().available, reason=f"the CUDA part cannot run: {native.cuda_status().reason}"
+)
+class TestMegakernel(OnGpu):
+    implementation = "megakernel"
+    precisions = ("fp8", "fp8-e8m0")
+    plans = (
+        None,
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=41),
+        jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True),
+    )
