@@ -18,12 +18,13 @@ import pytest
 from flax import nnx
 
 import jaxmoe
-from jaxmoe.demo import compare, data, report, run, sample, train
+from jaxmoe.demo import compare, data, model, report, run, sample, train
 from jaxmoe.demo.compare import Comparison
 from jaxmoe.demo.data import Corpus
 from jaxmoe.demo.model import LanguageModel
 from jaxmoe.demo.options import HEAD_WIDTH, SHORT, Options, choose_devices
 from jaxmoe.demo.train import History, Trainer
+from jaxmoe.nnx import MoE
 from jaxmoe.options import ImplementationName
 
 PROGRAM = [sys.executable, "-m", "jaxmoe.demo"]
@@ -96,11 +97,11 @@ class Trained(NamedTuple):
     history: History
 
 
-def train_tiny(implementation: ImplementationName | None) -> Trained:
+def train_tiny(implementation: ImplementationName | None, steps: int = TINY.steps) -> Trained:
     devices = choose_devices()
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(devices.mesh):
         patch.setattr(train, "HELD_OUT_BYTES", 8 * TINY.batch * TINY.sequence)
-        trainer = Trainer(dataclasses.replace(TINY, implementation=implementation), devices)
+        trainer = Trainer(dataclasses.replace(TINY, implementation=implementation, steps=steps), devices)
         return Trained(trainer, trainer.train(*library()))
 
 
@@ -156,6 +157,15 @@ def test_through_the_megakernel_it_trains_to_the_same_losses(trained):
     # long as any other, so this has room for a few of those.
     np.testing.assert_allclose(found.train_loss, expected.train_loss, rtol=1e-5)
     np.testing.assert_allclose(found.held_out_loss, expected.held_out_loss, rtol=1e-5)
+
+
+def test_with_experts_and_tokens_rounded_to_8_bits_it_trains_to_losses_within_a_percent(monkeypatch):
+    wide = train_tiny(None, steps=40).history
+    monkeypatch.setattr(model, "MoE", functools.partial(MoE, precision="fp8"))
+    rounded = train_tiny(None, steps=40).history
+    assert wide.held_out_loss[-1][1] < 0.75 * wide.held_out_loss[0][1]
+    np.testing.assert_allclose(rounded.held_out_loss, wide.held_out_loss, rtol=0.01)
+    assert rounded.held_out_loss != wide.held_out_loss
 
 
 def test_parameters_are_counted_once_and_active_ones_by_top_k(trained):

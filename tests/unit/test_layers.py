@@ -61,6 +61,16 @@ class Behaviours:
         y, _ = jax.jit(call)(p, None, x)
         assert relative_error(y, truth) < 1e-6
 
+    def test_precision_rounds_tokens_and_experts_of_a_forward_pass_to_8_bits(self):
+        p = fill(self.layer().shapes())
+        x = X().reshape(-1, HIDDEN)
+        routing = jaxmoe.route(x @ p["router_kernel"], RouterConfig.mixtral())
+        experts = jaxmoe.Experts(p["w_gate"], p["w_up"], p["w_down"])
+        arguments = Arguments(x, routing.topk_ids, routing.topk_weights, experts, None)
+        y, _ = jax.jit(self.layer().calling(implementation="reference", precision="fp8"))(p, None, x)
+        assert relative_error(y, dense(arguments, precision="fp8")) < 1e-3
+        assert relative_error(y, dense(arguments)) > 0.01
+
     def test_routing_in_bfloat16_layers_is_that_of_float32_logits(self):
         p = fill(self.layer().shapes(shared_intermediate=SHARED))
         x = numbers(7, 16, 16, HIDDEN).astype(jnp.bfloat16)

@@ -49,6 +49,7 @@ class Behaviours:
             ({"shared_activation": "silu"}, ValueError, "there is no shared expert. Set shared_intermediate="),
             ({"activation": SwiGLU(), "gated": False}, ValueError, "gated=False: SwiGLU multiplies two projections"),
             ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
+            ({"precision": "w8a16"}, ValueError, "precision='w8a16' decodes experts in 8 bits, and .* is float32"),
             ({"axis_name": "expert", "num_experts": 6}, ValueError, "num_experts=6 cannot be spread over the 4 ranks"),
             ({"axis_name": "ep"}, ValueError, "axis 'ep' is not in the mesh"),
         ],
