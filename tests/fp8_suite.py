@@ -407,4 +407,5 @@ class Fp8Suite:
         assert shape.expert_bytes * EXPERTS == sum(leaf.nbytes for leaf in leaves)
         assert f"take {shape.local_experts * shape.expert_bytes / 2**20:.1f} MiB per rank" in str(told)
         wide = jaxmoe.explain(*self.inputs(19)[:4], mesh=mesh_of("expert"), **self.options())
-        assert told.wire_bytes < 0.9 * wide.wire_bytes or self.implementation == "reference"
+        # One rank sends nothing, and those of the reference send experts.
+        assert told.wire_bytes < 0.9 * wide.wire_bytes or not wide.wire_bytes or self.implementation == "reference"

@@ -51,29 +51,6 @@ __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThre
   }
 }
 
-// Multiplies the accumulators of the tile's columns with the scales of their output channels, where weights have such:
-// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert.
-template <int kFirstSum, int kSums, class Variant>
-__device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
-                                                  const MathThread& thread, TileColumns columns, const float* scales,
-                                                  int32_t expert) {
-  if (cta.params.weight_scale_rows != 1) return;
-  const float* of_expert = scales + int64_t{expert} * columns.count;
-#pragma unroll
-  for (int block = 0; block < kSums / 8; ++block) {
-    // Columns come in blocks of 128.
-    const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
-    if (columns.first + 8 * (block - block % 16) >= columns.count) continue;
-    if (block % 8 == 0) __syncwarp();  // keeps the compiler from loading all at once, for which there are no registers
-    const float2 pair = __ldg(reinterpret_cast<const float2*>(of_expert + column));
-    float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
-    of_block[0] *= pair.x;
-    of_block[1] *= pair.y;
-    of_block[2] *= pair.x;
-    of_block[3] *= pair.y;
-  }
-}
-
 namespace epilogue {
 
 // This warp's staging can be written again. Pairs with the end of store_lines().
@@ -130,6 +107,41 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 }
 
 }  // namespace epilogue
+
+// Multiplies the accumulators of the tile's columns with the scales of their output channels, where weights have such:
+// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert, a multiple of 128. They
+// go through the warp's staging: each lane needs 64, and loads 4 or 8.
+template <int kFirstSum, int kSums, class Variant>
+__device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
+                                                  const MathThread& thread, TileColumns columns, const float* scales,
+                                                  int32_t expert) {
+  if (cta.params.weight_scale_rows != 1) return;
+  constexpr int kGroup = kScaleColumns;
+  using Staging = typename GemmShape<Variant>::Staging;
+  static_assert(kSums % kGroup == 0 && kGroup * sizeof(float) <= Staging::kLineBytes);
+  const float* const of_tile = scales + int64_t{expert} * columns.count + columns.first;
+  std::byte* const staging = cta.shared.gemm.staging.of_warp(thread.warp);
+  epilogue::acquire_staging();
+#pragma unroll
+  for (int group = 0; group < kSums / kGroup; ++group) {
+    if (columns.first + kGroup * group >= columns.count) continue;
+    reinterpret_cast<float4*>(staging + group * Staging::kLineStride)[thread.lane] =
+        __ldg(reinterpret_cast<const float4*>(of_tile + kGroup * group) + thread.lane);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int block = 0; block < kSums / 8; ++block) {
+    const int group = 8 * block / kGroup;
+    if (columns.first + kGroup * group >= columns.count) continue;
+    const float2 pair = reinterpret_cast<const float2*>(staging + group * Staging::kLineStride)[4 * block % (kGroup / 2) +
+                                                                                                thread.lane % 4];
+    float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
+    of_block[0] *= pair.x;
+    of_block[1] *= pair.y;
+    of_block[2] *= pair.x;
+    of_block[3] *= pair.y;
+  }
+}
 
 // The epilogues. `row` is where this thread's row, thread.tile_row(), begins: column 0 of the result, anywhere in
 // global memory, a multiple of 16; null where that row is not to be stored (task.rows and beyond). Look it up before
