@@ -110,7 +110,7 @@ class MegakernelMemory(Terms):
     Args:
       weights: `active_experts * expert_bytes`. An expert without rows is not read.
       tokens_staged: `tokens * (answer_bytes + token_bytes)`: x read, which is as wide as answers, and its copy written
-        where peers reach it. One rank alone makes no copy: 0.
+        where peers reach it. One rank alone makes no copy of tokens that are not rounded: 0.
       tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
         peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
         Where the plan keeps tokens, by each peer once for all slots of a token.
@@ -151,7 +151,7 @@ class MegakernelMemory(Terms):
         token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
         return cls(
             weights=weight_bytes(routing, shape, rank),
-            tokens_staged=0 if shape.ranks == 1 else shape.tokens * (answer + token),
+            tokens_staged=shape.tokens * (answer + token) if shape.ranks > 1 or shape.formats.tokens.scale_rows else 0,
             tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
             rows_written=rows * token,

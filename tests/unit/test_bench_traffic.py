@@ -1,5 +1,6 @@
 """Bytes of a forward pass: the formulas against counts by hand and against counts slot by slot."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 import jaxmoe
 from jaxmoe.bench import traffic
 from jaxmoe.bench.traffic import GatherLinks, GatherMemory, MegakernelLinks, MegakernelMemory, Routing
+from jaxmoe.formats import BF16, Format
 from jaxmoe.plan import KernelPlan, Shape
+from jaxmoe.precision import ROWS
 from jaxmoe.testing import ROUTING_KINDS, make_ids
 from tests.layer_suite import mesh_of
 
@@ -21,6 +24,7 @@ from tests.layer_suite import mesh_of
 SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2)
 IDS = np.array([[0, 2], [1, -1], [2, 2], [1, 2]], np.int32)
 TOKEN, H, EXPERT = 10 * 2, 7 * 2, 3 * 10 * 7 * 2
+IN_8_BITS = dataclasses.replace(BF16, tokens=ROWS, h=ROWS, weights=Format(jnp.float8_e4m3fn, 128, 128))
 
 
 def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
@@ -80,7 +84,7 @@ def test_the_terms_of_a_layer_that_gathers_all_tokens_equal_a_count_by_hand():
 def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> list[dict[str, Any]]:
     """What every rank moves for its tokens and rows, in a walk over the slots as the kernel sees them."""
     kept = set()
-    token, h = shape.token_bytes, shape.h_bytes
+    token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
     ranks: list[dict[str, Any]] = [{"weights": set()} for _ in range(shape.ranks)]
 
     def add(rank: int, name: str, number: int) -> None:
@@ -88,9 +92,9 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
 
     for number, chosen in enumerate(ids):
         home = number // shape.tokens
-        if shape.ranks > 1:
-            add(home, "tokens_staged", token + token)
-        add(home, "y_written", token)
+        if shape.ranks > 1 or token != answer:
+            add(home, "tokens_staged", answer + token)
+        add(home, "y_written", answer)
         for expert in chosen:
             add(home, "routing_read", 3 * 4 + 4)
             if expert < 0:
@@ -107,16 +111,16 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
             add(owner, "rows_read", token)
             add(owner, "h_written", h)
             add(owner, "hidden_read", h)
-            add(home, "answers_written", token)
-            add(home, "answers_read", token)
+            add(home, "answers_written", answer)
+            add(home, "answers_read", answer)
             add(owner, "lists_written", 4 + 4)
             add(owner, "lists_read", 4 + 4)
             if owner != home:
                 add(owner, "rows_received", 0 if again else token)
                 add(owner, "lists_received", 4)
-                add(home, "answers_received", token)
+                add(home, "answers_received", answer)
     for counts in ranks:
-        counts["weights"] = len(counts["weights"]) * 3 * shape.matrix_bytes
+        counts["weights"] = len(counts["weights"]) * shape.expert_bytes
     return ranks
 
 
@@ -128,13 +132,14 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
     top_k=st.integers(1, 4),
     kind=st.sampled_from(ROUTING_KINDS),
     keep_tokens=st.booleans(),
+    formats=st.sampled_from([BF16, IN_8_BITS]),
 )
 def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(
-    seed, ranks, local_experts, tokens, top_k, kind, keep_tokens
+    seed, ranks, local_experts, tokens, top_k, kind, keep_tokens, formats
 ):
     num_experts = ranks * local_experts
     top_k = min(top_k, num_experts)
-    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks)
+    shape = Shape(tokens, 6, 5, num_experts, top_k, ranks=ranks, formats=formats)
     ids = make_ids(np.random.default_rng(seed), tokens * ranks, num_experts, top_k, kind)
     routing = Routing.of(ids, ranks, num_experts)
     for rank, counts in enumerate(counted_slot_by_slot(ids, shape, keep_tokens)):
