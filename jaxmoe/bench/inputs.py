@@ -117,7 +117,9 @@ def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind | N
 def _random_expert(shape: LayerShape, dtype: Any, number: jax.Array) -> jaxmoe.Experts:
     """One of the experts of a layer, wide."""
     key = jax.random.fold_in(jax.random.key(0), number)
-    return jaxmoe.Experts.init(key, 1, shape.hidden, shape.intermediate, dtype=dtype)
+    expert = jaxmoe.Experts.init(key, 1, shape.hidden, shape.intermediate, dtype=dtype)
+    # Without it XLA on a GPU may leave out the rounding to `dtype` where the caller computes on in float32.
+    return jax.lax.optimization_barrier(expert)
 
 
 def make_inputs(

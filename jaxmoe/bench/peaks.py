@@ -24,8 +24,10 @@ from jaxmoe.quantization import LARGEST
 PRODUCT_SIZE = 8192
 COPY_BYTES = 2**32
 BLOCKS = 7
-# What XLA calls on NVIDIA GPUs for a product in 8 bits that it does not make wider.
+# What XLA calls on NVIDIA GPUs for a product in 8 bits, scale included. Without the option it may generate code of its
+# own instead (jax 0.12, compiled for an H200).
 FP8_CALL = "__cublas$lt$matmul$f8"
+FP8_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +107,11 @@ def fp8_product(a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array, j
         along = (((1,), (1,)), ((), ()))
         return jax.lax.dot_general(a, b, along, preferred_element_type=jnp.float32) * scale
 
-    compiled = jax.jit(product).lower(a, b, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     device = jax.devices()[0]
-    if device.platform == "gpu" and FP8_CALL not in (compiled.as_text() or ""):
+    is_gpu = device.platform == "gpu"
+    lowered = jax.jit(product).lower(a, b, jax.ShapeDtypeStruct((), jnp.float32))
+    compiled = lowered.compile(FP8_OPTIONS if is_gpu else None)
+    if is_gpu and FP8_CALL not in (compiled.as_text() or ""):
         raise RuntimeError(
             f"peaks: jax {jax.__version__} compiles a product of float8_e4m3fn matrices for {device.device_kind} "
             f"without {FP8_CALL}: the rate would be that of other operands. It needs a GPU with products in 8 bits "
