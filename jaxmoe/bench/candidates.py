@@ -22,7 +22,7 @@ from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, Precision
 from jaxmoe.plan import KernelPlan
 
 
@@ -39,6 +39,7 @@ class Candidate:
       pass_name: what is timed.
       residuals: of `moe_layer`; `None` for its default. Of `"both"` alone, the one that has a forward pass to keep
         something of.
+      precision: of `moe_layer`; `None` for its default.
     """
 
     implementation: str
@@ -47,6 +48,7 @@ class Candidate:
     has_default_bits: bool = True
     pass_name: Pass = "forward"
     residuals: str | None = None
+    precision: Precision | None = None
 
     @property
     def plan_fields(self) -> dict[str, Any] | None:
@@ -86,8 +88,10 @@ def candidates(
       NotImplementedError: so.
     """
     residuals = residuals if pass_name == "both" else None
-    alone = [Candidate(implementation, pass_name=pass_name, residuals=residuals)]
+    alone = [Candidate(implementation, pass_name=pass_name, residuals=residuals, precision=inputs.precision)]
     if implementation == BASELINE:
+        if inputs.precision is not None:
+            raise NotImplementedError(f"{BASELINE} has no experts in 8 bits. Measure it with --dtype=bf16.")
         return alone
     plan = explain(alone[0], inputs, mesh).call.plan
     if not isinstance(plan, KernelPlan):
@@ -105,6 +109,7 @@ def candidates(
             has_default_bits=swept.segment_tiles == default.segment_tiles,
             pass_name=pass_name,
             residuals=residuals,
+            precision=inputs.precision,
         )
         for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
     ]
@@ -122,6 +127,7 @@ def explain(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> jaxmoe.Explanat
         mesh=mesh,
         implementation=candidate.implementation,  # pyright: ignore[reportArgumentType]
         plan=candidate.plan,
+        precision=candidate.precision,
     )
 
 
@@ -137,6 +143,7 @@ def program(
         implementation=candidate.implementation,  # pyright: ignore[reportArgumentType]
         plan=candidate.plan,
         residuals=candidate.residuals,  # pyright: ignore[reportArgumentType]
+        precision=candidate.precision,
     )
     return lambda arguments: layer(*arguments[:4]), lambda experts: experts
 

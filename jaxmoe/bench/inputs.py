@@ -20,14 +20,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 import jaxmoe
+from jaxmoe import precision as precisions
 from jaxmoe.activation import resolve
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
-from jaxmoe.formats import Formats
+from jaxmoe.block_scaled import BlockKind, BlockScaled
 from jaxmoe.implementations.reference import reference
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, Precision
 from jaxmoe.plan import Shape
-from jaxmoe.sharding import ExpertGroup
+from jaxmoe.sharding import ExpertGroup, vary_alike
 from jaxmoe.testing import RoutingKind, make_ids, relative_error, tolerance
 
 AXIS = "expert"
@@ -36,6 +37,8 @@ SETS = 4
 # the last ones, which a layer that dropped rows would drop first.
 SPREAD_TOKENS, LAST_TOKENS = 64, 16
 L2_BYTES = 50e6  # of an H100 and of an H200
+# Numbers of h that sums in another order may round to the neighbour in 8 bits, which is at most an eighth away.
+NEIGHBOURS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +47,15 @@ class Sample:
 
     Args:
       tokens: their numbers, over all ranks; some may come twice.
-      truth: the reference in float32.
+      truth: the reference in float32, of a layer in 8 bits with tokens, h and weights that are rounded to them.
       allowed: relative error that an implementation may have, `jaxmoe.testing.tolerance`.
+      unrounded: of a layer in 8 bits, the reference of wide experts, with nothing rounded.
     """
 
     tokens: Int[np.ndarray, "sample"]
     truth: Float[np.ndarray, "sample hidden"]
     allowed: float
+    unrounded: Float[np.ndarray, "sample hidden"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Inputs:
       routings: of each set.
       samples: of each set.
       weight_copies: among which calls rotate.
+      precision: of the calls, as of `moe_layer`.
     """
 
     shape: Shape
@@ -72,28 +78,59 @@ class Inputs:
     routings: tuple[traffic.Routing, ...]
     samples: tuple[Sample, ...]
     weight_copies: int
+    precision: Precision | None = None
 
 
-def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any) -> jaxmoe.Experts:
-    """Returns random experts, split over the mesh.
+def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind | None = None) -> jaxmoe.Experts:
+    """Returns random experts, split over the mesh, the same on any number of ranks.
+
+    Args:
+      shape: of the layer.
+      mesh: of one axis.
+      dtype: of the wide experts.
+      block: what shares a scale, of experts in 8 bits. They are made one by one on each rank: wide ones of all that a
+        rank has, twice as large and larger in between, may not fit beside them.
 
     Raises:
       ValueError: they cannot be.
     """
     if shape.num_experts % mesh.size:
         raise ValueError(f"{shape.num_experts} experts cannot be spread over {mesh.size} ranks.")
-    make = functools.partial(
-        jaxmoe.Experts.init,
-        num_experts=shape.num_experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        dtype=dtype,
-    )
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXIS)))(jax.random.key(0))
+    return make_experts(shape, mesh, dtype, block)()
+
+
+def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind | None) -> Any:
+    """Returns a compiled function without arguments that makes `random_experts`."""
+    local_experts = shape.num_experts // mesh.size
+
+    def make(number: jax.Array) -> jaxmoe.Experts:
+        expert = _random_expert(shape, dtype, number)
+        return expert if block is None else jaxmoe.quantize(expert, block)
+
+    def on_rank() -> jaxmoe.Experts:
+        made = jax.lax.map(make, jax.lax.axis_index(AXIS) * local_experts + jnp.arange(local_experts))
+        return jax.tree.map(lambda array: array.reshape(local_experts, *array.shape[2:]), made)
+
+    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=P(AXIS)))
+
+
+def _random_expert(shape: LayerShape, dtype: Any, number: jax.Array) -> jaxmoe.Experts:
+    """One of the experts of a layer, wide."""
+    key = jax.random.fold_in(jax.random.key(0), number)
+    expert = jaxmoe.Experts.init(key, 1, shape.hidden, shape.intermediate, dtype=dtype)
+    # Without it XLA on a GPU may leave out the rounding to `dtype` where the caller computes on in float32.
+    return jax.lax.optimization_barrier(expert)
 
 
 def make_inputs(
-    shape: LayerShape, experts: jaxmoe.Experts, tokens: int, routing: RoutingKind, mesh: Mesh, *, sets: int = SETS
+    shape: LayerShape,
+    experts: jaxmoe.Experts,
+    tokens: int,
+    routing: RoutingKind,
+    mesh: Mesh,
+    *,
+    sets: int = SETS,
+    precision: Precision | None = None,
 ) -> Inputs:
     """Returns random tokens and routings for the experts, and the truth of a sample of them.
 
@@ -104,8 +141,10 @@ def make_inputs(
       routing: how tokens choose experts, as of `jaxmoe.testing.make_inputs`.
       mesh: of one axis, over which tokens and experts are split.
       sets: how many.
+      precision: of the calls, as of `moe_layer`. Tokens of experts in 8 bits are BF16.
     """
-    dtype, ranks = experts.w_down.dtype, mesh.size
+    dtype, ranks = jnp.bfloat16 if isinstance(experts.w_down, BlockScaled) else experts.w_down.dtype, mesh.size
+    precision = precisions.resolve(precision, experts, dtype)
     sizes = Shape(
         tokens,
         shape.hidden,
@@ -113,7 +152,7 @@ def make_inputs(
         shape.num_experts,
         shape.top_k,
         ranks=ranks,
-        formats=Formats.of(dtype),
+        formats=precisions.formats_of(precision, experts, dtype),
     )
     made, routings, samples = [], [], []
     for seed in range(sets):
@@ -122,13 +161,13 @@ def make_inputs(
         raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
         x = random_tokens(mesh, (tokens * ranks, shape.hidden), dtype, seed)
         arguments = Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), experts)
-        samples.append(sample_of(arguments, ids, mesh))
+        samples.append(sample_of(arguments, ids, mesh, precision, shape))
         made.append(arguments._replace(experts=None))
         routings.append(traffic.Routing.of(ids, ranks, shape.num_experts))
     # Of the rank that reads most: it is waited for.
     read = min(max(traffic.weight_bytes(routing, sizes, rank) for rank in range(ranks)) for routing in routings)
     copies = weight_copies(read) if mesh.devices.flat[0].platform == "gpu" else 1
-    return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies)
+    return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies, precision)
 
 
 def weight_copies(read_bytes: int) -> int:
@@ -162,7 +201,17 @@ def arguments_of_call(sets: Sequence[Arguments], weights: Sequence[Any], call: i
 
 def error_of(y: jax.Array, sample: Sample, mesh: Mesh) -> float:
     """Returns the relative error of a sample's tokens in an output of the layer."""
-    return relative_error(np.asarray(take(mesh)(y, sample.tokens), np.float32), sample.truth)
+    return relative_error(_taken(y, sample, mesh), sample.truth)
+
+
+def unrounded_error_of(y: jax.Array, sample: Sample, mesh: Mesh) -> float:
+    """Returns the same against the layer that nothing rounds, of a layer in 8 bits."""
+    assert sample.unrounded is not None
+    return relative_error(_taken(y, sample, mesh), sample.unrounded)
+
+
+def _taken(y: jax.Array, sample: Sample, mesh: Mesh) -> np.ndarray:
+    return np.asarray(take(mesh)(y, sample.tokens), np.float32)
 
 
 def random_tokens(mesh: Mesh, shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
@@ -191,13 +240,21 @@ def take(mesh: Mesh) -> Any:
     )
 
 
-def sample_of(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
+def sample_of(
+    arguments: Arguments,
+    ids: np.ndarray,
+    mesh: Mesh,
+    precision: Precision | None = None,
+    shape: LayerShape | None = None,
+) -> Sample:
     """Returns some tokens of a call and what is right for them.
 
     Args:
       arguments: of the call, whose experts are split over the axis of the experts.
       ids: its experts of all tokens, in every process.
       mesh: of the call.
+      precision: of the call.
+      shape: of the layer, whose experts in 8 bits are those of `random_experts`; needed for those alone.
     """
     popular = np.bincount(ids[ids >= 0]).argmax()
     last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
@@ -205,30 +262,57 @@ def sample_of(arguments: Arguments, ids: np.ndarray, mesh: Mesh) -> Sample:
     # Always as many, so that nothing has to be compiled again.
     tokens = np.concatenate([spread, np.resize(last, LAST_TOKENS)]).astype(np.int32)
     x, chosen, weights = take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), tokens)
-    dtype = arguments.experts.w_down.dtype
-    truth, rough = (
-        np.asarray(_dense(mesh, compute_dtype)(x, chosen, weights, arguments.experts))
-        for compute_dtype in (None, dtype)
-    )
-    return Sample(tokens, truth, tolerance(rough, truth, dtype))
+    dtype = arguments.x.dtype
+
+    def dense(*options: Any) -> np.ndarray:
+        return np.asarray(_dense(mesh, *options)(x, chosen, weights, arguments.experts))
+
+    truth, rough = (dense(compute_dtype, precision) for compute_dtype in (None, dtype))
+    allowed = tolerance(rough, truth, dtype)
+    if precisions.rounds_rows(precision):
+        rows = max(int((ids[tokens] >= 0).sum()), 1)
+        allowed += (NEIGHBOURS / (rows * arguments.experts.intermediate)) ** 0.5 / 8
+    if precision is None:
+        return Sample(tokens, truth, allowed)
+    assert shape is not None
+    return Sample(tokens, truth, allowed, unrounded=dense(None, None, (shape, dtype)))
 
 
-@functools.lru_cache(maxsize=8)
-def _dense(mesh: Mesh, compute_dtype: Any) -> Any:
-    """The reference of a few tokens that all ranks have, with the experts left where they are."""
+@functools.lru_cache(maxsize=16)
+def _dense(
+    mesh: Mesh, compute_dtype: Any, precision: Precision | None = None, wide: tuple[LayerShape, Any] | None = None
+) -> Any:
+    """The reference of a few tokens that all ranks have, with the experts left where they are.
+
+    One expert after the other is made as wide as the maths, so that there is memory for it beside all the others.
+
+    Args:
+      mesh: over which the experts are split.
+      compute_dtype: as of `reference`.
+      precision: as of `reference`.
+      wide: makes `random_experts` of this shape and dtype again, whatever the experts are that it is called with.
+    """
 
     def on_rank(x: Any, ids: Any, weights: Any, experts: jaxmoe.Experts) -> jax.Array:
-        local = ids - jax.lax.axis_index(AXIS) * experts.num_experts
-        local = jnp.where((local >= 0) & (local < experts.num_experts), local, -1)
-        y = reference(
-            x.astype(jnp.float32),
-            local,
-            jnp.where(local >= 0, weights, 0),
-            experts,
-            activation=resolve("silu"),
-            group=ExpertGroup(),
-            compute_dtype=compute_dtype,
-        )
-        return jax.lax.psum(y, AXIS)
+        first = jax.lax.axis_index(AXIS) * experts.num_experts
+
+        def add_expert(total: jax.Array, each: tuple[jax.Array, jaxmoe.Experts]) -> tuple[jax.Array, None]:
+            number, expert = each
+            chosen = ids == number
+            y = reference(
+                x.astype(jnp.float32),
+                jnp.where(chosen, 0, -1),
+                jnp.where(chosen, weights, 0),
+                jax.tree.map(lambda array: array[None], expert) if wide is None else _random_expert(*wide, number),
+                activation=resolve("silu"),
+                group=ExpertGroup(),
+                compute_dtype=compute_dtype,
+                precision=precision,
+            )
+            return total + y, None
+
+        start, _ = vary_alike((jnp.zeros_like(x, jnp.float32), first))
+        total, _ = jax.lax.scan(add_expert, start, (first + jnp.arange(experts.num_experts), experts))
+        return jax.lax.psum(total, AXIS)
 
     return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P(), P(), P(AXIS)), out_specs=P()))

@@ -14,14 +14,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxmoe.bench import kernels, peaks, table
 from jaxmoe.bench.candidates import Candidate, arena_bytes, candidates, dropped_rows, explain, moved, program
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import GradientInputs, make_gradient_inputs
-from jaxmoe.bench.inputs import AXIS, Inputs, arguments_of_call, copies_of, make_inputs, random_experts
-from jaxmoe.bench.options import BASELINE, DTYPES, Options
+from jaxmoe.bench.inputs import (
+    AXIS,
+    Inputs,
+    arguments_of_call,
+    copies_of,
+    make_inputs,
+    random_experts,
+    unrounded_error_of,
+)
+from jaxmoe.bench.options import BASELINE, DTYPES, IN_8_BITS, Options
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.table import Result
 from jaxmoe.bench.timing import time_blocks
@@ -40,18 +49,25 @@ def run(options: Options) -> int:
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
+    in_8_bits = IN_8_BITS.get(options.dtype)
+    block, precision = in_8_bits or (None, None)
     _print(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
         f"the maximum over ranks of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s "
         "of rest before each."
     )
-    peak = f" Peak {known.tflops:.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
+    peak = f" Peak {known.product(precision):.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
     _print(
         "Plan: unit tiles/lag units/ring tiles/rows of a chunk, of a backward pass /segment tiles. HBM and NVLink: the "
         f"busiest rank; > leaves out what only the compiler knows.{peak}"
     )
-    _print(table.header())
+    if in_8_bits:
+        _print(
+            "check: against the layer that rounds the same numbers to 8 bits, with sums in float32; unrounded: against "
+            "the layer that rounds nothing."
+        )
+    _print(table.header(in_8_bits is not None))
     failed = False
     for case in options.cases:
         experts, scaling = None, _Scaling(reference_ranks)
@@ -64,8 +80,8 @@ def run(options: Options) -> int:
             gc.collect()
             try:
                 if experts is None:
-                    experts = random_experts(case.shape, mesh, DTYPES[options.dtype])
-                inputs = make_inputs(case.shape, experts, tokens, options.routing, mesh)
+                    experts = random_experts(case.shape, mesh, DTYPES.get(options.dtype, jnp.bfloat16), block)
+                inputs = make_inputs(case.shape, experts, tokens, options.routing, mesh, precision=precision)
                 if options.passes != ("forward",):
                     gradients = make_gradient_inputs(inputs, mesh)
             except ValueError as error:
@@ -220,10 +236,14 @@ def measure(
 
     outputs: list[Results] = []
     errors: list[list[tuple[str, float, float]]] = []
+    unrounded_errors: list[float] = []
     same_bits = None if default_outputs is None else True
     for number, (arguments, dy) in enumerate(zip(inputs.sets, cotangents, strict=True)):
         found = compiled(arguments._replace(experts=weights[0]), dy)
         errors.append(compare(found, number, inputs, gradients, mesh))
+        if inputs.precision is not None:
+            assert found.y is not None
+            unrounded_errors.append(unrounded_error_of(found.y, inputs.samples[number], mesh))
         if default_outputs is not None:
             same_bits = same_bits and _equal_bits(found, default_outputs[number])
         if keep_outputs:
@@ -269,6 +289,7 @@ def measure(
         pass_name=candidate.pass_name,
         worst_piece=piece,
         memory_mib=(memory.temp_size_in_bytes + (arena or 0)) / 2**20 if memory else None,
+        unrounded_error=float(np.max(unrounded_errors)) if unrounded_errors else None,  # NaN where one is
     )
     if not result.checked:
         return result, outputs
@@ -279,7 +300,7 @@ def measure(
     blocks = time_blocks(call, options.blocks, options.seconds, options.rest)
     if options.kernels:
         _print_kernels(lambda: call(0), options.kernels)
-    return result.timed(blocks, peaks.known(device)), outputs
+    return result.timed(blocks, peaks.known(device), inputs.precision), outputs
 
 
 @jax.jit

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from absl import flags
@@ -12,7 +12,9 @@ from absl import flags
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import PASSES, Pass
+from jaxmoe.block_scaled import BlockKind
 from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.options import Precision
 from jaxmoe.plan import KernelPlan
 from jaxmoe.testing import RoutingKind
 
@@ -22,6 +24,26 @@ BASELINE = "baseline-drops-rows"
 MEASURED = (*IMPLEMENTATIONS, BASELINE)
 # Those whose errors can be judged by a truth in float32.
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+class InEightBits(NamedTuple):
+    """BF16 tokens beside experts in 8 bits.
+
+    Args:
+      block: what shares a scale in the experts, as of `jaxmoe.quantize`.
+      precision: as of `moe_layer`.
+    """
+
+    block: BlockKind
+    precision: Precision
+
+
+# Only a forward pass is measured in these.
+IN_8_BITS = {
+    "fp8-block": InEightBits("128x128", "fp8"),
+    "fp8-channel": InEightBits("channel", "fp8"),
+    "w8a16": InEightBits("128x128", "w8a16"),
+}
 ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
 
 
@@ -91,7 +113,7 @@ class Options:
       cases: shapes.
       tokens: per rank, for the cases that do not bring their own.
       ranks: numbers of ranks over which the experts are spread; 0 for all devices. One that comes twice counts once.
-      dtype: a key of `DTYPES`, of tokens and weights.
+      dtype: a key of `DTYPES`, of tokens and weights, or one of `IN_8_BITS`.
       implementations: members of `MEASURED`.
       passes: members of `PASSES`, what is timed.
       residuals: as of `moe_layer`, of `"both"`.
@@ -122,6 +144,12 @@ class Options:
     json: Path | None = None
 
     def __post_init__(self) -> None:
+        _check_dtype(self.dtype, (*DTYPES, *IN_8_BITS))
+        if self.dtype in IN_8_BITS and self.passes != ("forward",):
+            raise ValueError(
+                f"--dtype={self.dtype} is of a forward pass, and --pass={','.join(self.passes)} asks for gradients, "
+                "which are those of wide experts. Measure --pass=forward, or the gradients with --dtype=bf16."
+            )
         for name in self.implementations:
             if name not in MEASURED:
                 raise ValueError(f"--implementation={name} is not one of {', '.join(MEASURED)}.")
@@ -178,6 +206,7 @@ class BesideOptions:
     json: Path | None = None
 
     def __post_init__(self) -> None:
+        _check_dtype(self.dtype, tuple(DTYPES))
         for name in self.programs or ("",):
             if name not in PROGRAMS:
                 raise ValueError(f"--programs={name} is not one of {', '.join(PROGRAMS)}.")
@@ -187,6 +216,11 @@ class BesideOptions:
             raise ValueError(f"--ep={self.ranks}: a number of ranks is at least 1, or 0 for all devices.")
         if self.implementation not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"--implementation={self.implementation} is not one of {', '.join(IMPLEMENTATIONS)}.")
+
+
+def _check_dtype(dtype: str, known: Sequence[str]) -> None:
+    if dtype not in known:
+        raise ValueError(f"--dtype={dtype} is not one of {', '.join(known)}, which can be measured here.")
 
 
 _SHAPE = flags.DEFINE_multi_string(
@@ -204,7 +238,14 @@ _EP = flags.DEFINE_list(
     "and those behind the first number above 1 say how time scales from there. On CPUs as many devices as the largest "
     "are made.",
 )
-_DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    "bf16",
+    [*DTYPES, *IN_8_BITS],
+    "Of tokens and weights. Of layer also BF16 tokens with experts in 8 bits: fp8-block, a float32 scale for "
+    "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; w8a16, "
+    "128 x 128 decoded to BF16. In 8 bits only --pass=forward is measured.",
+)
 _IMPLEMENTATION = flags.DEFINE_list(
     "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
 )

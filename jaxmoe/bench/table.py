@@ -10,6 +10,7 @@ from typing import Any
 from jaxmoe.bench import traffic
 from jaxmoe.bench.passes import Pass, flops
 from jaxmoe.bench.peaks import Peaks
+from jaxmoe.options import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Result:
       tokens: per rank.
       ranks: over which the experts are spread.
       processes: of the run.
-      dtype: of tokens and weights.
+      dtype: of tokens and weights, as `--dtype` names it.
       routing: how tokens choose experts.
       implementation: that was measured.
       plan: of the megakernel: the fields of `jaxmoe.KernelPlan`; of a backward pass those of its `backward`, of both
@@ -49,7 +50,7 @@ class Result:
       fastest: block of that process, microseconds per call.
       slowest: block of that process, microseconds per call.
       tflops: operations, as of `passes.flops`, over the time, TFLOP/s per rank.
-      share_of_peak: `tflops` of a BF16 product, see `peaks.py`.
+      share_of_peak: `tflops` of a product of the operands' format, see `peaks.py`.
       hbm_gbs: `hbm_bytes` over the time, GB/s.
       share_of_copy: `hbm_gbs` of a copy, see `peaks.py`.
       nvlink_gbs: `nvlink_bytes` over the time, GB/s.
@@ -60,6 +61,8 @@ class Result:
       scaling: time of the same on `scaling_ranks` ranks, measured before in this run with as many tokens per rank, over
         this time; only of default plans. From two ranks it is what FlashDMoE calls overlap efficiency, T(2) / T(N).
       scaling_ranks: the first number above 1 of those that the run was asked for.
+      unrounded_error: of a layer in 8 bits, what `relative_error` is against the layer with the same weights before
+        they had 8 bits, where nothing is rounded.
     """
 
     shape: str
@@ -103,13 +106,15 @@ class Result:
     memory_mib: float | None = None
     scaling: float | None = None
     scaling_ranks: int | None = None
+    unrounded_error: float | None = None
 
-    def timed(self, blocks: Sequence[float], peak: Peaks | None) -> "Result":
+    def timed(self, blocks: Sequence[float], peak: Peaks | None, precision: Precision | None = None) -> "Result":
         """Returns the result with its times, and what follows from them.
 
         Args:
           blocks: seconds per call of each.
           peak: of the device, where it is known.
+          precision: of the calls, whose products `tflops` is compared with.
         """
         seconds = statistics.median(blocks)
         operations = flops(
@@ -130,7 +135,7 @@ class Result:
             fastest=min(blocks) * 1e6,
             slowest=max(blocks) * 1e6,
             tflops=tflops,
-            share_of_peak=tflops / peak.tflops if peak else None,
+            share_of_peak=tflops / peak.product(precision) if peak else None,
             hbm_gbs=hbm_gbs,
             share_of_copy=hbm_gbs / peak.copy_gbs if peak and hbm_gbs is not None else None,
             nvlink_gbs=nvlink_gbs,
@@ -139,8 +144,9 @@ class Result:
     def to_json(self) -> str:
         """Returns the result as one line of JSON, which has no NaN: an error that is none is null."""
         fields = dataclasses.asdict(self)
-        if not math.isfinite(self.relative_error):
-            fields["relative_error"] = None
+        for name in ("relative_error", "unrounded_error"):
+            if fields[name] is not None and not math.isfinite(fields[name]):
+                fields[name] = None
         return json.dumps(fields, allow_nan=False)
 
     def compared(self, microseconds: Mapping[str, float]) -> "Result":
@@ -164,6 +170,7 @@ class Result:
 
 
 # Name, width and whether the column is flush left.
+_UNROUNDED = ("unrounded", 9, True)  # only of layers in 8 bits
 _COLUMNS = (
     ("shape", 16, True),
     ("tokens", 6, False),
@@ -172,6 +179,7 @@ _COLUMNS = (
     ("implementation", 19, True),
     ("plan", 12, True),
     ("check", 9, True),
+    _UNROUNDED,
     ("us", 8, False),
     ("fast-slow", 13, False),
     ("TFLOP/s", 7, False),
@@ -186,15 +194,19 @@ _COLUMNS = (
 )
 
 
-def header() -> str:
+def header(in_8_bits: bool = False) -> str:
     """Returns the names of the columns."""
-    return _row([name for name, _, _ in _COLUMNS])
+    return _row([name for name, _, _ in _columns(in_8_bits)], in_8_bits)
+
+
+def _columns(in_8_bits: bool) -> list[tuple[str, int, bool]]:
+    return [column for column in _COLUMNS if in_8_bits or column != _UNROUNDED]
 
 
 def line(result: Result) -> str:
     """Returns a result as a line of the table; without a passed check no time is printed."""
-    r = result
-    left = _row(_case(r))
+    r, in_8_bits = result, result.unrounded_error is not None
+    left = _row(_case(r), in_8_bits)
     if r.same_bits is False:
         return f"{left} other bits than with the default plan: not timed"
     if not r.checked:
@@ -213,7 +225,8 @@ def line(result: Result) -> str:
             str(r.dropped_rows),
             _number(r.times_faster.get("xla"), ".2f"),
             "" if r.scaling is None else f"{r.scaling:.2f} of EP {r.scaling_ranks}",
-        ]
+        ],
+        in_8_bits,
     )
 
 
@@ -259,11 +272,12 @@ def plan_text(plan: dict[str, Any] | None) -> str:
 
 def _case(r: Result) -> list[str]:
     check = "same bits" if r.same_bits else f"{r.relative_error:.1e}"
-    return [r.shape, str(r.tokens), str(r.ranks), r.pass_name, r.implementation, plan_text(r.plan), check]
+    unrounded = [] if r.unrounded_error is None else [f"{r.unrounded_error:.1e}"]
+    return [r.shape, str(r.tokens), str(r.ranks), r.pass_name, r.implementation, plan_text(r.plan), check, *unrounded]
 
 
-def _row(cells: list[str]) -> str:
-    columns = zip(cells, _COLUMNS, strict=False)
+def _row(cells: list[str], in_8_bits: bool = False) -> str:
+    columns = zip(cells, _columns(in_8_bits), strict=False)
     return " ".join(f"{cell:<{width}}" if left else f"{cell:>{width}}" for cell, (_, width, left) in columns).rstrip()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -329,13 +330,18 @@ def test_a_block_lasts_about_as_long_as_asked_for():
 
 def test_shares_are_of_the_measured_peaks():
     result = _result()
-    timed = result.timed([4e-6, 2e-6, 3e-6], Peaks(tflops=10.0, copy_gbs=1000.0))
+    peak = Peaks(tflops=10.0, copy_gbs=1000.0, fp8_tflops=20.0)
+    timed = result.timed([4e-6, 2e-6, 3e-6], peak)
     assert (timed.microseconds, timed.fastest, timed.slowest) == pytest.approx((3.0, 2.0, 4.0))
-    assert timed.tflops == pytest.approx(6 * 100 * 2 * 10 * 20 / 3e-6 / 1e12)
-    assert timed.share_of_peak == pytest.approx(6 * 100 * 2 * 10 * 20 / 3e-6 / 1e12 / 10)
+    flops = 6 * 100 * 2 * 10 * 20
+    assert timed.tflops == pytest.approx(flops / 3e-6 / 1e12)
+    assert timed.share_of_peak == pytest.approx(flops / 3e-6 / 1e12 / 10)
     assert timed.hbm_gbs == pytest.approx(1)
     assert timed.share_of_copy == pytest.approx(0.001)
     assert result.timed([1.0], None).share_of_peak is None
+    # Of products in the format of the operands, which are decoded first where only the experts have 8 bits.
+    assert result.timed([3e-6], peak, "fp8").share_of_peak == pytest.approx(flops / 3e-6 / 1e12 / 20)
+    assert result.timed([3e-6], peak, "w8a16").share_of_peak == timed.share_of_peak
 
 
 def test_bytes_that_are_not_all_there_are_are_marked_in_the_line():
@@ -390,9 +396,24 @@ def _result() -> table.Result:
 
 def test_peaks_are_measured_by_a_product_and_a_copy():
     found = peaks.measure(product_size=64, copy_bytes=2**12)
-    assert found.tflops > 0
-    assert found.copy_gbs > 0
+    assert min(found.tflops, found.fp8_tflops, found.copy_gbs) > 0
     assert peaks.known("cpu") is None
+
+
+def test_the_product_in_8_bits_is_that_of_its_values_and_its_scale():
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((48, 32)), jnp.float8_e4m3fn) for _ in range(2))
+    product = peaks.fp8_product(a, b)(a, b, jnp.float32(0.25))
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T / 4
+    np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rate_is_measured_of_a_product_that_a_gpu_does_not_do_in_8_bits(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")
+    monkeypatch.setattr(peaks.jax, "devices", lambda: [gpu])
+    a = jnp.zeros((16, 16), jnp.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match=r"for NVIDIA A100 without __cublas\$lt\$matmul\$f8"):
+        peaks.fp8_product(a, a)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
