@@ -87,7 +87,7 @@ def formats_of(precision: Precision | None, experts: Experts, dtype: Any) -> For
     return Formats(rows, rows, wide.answers, weights, wide.sums)
 
 
-def in_8_bits(experts: Experts, precision: Precision) -> Experts:
+def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
     """Returns experts whose matrices are in 8 bits; those that came wide have blocks of 128 x 128."""
     if isinstance(experts.w_gate, BlockScaled):
         return experts
@@ -96,7 +96,7 @@ def in_8_bits(experts: Experts, precision: Precision) -> Experts:
 
 def as_multiplied(experts: Experts, precision: Precision | None, dtype: DTypeLike) -> Experts:
     """Returns wide experts in `dtype` with the numbers that a forward pass multiplies."""
-    return dequantize(experts if precision is None else in_8_bits(experts, precision), dtype)
+    return dequantize(experts if precision is None else experts_in_8_bits(experts, precision), dtype)
 
 
 def as_multiplied_rows(rows: jax.Array, precision: Precision | None, dtype: DTypeLike) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
 from jaxmoe.options import Precision
-from jaxmoe.precision import as_multiplied_rows, in_8_bits
+from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits
 from jaxmoe.quantization import dequantize
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
@@ -72,7 +72,7 @@ def reference(
 def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
     activation, group, dtype, precision = static
     if precision is not None:
-        experts = in_8_bits(experts, precision)
+        experts = experts_in_8_bits(experts, precision)
     everyone = dequantize(jax.tree.map(group.all_gather, experts), dtype)
     tokens = as_multiplied_rows(x, precision, dtype)
 

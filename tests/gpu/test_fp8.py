@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 class OnGpu(Fp8Suite):
     dtype = jnp.bfloat16
+    dtypes = (jnp.bfloat16, jnp.float16)
 
 
 class TestReference(OnGpu):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import native
 from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.quantization import quantize_rows
 from jaxmoe.testing import make_inputs, relative_error
 from tests import eight_bit_model as model
 
@@ -176,6 +177,16 @@ def test_rows_are_rounded_128_columns_at_a_time_bit_for_bit(power_of_two):
     np.testing.assert_array_equal(executor.load_8_bits(found), wanted.values)
     assert np.isnan(scales[7, 1:]).all()
     assert np.isfinite(scales[7, 0])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_python_rounds_rows_to_the_same_bits(dtype, power_of_two):
+    rows = jnp.asarray(rows_of_all_sizes()).astype(dtype)
+    found, scales = executor.round_rows(np.asarray(rows.astype(jnp.float32)), power_of_two)
+    values, wanted = jax.jit(quantize_rows, static_argnums=1)(rows, power_of_two)
+    np.testing.assert_array_equal(scales, wanted)
+    np.testing.assert_array_equal(executor.load_8_bits(found), np.asarray(values).astype(np.float32))
 
 
 def test_a_power_of_two_is_the_least_that_holds_the_largest():

@@ -11,6 +11,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import BlockScaled
+from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.testing import make_inputs
 from tests.fp8_suite import SIZES, Fp8Suite, in_8_bits
 from tests.layer_suite import layer
@@ -40,6 +41,37 @@ def test_a_layer_in_8_bits_can_be_exported_and_read_back():
     run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None))
     again: Any = jax.export.deserialize(jax.export.export(run)(*arguments[:4]).serialize())
     np.testing.assert_array_equal(again.call(*arguments[:4]), run(*arguments[:4]))
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_gradients_beside_decoded_experts_are_those_of_wide_ones_whatever_is_kept(residuals):
+    arguments = in_8_bits(make_inputs(1, **SIZES, biases=True))
+    decoded = jaxmoe.dequantize(arguments.experts, jnp.float32)
+    run = layer("one rank", implementation="xla", residuals=residuals)
+    narrow = layer("one rank", implementation="xla", residuals=residuals, precision="w8a16")
+
+    def gradients(run: Any, experts: jaxmoe.Experts) -> Any:
+        loss = lambda x, weights: jnp.sum(run(arguments._replace(x=x, topk_weights=weights, experts=experts)) ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(arguments.x, arguments.topk_weights)
+
+    for got, want in zip(
+        *map(jax.tree.leaves, (gradients(narrow, arguments.experts), gradients(run, decoded))), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_bytes_of_experts_that_are_stated_are_those_that_they_have(gated, kind, scale_dtype):
+    sizes: dict[str, Any] = SIZES | {"intermediate": 300, "gated": gated}
+    x, ids, weights, experts, _ = make_inputs(2, **sizes)
+    narrow = jax.eval_shape(lambda: jaxmoe.quantize(experts, kind, scale_dtype=scale_dtype))
+    shape = jaxmoe.explain(
+        x, ids, weights, narrow, axis_name=None, activation="relu" if not gated else "silu"
+    ).call.shape
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(narrow))
+    assert shape.num_experts * shape.expert_bytes == nbytes
 
 
 X, IDS, WEIGHTS, WIDE, _ = make_inputs(0, tokens=16, hidden=256, intermediate=384, num_experts=8, top_k=2)

@@ -40,6 +40,7 @@ class Pipeline {
     __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this round of the ring
     __device__ void advance() { ++steps; }
     __device__ Position before() const { return {steps - 1}; }
+    __device__ Position after() const { return {steps + 1}; }
   };
 
   // One thread of the block, followed by fence_mbarrier_init() and a barrier of the block (the cluster, if it has
@@ -71,7 +72,11 @@ class Pipeline {
     while (!ptx::mbarrier_try_wait(full(position), position.parity())) {}
   }
 
-  // Whether wait() would return at once; the same answer in all lanes of a warp.
+  // Whether wait() would return at once, and need not be called: pairs with commit() and the copies as it does.
+  __device__ bool has_arrived(Position position) const {
+    return ptx::mbarrier_test(full(position), position.parity());
+  }
+  // The same for a warp, with one answer in all lanes.
   __device__ bool is_full(Position position) const {
     return __any_sync(0xffffffff, ptx::mbarrier_test(full(position), position.parity()));
   }

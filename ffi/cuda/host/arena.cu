@@ -103,7 +103,7 @@ ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = usable(); error.failure()) return error;
   program_stream_ = link.stream;
-  if (holds(sizes)) return reserve_timeline(schedule);
+  if (holds(sizes)) return reserve_timeline(schedule, formats);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
   const HeadCapacity head = larger_head(head_, needed_head(shape, schedule));
@@ -126,12 +126,12 @@ ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
   if (ffi::Error error = replace_memory(link, wanted, schedule, ring_bytes); error.failure()) return error;
   offer(head, memory_.bytes);
   body_bytes_ = body_bytes;
-  return reserve_timeline(schedule);
+  return reserve_timeline(schedule, formats);
 }
 
 // Outside of the arena: peers do not reach it.
-ffi::Error Arena::reserve_timeline(const Schedule& schedule) {
-  const int32_t blocks = timeline_blocks(schedule);
+ffi::Error Arena::reserve_timeline(const Schedule& schedule, const Formats& formats) {
+  const int32_t blocks = timeline_blocks(schedule, formats);
   if (blocks <= timeline_blocks_) return ffi::Error::Success();
   cudaError_t status = cudaFree(timeline_);
   timeline_ = nullptr;
@@ -211,7 +211,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
     if (launched != cudaSuccess || call.place == nullptr) return launched;
     return cudaMemcpyAsync(&report_->place, call.place, sizeof(*call.place), cudaMemcpyDeviceToHost, call.stream);
   });
-  launch_blocks_ = timeline_blocks(schedule);
+  launch_blocks_ = timeline_blocks(schedule, formats);
   launch_backward_ = schedule.backward();
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);

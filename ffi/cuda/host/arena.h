@@ -78,7 +78,7 @@ class Arena {
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
   xla::ffi::Error usable();
   xla::ffi::Error prepare_launches();
-  xla::ffi::Error reserve_timeline(const Schedule& schedule);
+  xla::ffi::Error reserve_timeline(const Schedule& schedule, const Formats& formats);
   xla::ffi::Error replace_memory(const Link& link, const WantedArena& wanted, const Schedule& schedule,
                                  int64_t ring_bytes);
   void offer(const HeadCapacity& head, int64_t bytes);

@@ -208,8 +208,9 @@ std::string make_launch(const RankParams& rank, const Formats& formats, const La
       launch->params);
 }
 
-int32_t timeline_blocks(const Schedule& schedule) {
-  return kTimeline ? schedule.workers * Tiling::kBlocks : 0;
+int32_t timeline_blocks(const Schedule& schedule, const Formats& formats) {
+  const Pass pass = schedule.backward() ? Pass::kBackward : Pass::kForward;
+  return variant_for(pass, formats).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {

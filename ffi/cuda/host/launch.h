@@ -37,8 +37,8 @@ struct ReadyLaunch {
 std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
                         std::byte* timeline, ReadyLaunch* launch);
 
-// Thread blocks that record a timeline; 0 where the kernels are compiled without.
-int32_t timeline_blocks(const Schedule& schedule);
+// Thread blocks that record a timeline; 0 where the kernel is compiled without.
+int32_t timeline_blocks(const Schedule& schedule, const Formats& formats);
 
 // Enqueues the kernel on `stream`.
 cudaError_t enqueue(const ReadyLaunch& launch, cudaStream_t stream);

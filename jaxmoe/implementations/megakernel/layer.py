@@ -35,7 +35,7 @@ from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
-from jaxmoe.precision import in_8_bits, powers_of_two
+from jaxmoe.precision import experts_in_8_bits, powers_of_two
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
 # A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
@@ -142,7 +142,7 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     """
     x, experts = inputs.x, inputs.experts
     if call.precision is not None:
-        experts = in_8_bits(experts, call.precision)
+        experts = experts_in_8_bits(experts, call.precision)
     arrays: dict[str, jax.Array] = {}
     for name in _present(experts):
         array = getattr(experts, name)

@@ -49,6 +49,13 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
+// The same number, and the compiler does not know: what follows from it is not held in a register over a loop.
+__device__ __forceinline__ int32_t anew(int32_t number) {
+  int32_t same;
+  asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(number));
+  return same;
+}
+
 // The lane in its warp, asked of the hardware each time.
 __device__ __forceinline__ int read_lane() {
   int lane;

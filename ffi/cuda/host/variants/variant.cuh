@@ -18,14 +18,13 @@ struct Forward {
                                        .timeline = kTimeline};
 };
 
-// Adding products up in float32 takes the math warps half a tile of registers.
+// Adding products up in float32 takes the math warps half a tile of registers. There are none left for recording.
 template <class Wide>
 struct EightBitForward {
   using Precision = E4M3<Wide>;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216},
-                                       .timeline = kTimeline};
+  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216}};
 };
 
 template <class Precision_>
@@ -43,7 +42,7 @@ KernelVariant variant_of(Kernel* kernel) {
   static_assert(kSharedBytes <= kMaxSharedBytes);
   using Precision = typename Variant::Precision;
   return {Variant::kPass, Precision::kTokens.element, Precision::Wide::kElement, reinterpret_cast<const void*>(kernel),
-          kSharedBytes};
+          kSharedBytes, Variant::config.timeline};
 }
 
 }  // namespace jaxmoe

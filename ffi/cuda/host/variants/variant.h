@@ -22,6 +22,7 @@ struct KernelVariant {
   Element wide;              // x, biases, answers
   const void* kernel;
   std::size_t shared_bytes;  // of a block
+  bool records_timeline;
 };
 
 KernelVariant forward_bf16();

@@ -107,18 +107,18 @@ class OverwrittenSegments {
   Segment segment_{};
 };
 
+template <class T>
+__device__ __forceinline__ T* in(std::byte* arena, const Region& region) {
+  return reinterpret_cast<T*>(arena + region.offset);
+}
+
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   const auto& p = cta.params;
   const Schedule& schedule = p.schedule;
-  const int lane = threadIdx.x % 32;
   const Tokens<Variant> all_tokens(cta);
   const int32_t vectors = all_tokens.vectors();
   const int32_t slots = p.shape.slots();
-  int32_t* counts = cta.shared.source_counts[dispatch_warp];
-  uint32_t* targets = cta.template at<uint32_t>(p.layout.row_targets);
-  uint4* ring = cta.template at<uint4>(p.layout.rows);
-  uint32_t* kept_states = cta.template at<uint32_t>(p.layout.kept_states);
   const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
   track.start();
 
@@ -127,10 +127,13 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
                  cta.shared.crew.dispatchers);
   OverwrittenSegments overwritten(cta);
   for (Chunk chunk; walk.next(chunk);) {
+    // Found again for every chunk: pointers into it that were held meanwhile would take registers that copies need.
+    const int lane = ptx::read_lane();
+    std::byte* const arena = cta.peers.arena(ptx::anew(cta.peers.rank()));
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
+    int32_t* const counts = cta.shared.source_counts[ptx::anew(dispatch_warp)];
     __syncwarp();
-    // Read anew, or its address is held in a register that there is not.
-    if (lane < p.shape.ranks) counts[ptx::read_lane()] = named.count;
+    if (lane < p.shape.ranks) counts[lane] = named.count;
     __syncwarp();
     RowSource from{-1, 0};
     if (lane < chunk.rows) from = source_of_row(counts, 1, p.shape.ranks, cta.peers.rank(), chunk.first_row + lane);
@@ -163,7 +166,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       const int32_t index =
           static_cast<int32_t>(kept_index(p.shape, cta.peers.rank(), from.source, slot / p.shape.top_k));
       // Pairs with the release at the end of the chunk that keeps the token.
-      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(kept_states + index,
+      const uint32_t seen = ptx::compare_and_swap_acquire_gpu(in<uint32_t>(arena, p.layout.kept_states) + index,
                                                               static_cast<uint32_t>(KeptState::kAbsent),
                                                               static_cast<uint32_t>(KeptState::kComing));
       if (seen == static_cast<uint32_t>(KeptState::kKept)) place = {kHere, index};
@@ -172,7 +175,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     __syncwarp();  // after one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
-      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
+      in<uint32_t>(arena, p.layout.row_targets)[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
       if constexpr (Cta<Variant>::kBackward) {
         cta.template at<float>(p.layout.row_routing_weights)[ring_row + lane] =
             is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.routing_weights.offset) + slot) : 0.0f;
@@ -182,7 +185,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       const TokenPlace row = place.of_lane(i);
       const TokenPlace kept_row{kHere, __shfl_sync(0xffffffff, kept, i)};
       const bool keeps = kept_row.number != kNoToken;
-      uint4* const target = ring + (ring_row + i) * vectors;
+      uint4* const target = in<uint4>(arena, p.layout.rows) + (ring_row + i) * vectors;
       if (row.number != kNoToken) {
         uint4* const kept_elements = keeps ? all_tokens.at(kept_row) : nullptr;
         if constexpr (Tokens<Variant>::kScaled) {
@@ -200,7 +203,9 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
       }
     }
     __syncwarp();
-    if (kept != kNoToken) ptx::store_release_gpu(kept_states + kept, static_cast<uint32_t>(KeptState::kKept));
+    if (kept != kNoToken) {
+      ptx::store_release_gpu(in<uint32_t>(arena, p.layout.kept_states) + kept, static_cast<uint32_t>(KeptState::kKept));
+    }
     if (lane == 0) cta.signals.release(release_after(chunk));
     track.mark(EventKind::kDispatch, subject);
   }

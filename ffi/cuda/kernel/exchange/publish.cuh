@@ -43,9 +43,14 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
     auto* values = cta.template at<typename Precision::Element>(p.layout.tokens);
     float* scales = cta.peers.template here<float>(scales_of(p.layout.tokens, p.shape.tokens, hidden));
     const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
-    for (int64_t token = team.thread / 32; token < p.shape.tokens; token += team.threads / 32) {
-      round_row<Precision>(values + token * hidden, scales + token * blocks, x + token * hidden, hidden,
-                           p.power_of_two_scales, threadIdx.x % 32);
+    // A token is shared by as many warps as it has parts: one warp after the other would be late where tokens are few.
+    const int32_t parts = ceil_div(hidden, kRoundedAtOnce);
+    const int64_t items = int64_t{p.shape.tokens} * parts;
+    for (int64_t item = team.thread / 32; item < items; item += team.threads / 32) {
+      const int64_t token = item / parts;
+      const int32_t first = static_cast<int32_t>(item % parts) * kRoundedAtOnce;
+      round_columns<Precision>(values + token * hidden, scales + token * blocks, x + token * hidden, first, hidden,
+                               p.power_of_two_scales, threadIdx.x % 32);
     }
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);

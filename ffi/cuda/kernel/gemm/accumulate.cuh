@@ -3,7 +3,8 @@
 //
 //   begin(sums)                 before the first step
 //   multiply_stage(...)         issues the products of a step, calls meanwhile() while they run, and release(position)
-//                               for stages that nothing reads any more
+//                               for stages that nothing reads any more. A policy that kLooksAhead asks for the next
+//                               stage, by look_ahead(), while products run
 //   end(sums, position, release)
 //
 // All threads of a warpgroup make every call.
@@ -18,17 +19,20 @@ namespace jaxmoe {
 
 // The tensor cores add up the whole depth. The products of one step run while the next stage is awaited.
 struct Direct {
-  struct Scales {};  // of products: none
+  static constexpr bool kLooksAhead = false;
+  struct Noted {};  // of scales, which products have none of
+  struct Scales {};
   __device__ Direct(const Scales&, int) {}
 
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) const { ptx::clear_accumulators(sums); }
 
   // Invariant: the products of stages before position.before() are complete and released, those of that one under way.
   // `first_row` is that of A, of the warpgroup.
-  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
+  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release,
+            class LookAhead>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
                                                  int32_t step, Position position, const Meanwhile& meanwhile,
-                                                 const Release& release) const {
+                                                 const Release& release, const LookAhead&) const {
     using A = typename Stage::A;
     using B = typename Stage::B;
     static_assert(A::kSliceDepth == B::kSliceDepth);
@@ -62,11 +66,16 @@ struct Direct {
 // takes about 110.
 class Promoted {
  public:
+  static constexpr bool kLooksAhead = true;
+
   // Of a warp: where the scales of the first step lie, of its first row and of the columns of each half. In shared
-  // memory, since sums and products leave 16 registers.
-  struct Scales {
+  // memory, since sums and products leave few registers.
+  struct Noted {
     const float* rows;
     const float* columns[2];
+  };
+  struct Scales {
+    const Noted& first;
     int32_t columns_step;  // from the scale of one step to that of the next: 1, or 0 where all steps have the same
   };
 
@@ -77,10 +86,11 @@ class Promoted {
     ptx::clear_accumulators(products_);
   }
 
-  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
+  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release,
+            class LookAhead>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
                                                  int32_t step, Position position, const Meanwhile& meanwhile,
-                                                 const Release& release) {
+                                                 const Release& release, const LookAhead& look_ahead) {
     static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
     meanwhile();  // where the registers of the products are free
     const Step scales = load_scales(step);
@@ -88,6 +98,7 @@ class Promoted {
     ptx::wait_products<0>();
     add<0>(sums, scales);
     issue<Precision>(stage, first_row, 1);
+    look_ahead();
     ptx::wait_products<0>();
     release(position);
     add<1>(sums, scales);
@@ -106,9 +117,10 @@ class Promoted {
   // They come while the first half is multiplied. Rows of a ring change within a launch, so their scales are never taken
   // from L1.
   __device__ __forceinline__ Step load_scales(int32_t step) const {
-    const float* const rows = scales_.rows + step * Tiling::kRows + lane_ / 4;
+    const float* const rows = scales_.first.rows + step * Tiling::kRows + lane_ / 4;
+    const float* const* const columns = scales_.first.columns;
     const int32_t column = step * scales_.columns_step;
-    return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldg(scales_.columns[0] + column), __ldg(scales_.columns[1] + column)}};
+    return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldg(columns[0] + column), __ldg(columns[1] + column)}};
   }
 
   // The first product of a step does not add to what is in the accumulators.
@@ -137,7 +149,7 @@ class Promoted {
     for (int i = 0; i < 64; ++i) sums.values[64 * kHalf + i] += factors[i / 2 % 2] * products_.values[i];
   }
 
-  const Scales& scales_;
+  const Scales scales_;
   const int lane_;
   ptx::HalfAccumulators products_;
 };

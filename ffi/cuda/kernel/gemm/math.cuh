@@ -61,7 +61,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
 
   // Recording leaves a backward pass no register for what epilogues could keep from one task to the next; sums beside
   // products leave none to any.
-  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled();
+  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled();
+  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || kScaled;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     ptx::Accumulators sums;
     const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
       using Factors = decltype(factors);
-      const auto& scales = find_scales<typename Factors::Accumulate::Scales>(cta, task, thread);
+      const auto scales = find_scales<typename Factors::Accumulate::Scales>(cta, task, thread);
       return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
     });
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);

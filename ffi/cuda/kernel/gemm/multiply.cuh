@@ -61,13 +61,16 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
     return false;
   }
   const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
-  typename Factors::Accumulate accumulate(scales, thread.lane);
+  using Accumulate = typename Factors::Accumulate;
+  Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
+  bool is_there = false;  // the stage of the next step
   for (int32_t step = 0; step < depth_steps; ++step) {
-    track.stall([&] { ring.wait(position); });
+    if (!Accumulate::kLooksAhead || !is_there) track.stall([&] { ring.wait(position); });
+    const auto look_ahead = [&] { is_there = step + 1 < depth_steps && ring.has_arrived(position.after()); };
     accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
         sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, position,
-        [&] { meanwhile(step); }, release);
+        [&] { meanwhile(step); }, release, look_ahead);
     position.advance();
   }
   accumulate.end(sums, position, release);

@@ -42,9 +42,9 @@ using FactorsOf = Factors<Product::A::kMajor, Product::B::kMajor, typename Produ
 template <class First, class... Rest>
 struct ProductTable {
   static constexpr Gemm kFirst = First::kGemm;
-  // What a warp has to know of scales: the same of all products of a table.
-  using Scales = typename First::Accumulate::Scales;
-  static_assert((std::is_same_v<Scales, typename Rest::Accumulate::Scales> && ...));
+  // What a warp notes of scales: the same of all products of a table.
+  using Noted = typename First::Accumulate::Noted;
+  static_assert((std::is_same_v<Noted, typename Rest::Accumulate::Noted> && ...));
   template <template <class> class Column>
   using FirstOf = Column<First>;
 

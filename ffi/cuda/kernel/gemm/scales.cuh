@@ -22,10 +22,11 @@ static __device__ const float kNoScale = 1.0f;
 // Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring were
 // written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
 template <class Scales, class Variant>
-__device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
-                                                     const MathThread& thread) {
-  auto& noted = cta.shared.scales[thread.warp];
-  if constexpr (!std::is_empty_v<Scales>) {
+__device__ __forceinline__ Scales find_scales(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
+  if constexpr (std::is_empty_v<Scales>) {
+    return {};
+  } else {
+    auto& noted = cta.shared.scales[thread.warp];
     const auto& p = cta.params;
     const bool down = task.gemm == Gemm::kDown;
     const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
@@ -44,16 +45,16 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
         // Of columns behind the last block, which are not stored, any scale will do.
         const int32_t next = halves ? block : at_most(block + 1, blocks - 1);
         const int64_t of_expert = int64_t{task.expert} * blocks;
-        noted = {rows, {first + (of_expert + block) * steps, second + (of_expert + next) * steps}, 1};
+        noted = {rows, {first + (of_expert + block) * steps, second + (of_expert + next) * steps}};
       } else if (p.weight_scale_rows == kAllOfThem) {
-        noted = {rows, {first + task.expert, second + task.expert}, 0};
+        noted = {rows, {first + task.expert, second + task.expert}};
       } else {
-        noted = {rows, {&kNoScale, &kNoScale}, 0};
+        noted = {rows, {&kNoScale, &kNoScale}};
       }
     }
     __syncwarp();
+    return {noted, p.weight_scale_rows == kScaleColumns ? 1 : 0};
   }
-  return noted;
 }
 
 }  // namespace jaxmoe
