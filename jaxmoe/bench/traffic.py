@@ -110,7 +110,7 @@ class MegakernelMemory(Terms):
     Args:
       weights: `active_experts * expert_bytes`. An expert without rows is not read.
       tokens_staged: `tokens * (answer_bytes + token_bytes)`: x read, which is as wide as answers, and its copy written
-        where peers reach it. One rank alone makes a copy only where it rounds tokens: else 0.
+        where peers reach it. One rank alone makes no copy of tokens that are not rounded: 0.
       tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
         peers, once for each slot. The slots of a token are pulled at different times, those of a small batch from L2.
         Where the plan keeps tokens, by each peer once for all slots of a token.
@@ -149,10 +149,9 @@ class MegakernelMemory(Terms):
         rows, slots = routing.rows(rank), routing.used_slots(rank)
         to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
         token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
-        publishes = shape.ranks > 1 or shape.formats.tokens.scale_rows > 0  # as ffi/common/layout.h has it
         return cls(
             weights=weight_bytes(routing, shape, rank),
-            tokens_staged=shape.tokens * (answer + token) if publishes else 0,
+            tokens_staged=shape.tokens * (answer + token) if shape.ranks > 1 or shape.formats.tokens.scale_rows else 0,
             tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
             rows_written=rows * token,
@@ -217,7 +216,7 @@ class GatherMemory(Terms):
     @classmethod
     def of_rank(cls, routing: Routing, shape: Shape, rank: int) -> "GatherMemory":
         """Counts the terms of one rank."""
-        tokens, answers = shape.tokens * shape.token_bytes, shape.tokens * shape.answer_bytes  # x is as wide as y
+        tokens, answers = shape.tokens * shape.token_bytes, shape.tokens * shape.answer_bytes
         alone = shape.ranks == 1
         return cls(
             weights=weight_bytes(routing, shape, rank),
