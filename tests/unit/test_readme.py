@@ -13,12 +13,13 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_examples_run_one_after_the_other():
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
         assert names["y"].shape == (1024, 256)
         assert bool(np.isfinite(np.asarray(names["y"])).all())
+    assert abs(float(names["error"]) - 0.06) < 0.01
     assert names["mesh"].size == jax.device_count() == 8
 
 
