@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import LayerSuite, layer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import native, sharding
+from jaxmoe import machine, sharding
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs
@@ -85,7 +85,7 @@ def main() -> None:
     with (
         mock.patch.object(sharding, "platform", return_value="gpu"),
         mock.patch.object(limits, "check_megakernel"),
-        mock.patch.object(native, "visible_gpus", return_value=[]),
+        mock.patch.object(machine, "visible_gpus", return_value=[]),
     ):
         choices(within, across)
 
