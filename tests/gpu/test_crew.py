@@ -12,7 +12,7 @@ import pytest
 from jaxmoe import machine, native
 from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import layer
+from tests.layer_calls import layer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_suite import gradients_of, layer, mesh_of, widened
+from tests.layer_calls import gradients_of, layer, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
-from tests.layer_suite import gradients_of, layer
+from tests.layer_calls import gradients_of, layer
 
 pytestmark = [
     pytest.mark.gpu,

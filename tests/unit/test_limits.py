@@ -18,7 +18,7 @@ from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

@@ -21,7 +21,7 @@ from jaxmoe import machine, sharding
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs
-from tests.layer_suite import widened
+from tests.layer_calls import widened
 from tests.multiprocess.rank import join, look_like_host, step, this_rank
 from tests.multiprocess.workers.layer import check, spread
 
