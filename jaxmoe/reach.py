@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.sharding import ExpertGroup, devices_of_groups
 
 
@@ -75,12 +75,12 @@ def _no_access(groups: np.ndarray | None) -> str:
     GPUs that it sees and that could be in a group, so that processes of equal hosts get equal answers.
     """
     if jax.process_count() > 1:
-        asked = [native.visible_gpus()]
+        asked = [machine.visible_gpus()]
     else:
         asked = [[device.local_hardware_id for device in group] for group in _or_all(groups)]
     for gpus in asked:
         for gpu, peer in itertools.permutations(gpus, 2):
-            if not native.peer_access(gpu, peer):
+            if not machine.peer_access(gpu, peer):
                 return f"GPU {gpu} has no access to the memory of GPU {peer}, and 'megakernel' needs it"
     return ""
 

@@ -21,7 +21,7 @@ from jaxmoe.options import Arguments
 from jaxmoe.plan import AnyPlan
 from jaxmoe.quantization import quantize_rows
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error
-from tests.layer_suite import PLACEMENTS, jitted, layer, mesh_of
+from tests.layer_calls import PLACEMENTS, jitted, layer, mesh_of
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 256, 128, 8, 3
 SIZES: dict[str, Any] = {

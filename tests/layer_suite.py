@@ -1,11 +1,7 @@
-"""The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one.
-
-Functions are jitted once for each structure and then fed with different routings, since compiling is what takes time
-here.
-"""
+"""The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one."""
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +9,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.options import Arguments
-from jaxmoe.plan import AnyPlan
-from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error, tolerance
-
-TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 24, 40, 8, 3
-SIZES: dict[str, Any] = {
-    "tokens": TOKENS,
-    "hidden": HIDDEN,
-    "intermediate": INTERMEDIATE,
-    "num_experts": EXPERTS,
-    "top_k": TOP_K,
-}
+from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs
+from tests.layer_calls import (
+    EXPERTS,
+    HIDDEN,
+    PLACEMENTS,
+    TOKENS,
+    TOP_K,
+    LayerChecks,
+    as_dict,
+    cotangent,
+    gradients_of,
+    layer,
+    mesh_of,
+)
 
 # Gated or not, biases, mask: what changes the structure of the program.
 STRUCTURES: dict[str, dict[str, Any]] = {
@@ -47,151 +46,10 @@ ACTIVATIONS: dict[str, Any] = {
     "SwiGLU gpt-oss": jaxmoe.SwiGLU(limit=0.7, alpha=1.702, up_offset=1.0),
     "SwiGLU DeepSeek-V4": jaxmoe.SwiGLU(limit=0.5),
 }
-PLACEMENTS = (
-    "one rank",
-    "all devices",
-    "data x expert, Auto",
-    "data x expert, Explicit",
-    "data x expert, groups of two",
-    "two expert axes",
-    "in shard_map",
-)
 
 
-@functools.cache
-def mesh_of(*names: str, kind: AxisType = AxisType.Auto) -> Mesh:
-    """All devices (8, 4, 2 or 1) over the named axes: two for the last axes first, the rest for the first one."""
-    left, sizes = jax.device_count(), []
-    for _ in names[1:]:
-        sizes.append(min(2, left))
-        left //= sizes[-1]
-    sizes = [left, *sizes] if names[0] == "expert" or len(names) > 2 else [sizes[0], left]
-    return jax.make_mesh(tuple(sizes), names, axis_types=(kind,) * len(names))
-
-
-def layer(placement: str, **options: Any):
-    """Returns a function of the arrays of a call which runs moe_layer in one of `PLACEMENTS`."""
-    explicit = placement == "data x expert, Explicit"
-    data_expert = mesh_of("data", "expert", kind=AxisType.Explicit if explicit else AxisType.Auto)
-
-    def call(arguments: Arguments, **where: Any) -> Any:
-        x, ids, weights, experts, valid = arguments
-        return jaxmoe.moe_layer(x, ids, weights, experts, token_valid=valid, **where, **options)
-
-    if placement == "one rank":
-        return functools.partial(call, axis_name=None)
-    if placement == "all devices":
-        return functools.partial(call, mesh=mesh_of("expert"))
-    if placement in ("data x expert, Auto", "data x expert, Explicit"):
-        return functools.partial(call, mesh=data_expert, data_axes="data")
-    if placement == "data x expert, groups of two":
-        ranks = min(2, jax.device_count())
-        mesh = jax.make_mesh((jax.device_count() // ranks, ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-        return functools.partial(call, mesh=mesh, data_axes="data")
-    if placement == "two expert axes":
-        mesh = mesh_of("data", "node", "gpu")
-        return functools.partial(call, mesh=mesh, axis_name=("node", "gpu"), data_axes=("data",))
-    assert placement == "in shard_map"
-
-    def in_shard_map(arguments: Arguments) -> Any:
-        tokens = P(("data", "expert"))
-        specs = Arguments(tokens, tokens, tokens, P("expert"), tokens)  # pyright: ignore[reportArgumentType]
-        return jax.shard_map(call, mesh=data_expert, in_specs=(specs,), out_specs=tokens)(arguments)
-
-    return in_shard_map
-
-
-def cotangent(y: jax.Array) -> jax.Array:
-    return jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-
-
-def gradients_of(function: Any):
-    """Returns the jitted gradients of a fixed weighted sum of the outputs, for x, topk_weights and experts."""
-
-    def loss(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts, ids: jax.Array, valid: Any) -> jax.Array:
-        y = function(Arguments(x, ids, weights, experts, valid))
-        y = y if valid is None else jnp.where(valid[:, None], y, 0)
-        return jnp.sum(y.astype(jnp.promote_types(y.dtype, jnp.float32)) * cotangent(y))
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-    return lambda a: gradients(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)
-
-
-@functools.cache
-def jitted(placement: str, gradients: bool, options: tuple[tuple[str, Any], ...]) -> Any:
-    function = layer(placement, **dict(options))
-    return gradients_of(function) if gradients else jax.jit(function)
-
-
-@functools.cache
-def jitted_dense(activation: Any, compute_dtype: Any, gradients: bool) -> Any:
-    function = functools.partial(dense, activation=activation, compute_dtype=compute_dtype)
-    return gradients_of(function) if gradients else jax.jit(function)
-
-
-def widened(arguments: Arguments) -> Arguments:
-    cast = lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32))  # noqa: E731
-    return arguments._replace(x=cast(arguments.x), experts=jax.tree.map(cast, arguments.experts))
-
-
-def _as_dict(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-class LayerSuite:
+class LayerSuite(LayerChecks):
     """Inherit and set `implementation`."""
-
-    implementation: ClassVar[str]
-    # Of tokens and weights, where a test does not say otherwise.
-    dtype: ClassVar[Any] = jnp.float32
-    # That one call of the suite may have: what an 8-bit id can name.
-    most_experts: ClassVar[int] = 256
-    # Of which the widths of tokens and hidden rows are multiples, where the implementation wants it.
-    width_multiple: ClassVar[int] = 1
-    # Plans that the suite must hold for besides the default; None where the implementation has no choices.
-    plans: ClassVar[tuple[AnyPlan | None, ...]] = (None,)
-
-    def run(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
-        options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
-        return jitted(placement, False, tuple(sorted(options.items())))(arguments)
-
-    def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
-        options = {"implementation": self.implementation, "plan": self.plans[-1]} | options
-        return jitted(placement, True, tuple(sorted(options.items())))(arguments)
-
-    def plan_of(self, number: int) -> AnyPlan | None:
-        """A plan that is legal for every size, another one for each number from 1."""
-        if self.implementation == "xla":
-            return jaxmoe.Plan(batch_rows=number)
-        if self.implementation == "megakernel":
-            unit_tiles, lag_units = 1 + number % 3, number // 3 % 4
-            room = number // 12 % 3
-            return jaxmoe.KernelPlan(unit_tiles, lag_units, (lag_units + 1) * unit_tiles + room)
-        return None
-
-    def inputs(self, seed: int, **options: Any) -> Arguments:
-        return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
-
-    def assert_near(self, value: Any, truth: Any) -> None:
-        """Every array within the error of a few operations in the suite's dtype."""
-        allowed = 5e-6 if self.dtype == jnp.float32 else 4 * float(jnp.finfo(self.dtype).eps)
-        for key, got in _as_dict(value).items():
-            error = relative_error(got, _as_dict(truth)[key])
-            assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
-
-    def check(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> None:
-        """The output and every gradient agree with the dense reference."""
-        activation, dtype = options.get("activation", "silu"), arguments.x.dtype
-        for gradients, run in ((False, self.run), (True, self.gradients)):
-            truth = jitted_dense(activation, None, gradients)(widened(arguments))
-            value = run(arguments, placement, **options)
-            if dtype == jnp.float32:  # the truth is no wider: only the order of sums differs
-                self.assert_near(value, truth)
-                continue
-            rough = _as_dict(jitted_dense(activation, dtype, gradients)(arguments))
-            for key, want in _as_dict(truth).items():
-                error, allowed = relative_error(_as_dict(value)[key], want), tolerance(rough[key], want, dtype)
-                assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
 
     # --- against the truth ------------------------------------------------------------------------------------------
 
@@ -218,16 +76,16 @@ class LayerSuite:
     def test_what_is_kept_for_the_backward_pass_changes_no_bit(self, structure, routing):
         arguments = self.inputs(21, **STRUCTURES[structure], routing=routing)
         saved, again = (self.gradients(arguments, residuals=residuals) for residuals in ("save", "recompute"))
-        for key, value in _as_dict(saved).items():
-            np.testing.assert_array_equal(value, _as_dict(again)[key], key)
+        for key, value in as_dict(saved).items():
+            np.testing.assert_array_equal(value, as_dict(again)[key], key)
 
     @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
     def test_experts_in_float32_get_gradients_in_float32_that_round_to_those_of_narrow_experts(self, routing):
         arguments = self.inputs(22, biases=True, routing=routing, dtype=jnp.bfloat16)
         # Without a data axis, over which JAX would sum what has been rounded to either type.
-        narrow = _as_dict(self.gradients(arguments, "all devices"))
+        narrow = as_dict(self.gradients(arguments, "all devices"))
         widened_experts = arguments._replace(experts=arguments.experts.astype(jnp.float32))
-        wide = _as_dict(self.gradients(widened_experts, "all devices"))
+        wide = as_dict(self.gradients(widened_experts, "all devices"))
         of_experts = [key for key, value in wide.items() if value.dtype != narrow[key].dtype]
         assert len(of_experts) == len(jax.tree.leaves(arguments.experts))
         for key, value in wide.items():
@@ -422,9 +280,6 @@ class LayerSuite:
             self.assert_near(self.run(arguments, plan=plan), truth)
 
     # --- transformations --------------------------------------------------------------------------------------------
-
-    def options(self) -> dict[str, Any]:
-        return {"implementation": self.implementation, "plan": self.plans[-1]}
 
     @pytest.mark.parametrize("names", [(), ("jaxmoe_gate", "jaxmoe_up")])
     def test_checkpoint_changes_no_gradient(self, names):

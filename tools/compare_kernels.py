@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jax
 
-import jaxmoe.native as native
+import jaxmoe.machine as machine
 
 TIMELINE = "-DJAXMOE_TIMELINE"
 KERNELS = ("forward bf16", "forward f16", "backward bf16", "backward f16")
@@ -40,7 +40,7 @@ def disassemble(tree: Path, timeline: bool) -> str:
     sources = sorted((tree / "ffi/cuda/host/variants").glob("*.cu")) or sorted((tree / "ffi/cuda").rglob("launch.cu"))
     if not sources:
         raise SystemExit(f"compare_kernels: no kernels under {tree}/ffi/cuda. Name a folder of the project.")
-    built = native.build_info()
+    built = machine.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
         raise SystemExit(f"compare_kernels: the CUDA part of this jaxmoe was not built: {built.cuda_missing}")
     beside = str(Path(built.nvcc).parent)

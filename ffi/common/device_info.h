@@ -1,5 +1,5 @@
 // What a device says about itself: four int32 words, written by the host in host/device_info.cc and by the GPU in
-// cuda/host/device_info.cu, read by jaxmoe/native.py. Plain C++20, no CUDA.
+// cuda/host/device_info.cu, read by jaxmoe/machine.py. Plain C++20, no CUDA.
 #pragma once
 
 #include <array>

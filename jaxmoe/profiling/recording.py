@@ -6,7 +6,7 @@ On GPUs the kernels are compiled with or without a recorder (`JAXMOE_TIMELINE=on
 from types import ModuleType
 from typing import Any
 
-from jaxmoe import native
+from jaxmoe import machine, native
 
 
 def event_kinds() -> tuple[tuple[str, bool], ...]:
@@ -15,7 +15,7 @@ def event_kinds() -> tuple[tuple[str, bool], ...]:
     >>> ("gate_up", False) in event_kinds()
     True
     """
-    return _always_built().timeline_kinds
+    return native.always_built().timeline_kinds
 
 
 def roles() -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def roles() -> tuple[str, ...]:
     >>> roles()
     ('block', 'producer', 'dispatch', 'math', 'answers')
     """
-    return _always_built().timeline_roles
+    return native.always_built().timeline_roles
 
 
 def switch(platform: str, on: bool) -> None:
@@ -65,22 +65,16 @@ def launches(platform: str) -> list[Any]:
     return _module(platform).timelines()
 
 
-def _always_built() -> ModuleType:
-    module = native.extension("cpu")
-    assert module is not None, "it raises where it was not built"
-    return module
-
-
 def _module(platform: str) -> ModuleType:
     if platform not in ("cpu", "gpu"):
         raise NotImplementedError(
             f"timeline: no compiled part for platform {platform!r}; there is one for cpu and gpu."
         )
     module = native.extension(platform)
-    if module is None or (platform == "gpu" and not native.build_info().timeline):
+    if module is None or (platform == "gpu" and not machine.build_info().timeline):
         raise NotImplementedError(
             "timeline: the kernels of this build record nothing. Build jaxmoe with JAXMOE_TIMELINE=on in the "
             "environment: `JAXMOE_TIMELINE=on pip install --no-build-isolation --no-deps .`, or `make test` with it. "
-            f"{'' if module else native.cuda_status().reason}".rstrip()
+            f"{'' if module else machine.cuda_status().reason}".rstrip()
         )
     return module

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.bench.beside import TIMEOUT_SECONDS
 from jaxmoe.bench.beside_programs import PROGRAMS
 from tests.multiprocess.launcher import LaunchError, launch
@@ -28,7 +28,9 @@ SLOWEST = 3  # times the median
 
 MARKS = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
     pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
     # The first test of a file waits for the run of all.
     pytest.mark.timeout(START_S + len(CASES) * CASE_S + 60),

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import LayerSuite, layer
+from tests.layer_calls import LayerChecks, layer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 
 
-class Suite(LayerSuite):
-    """The checks of the suite, without its tests."""
-
+class Checks(LayerChecks):
     implementation = "megakernel"
     dtype = jnp.bfloat16
 
 
-SUITE = Suite()
+CHECKS = Checks()
 # Widths that fill no tile, narrow tiles, experts of one row tile and of many.
 SIZES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"tokens": 1536, "hidden": 2880, "intermediate": 2880, "num_experts": 8, "top_k": 4},
@@ -50,7 +50,7 @@ def assert_same_bits(gradients: Any, expected: Any) -> None:
 @pytest.mark.parametrize("routing", ["uniform", "one-hot", "unused-slots"])
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_of_real_sizes_cost_at_most_twice_the_error_of_the_same_maths(size, routing):
-    SUITE.check(SUITE.inputs(31, **SIZES[size], routing=routing, biases=True), "all devices", plan=None)
+    CHECKS.check(CHECKS.inputs(31, **SIZES[size], routing=routing, biases=True), "all devices", plan=None)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])
@@ -60,42 +60,42 @@ def test_gradients_of_hundreds_of_experts_of_a_rank_cost_at_most_twice_the_error
     placement, num_experts, tokens, routing
 ):
     sizes = {"tokens": tokens, "hidden": 256, "intermediate": 136, "num_experts": num_experts, "top_k": 10}
-    SUITE.check(SUITE.inputs(36, **sizes, routing=routing, biases=True), placement, plan=None)
+    CHECKS.check(CHECKS.inputs(36, **sizes, routing=routing, biases=True), placement, plan=None)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_experts_of_several_segments_add_up_their_weight_gradients(dtype):
-    arguments = SUITE.inputs(32, **SIZES["large experts"], routing="zipf", biases=True, dtype=dtype)
+    arguments = CHECKS.inputs(32, **SIZES["large experts"], routing="zipf", biases=True, dtype=dtype)
     plan = plan_with(unit_tiles=2, lag_units=1, ring_tiles=7, segment_tiles=3)
-    SUITE.check(arguments, "all devices", plan=plan)
+    CHECKS.check(arguments, "all devices", plan=plan)
 
 
 def test_every_plan_with_the_same_segments_gives_the_same_bits():
-    arguments = SUITE.inputs(33, **SIZES["large experts"], routing="zipf", biases=True)
+    arguments = CHECKS.inputs(33, **SIZES["large experts"], routing="zipf", biases=True)
     plans = [
         plan_with(unit_tiles=4, lag_units=1, ring_tiles=12, segment_tiles=4),
         plan_with(unit_tiles=1, lag_units=0, ring_tiles=4, segment_tiles=4),
         plan_with(unit_tiles=2, lag_units=2, ring_tiles=40, chunk_rows=16, keep_tokens=True, segment_tiles=4),
     ]
-    expected, *others = (SUITE.gradients(arguments, "all devices", plan=plan) for plan in plans)
+    expected, *others = (CHECKS.gradients(arguments, "all devices", plan=plan) for plan in plans)
     for gradients in others:
         assert_same_bits(gradients, expected)
 
 
 def test_five_hundred_backward_passes_give_the_same_bits():
     sizes: dict[str, Any] = {"tokens": 1024, "hidden": 256, "intermediate": 384, "num_experts": 16, "top_k": 4}
-    arguments = SUITE.inputs(34, **sizes, routing="zipf", biases=True)
-    expected = SUITE.gradients(arguments, "all devices", plan=None)
+    arguments = CHECKS.inputs(34, **sizes, routing="zipf", biases=True)
+    expected = CHECKS.gradients(arguments, "all devices", plan=None)
     different = jnp.zeros((), jnp.int32)
     differ = jax.jit(lambda a, b: sum(jnp.any(x != y).astype(jnp.int32) for x, y in zip(a, b, strict=True)))
     for _ in range(500):
-        gradients = SUITE.gradients(arguments, "all devices", plan=None)
+        gradients = CHECKS.gradients(arguments, "all devices", plan=None)
         different += differ(jax.tree.leaves(gradients), jax.tree.leaves(expected))
     assert int(different) == 0
 
 
 def test_debug_nans_finds_none_in_what_is_saved_into_memory_that_held_nan():
-    arguments = SUITE.inputs(36, **SIZES["many experts"], routing="unused-slots", biases=True)
+    arguments = CHECKS.inputs(36, **SIZES["many experts"], routing="unused-slots", biases=True)
     run = layer("data x expert, Auto", implementation="megakernel", residuals="save")
     with jax.debug_nans(True):
         for _ in range(10):
@@ -111,8 +111,8 @@ def test_debug_nans_finds_none_in_what_is_saved_into_memory_that_held_nan():
 
 def test_gradients_are_one_kernel_of_each_pass():
     arguments = make_inputs(35, tokens=2048, hidden=512, intermediate=512, num_experts=8, top_k=2, dtype=jnp.bfloat16)
-    jax.block_until_ready(SUITE.gradients(arguments, "all devices", plan=None))
-    times = kernel_times(lambda: SUITE.gradients(arguments, "all devices", plan=None))
+    jax.block_until_ready(CHECKS.gradients(arguments, "all devices", plan=None))
+    times = kernel_times(lambda: CHECKS.gradients(arguments, "all devices", plan=None))
     launches = {name: count for name, _, count in times if "moe_" in name}
     assert sorted(count for name, count in launches.items() if "moe_backward" in name) == [1]
     assert sum(count for name, count in launches.items() if "moe_forward" in name) <= 1

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import native
+from jaxmoe import machine, native
 from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import layer
+from tests.layer_calls import layer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 
 # Multiprocessors that something else holds, of 132: one, half, all but a few clusters. Clusters need two neighbours, so

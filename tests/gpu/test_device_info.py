@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxmoe.native as native
+import jaxmoe.machine as machine
 
 pytestmark = pytest.mark.gpu
 
@@ -18,14 +18,14 @@ def hopper_devices():
         devices = jax.devices("cuda")
     except RuntimeError:
         pytest.skip("JAX sees no CUDA device")
-    if native.build_info().cuda_toolkit is None:
-        pytest.fail(f"a GPU is here, but the CUDA part was not built: {native.build_info().cuda_missing}")
+    if machine.build_info().cuda_toolkit is None:
+        pytest.fail(f"a GPU is here, but the CUDA part was not built: {machine.build_info().cuda_missing}")
     return devices
 
 
 def test_code_for_sm_90a_runs_on_every_device_and_reports_a_hopper_gpu(hopper_devices):
     for device in hopper_devices:
-        info = native.device_info(device)
+        info = machine.device_info(device)
         assert info.compiled_arch == 900
         assert info.compute_capability == 90
         assert info.block_shared_bytes == 227 * 1024  # what compute capability 9.0 allows one block
@@ -33,25 +33,25 @@ def test_code_for_sm_90a_runs_on_every_device_and_reports_a_hopper_gpu(hopper_de
 
 
 def test_the_cuda_part_is_available_on_hopper(hopper_devices):
-    status = native.cuda_status()
-    if native.build_info().collectives_api is None:
+    status = machine.cuda_status()
+    if machine.build_info().collectives_api is None:
         assert "collectives_api.h" in status.reason
     else:
-        assert status == native.CudaStatus(available=True, reason="")
+        assert status == machine.CudaStatus(available=True, reason="")
 
 
 def test_the_driver_knows_the_gpus_of_jax_by_their_numbers_and_which_reach_each_other(hopper_devices):
     numbers = [device.local_hardware_id for device in hopper_devices]
-    assert set(numbers) <= set(native.visible_gpus())
+    assert set(numbers) <= set(machine.visible_gpus())
     for gpu, peer in itertools.combinations(numbers, 2):
-        assert native.peer_access(gpu, peer) == native.peer_access(peer, gpu)
+        assert machine.peer_access(gpu, peer) == machine.peer_access(peer, gpu)
     with pytest.raises(RuntimeError, match=r"cudaDeviceCanAccessPeer: invalid device ordinal"):
-        native.peer_access(numbers[0], 1000)
+        machine.peer_access(numbers[0], 1000)
 
 
 def test_the_call_is_ordered_with_the_work_before_and_after_it_on_one_stream(hopper_devices):
     call = jax.ffi.ffi_call("jaxmoe_device_info", jax.ShapeDtypeStruct((4,), jnp.int32))
-    native.device_info(hopper_devices[0])  # registers the target
+    machine.device_info(hopper_devices[0])  # registers the target
 
     @jax.jit
     def many_calls(x):

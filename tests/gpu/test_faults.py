@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from jaxmoe import native
+from jaxmoe import machine
 from tests.gpu.test_processes import GPUS, in_processes_of, several_gpus, start
 from tests.multiprocess.launcher import LaunchError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 LIMIT_S = 3
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine
 from tests.fp8_suite import Fp8Suite
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ class TestXla(OnGpu):
 
 
 @pytest.mark.skipif(
-    not native.cuda_status().available, reason=f"the CUDA part cannot run: {native.cuda_status().reason}"
+    not machine.cuda_status().available, reason=f"the CUDA part cannot run: {machine.cuda_status().reason}"
 )
 class TestMegakernel(OnGpu):
     implementation = "megakernel"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.implementations.xla.plan import has_tokamax
 from jaxmoe.testing import make_inputs
 from tests.layer_suite import LayerSuite
@@ -48,7 +48,7 @@ class TestXlaWithTokamax(OnGpu):
 
 
 @pytest.mark.skipif(
-    not native.cuda_status().available, reason=f"the CUDA part cannot run: {native.cuda_status().reason}"
+    not machine.cuda_status().available, reason=f"the CUDA part cannot run: {machine.cuda_status().reason}"
 )
 class TestMegakernel(OnGpu):
     implementation = "megakernel"

@@ -11,15 +11,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_suite import gradients_of, layer, mesh_of, widened
+from tests.layer_calls import gradients_of, layer, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 
 # Several row tiles of an expert, narrow ones, widths that fill no tile.

@@ -7,14 +7,16 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmoe import native
+from jaxmoe import machine
 from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import launch
 from tests.multiprocess.test_hosts import assert_all_are_told
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
 ]
 # Processes that share GPUs are tested on one as on eight.
 several_gpus = pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")

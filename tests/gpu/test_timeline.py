@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import native
+from jaxmoe import machine, native
 from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS
 from jaxmoe.profiling import summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
-from tests.layer_suite import gradients_of, layer
+from tests.layer_calls import gradients_of, layer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not native.cuda_status().available, reason=native.cuda_status().reason or "the CUDA part runs"),
-    pytest.mark.skipif(not native.build_info().timeline, reason="the kernels are built without JAXMOE_TIMELINE=on"),
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
+    pytest.mark.skipif(not machine.build_info().timeline, reason="the kernels are built without JAXMOE_TIMELINE=on"),
 ]
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-import jaxmoe.native as native
+import jaxmoe.machine as machine
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ROOT / "ffi/cuda/host/variants"
@@ -27,7 +27,7 @@ def has_timeline(request) -> bool:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, has_timeline) -> tuple[str, list[Path]]:
     """What ptxas says about the kernels, and their code, a file each."""
-    built = native.build_info()
+    built = machine.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
         pytest.skip(f"the CUDA part was not built: {built.cuda_missing}")
     flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * has_timeline
@@ -69,7 +69,7 @@ def test_the_assembler_serialises_no_tensor_core_products(compiled):
 def kernels(compiled) -> list[str]:
     """The machine code of every kernel."""
     _, cubins = compiled
-    nvcc = Path(native.build_info().nvcc or "")
+    nvcc = Path(machine.build_info().nvcc or "")
     disassembler = shutil.which("cuobjdump", path=str(nvcc.parent)) or shutil.which("cuobjdump")
     if disassembler is None:
         pytest.skip("needs cuobjdump (nvidia-cuda-cuobjdump, or a CUDA toolkit)")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import SIZES
+from tests.layer_calls import SIZES
 
 AUTO = (AxisType.Auto,) * 2
 # Of a size that no other file has: what was traced for one process is kept.

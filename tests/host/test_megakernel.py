@@ -22,7 +22,8 @@ from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
-from tests.layer_suite import SIZES, LayerSuite, cotangent, layer, mesh_of
+from tests.layer_calls import SIZES, cotangent, layer, mesh_of
+from tests.layer_suite import LayerSuite
 
 KernelPlan = jaxmoe.KernelPlan
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import jaxmoe.machine as machine
 import jaxmoe.native as native
 
 SPILLING_KERNEL = """
@@ -54,9 +55,9 @@ def run_python(code: str) -> str:
 
 
 def compile_kernel(source: str, flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    nvcc = native.build_info().nvcc
+    nvcc = machine.build_info().nvcc
     if nvcc is None or not Path(nvcc).exists():
-        pytest.skip(f"no CUDA compiler to try: {native.build_info().cuda_missing or f'{nvcc} is gone'}")
+        pytest.skip(f"no CUDA compiler to try: {machine.build_info().cuda_missing or f'{nvcc} is gone'}")
     (folder / "kernel.cu").write_text(source)
     return subprocess.run(
         [nvcc, *shlex.split(flags), "-c", "kernel.cu", "-o", "kernel.o"], cwd=folder, capture_output=True, text=True
@@ -64,7 +65,7 @@ def compile_kernel(source: str, flags: str, folder: Path) -> subprocess.Complete
 
 
 def test_the_host_part_is_built_as_cpp20_against_the_jaxlib_in_use():
-    built = native.build_info()
+    built = machine.build_info()
     assert built.cpp_standard == "202002"
     assert built.jaxlib == importlib.metadata.version("jaxlib")
     assert built.ffi_api.startswith("0.")
@@ -72,11 +73,11 @@ def test_the_host_part_is_built_as_cpp20_against_the_jaxlib_in_use():
 
 def test_the_collectives_api_is_reported_exactly_where_jaxlib_has_its_header():
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/collectives_c_api.h"
-    assert (native.build_info().collectives_api is not None) == header.exists()
+    assert (machine.build_info().collectives_api is not None) == header.exists()
 
 
 def test_either_the_cuda_part_is_built_or_the_reason_is_known():
-    built = native.build_info()
+    built = machine.build_info()
     if built.cuda_toolkit is None:
         assert built.cuda_missing
         assert built.cuda_arch is None
@@ -87,23 +88,23 @@ def test_either_the_cuda_part_is_built_or_the_reason_is_known():
 
 
 def test_device_info_of_a_cpu_comes_from_compiled_code():
-    info = native.device_info(jax.devices("cpu")[0])
+    info = machine.device_info(jax.devices("cpu")[0])
     assert info.num_processors >= 1
     assert (info.compiled_arch, info.block_shared_bytes, info.compute_capability) == (0, 0, 0)
 
 
 def test_device_info_runs_on_the_device_it_is_given():
     # The words are the same on each virtual device, so what is checked is that none of them is refused.
-    assert len({native.device_info(device) for device in jax.devices("cpu")}) == 1
+    assert len({machine.device_info(device) for device in jax.devices("cpu")}) == 1
 
 
 def test_the_words_of_device_info_have_one_order_in_cpp_and_python():
-    names = tuple(field.name for field in dataclasses.fields(native.DeviceInfo))
+    names = tuple(field.name for field in dataclasses.fields(machine.DeviceInfo))
     assert importlib.import_module("jaxmoe._native").device_info_fields() == names
 
 
 def test_a_result_of_the_wrong_size_is_refused_with_both_sizes():
-    native.build_info()  # registers the target
+    machine.build_info()  # registers the target
     call = jax.ffi.ffi_call("jaxmoe_device_info", jax.ShapeDtypeStruct((5,), "int32"))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"the result has 5 words\. It needs int32\[4\]"):
         jax.block_until_ready(jax.jit(call)())
@@ -111,12 +112,12 @@ def test_a_result_of_the_wrong_size_is_refused_with_both_sizes():
 
 def test_cuda_status_says_what_is_missing_on_a_machine_without_a_gpu():
     output = run_python("""
-        import jaxmoe.native as native
-        status = native.cuda_status()
+        import jaxmoe.machine as machine
+        status = machine.cuda_status()
         print(status.available)
         print(status.reason)
     """).splitlines()
-    built = native.build_info()
+    built = machine.build_info()
     assert output[0] == "False"
     if built.cuda_toolkit is None:
         assert built.cuda_missing in output[1]
@@ -131,11 +132,11 @@ def test_cuda_status_says_what_is_missing_on_a_machine_without_a_gpu():
 
 def test_without_the_cuda_part_no_gpu_can_be_asked_and_the_error_says_why(monkeypatch):
     monkeypatch.setattr(native, "_load_cuda", lambda: None)
-    reason = native.CudaStatus(available=False, reason="The CUDA part was not built: it was switched off.")
-    monkeypatch.setattr(native, "cuda_status", lambda: reason)
+    reason = machine.CudaStatus(available=False, reason="The CUDA part was not built: it was switched off.")
+    monkeypatch.setattr(machine, "cuda_status", lambda: reason)
     for name, arguments in (("visible_gpus", ()), ("peer_access", (0, 1))):
         with pytest.raises(NotImplementedError, match=rf"^{name}: no GPU can be asked\. The CUDA part was not built"):
-            getattr(native, name)(*arguments)
+            getattr(machine, name)(*arguments)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
@@ -148,11 +149,11 @@ def test_cuda_status_names_a_gpu_that_is_not_hopper(monkeypatch, capability):
             return "cuda:0"
 
     complete = dataclasses.replace(
-        native.build_info(), cuda_toolkit="13.0.88", cuda_arch="sm_90a", cuda_missing="", collectives_api="0.2"
+        machine.build_info(), cuda_toolkit="13.0.88", cuda_arch="sm_90a", cuda_missing="", collectives_api="0.2"
     )
-    monkeypatch.setattr(native, "build_info", lambda: complete)
-    monkeypatch.setattr(native, "_cuda_devices", lambda: [OtherGpu()])
-    status = native.cuda_status()
+    monkeypatch.setattr(machine, "build_info", lambda: complete)
+    monkeypatch.setattr(machine, "_cuda_devices", lambda: [OtherGpu()])
+    status = machine.cuda_status()
     assert not status.available
     assert f"cuda:0 (NVIDIA Example) has compute capability {capability}" in status.reason
 
@@ -163,16 +164,21 @@ def test_jaxmoe_imports_without_its_compiled_parts_and_says_how_to_build_them():
         sys.modules["jaxmoe._native"] = None  # the import system's way of saying that a module cannot be found
         sys.modules["jaxmoe._cuda"] = None
         import jaxmoe
+        import jaxmoe.machine as machine
         import jaxmoe.native as native
-        for ask in native.build_info, native.device_info, native.schedule:
+        for ask in machine.build_info, machine.device_info, native.schedule:
             try:
                 ask()
             except ModuleNotFoundError as error:
                 print(error)
-        print(native.cuda_status())
-        print(native.report())
+        try:
+            machine.visible_gpus()
+        except NotImplementedError as error:
+            print(error)
+        print(machine.cuda_status())
+        print(machine.report())
     """).splitlines()
-    assert len(output) == 5
+    assert len(output) == 6
     for line in output:
         assert "jaxmoe._native is missing" in line
         assert "pip install ." in line
@@ -183,10 +189,10 @@ def test_jaxmoe_works_without_its_cuda_part_and_says_so():
         import sys
         sys.modules["jaxmoe._cuda"] = None
         import jax
-        import jaxmoe.native as native
-        print(native.device_info(jax.devices("cpu")[0]).compiled_arch)
-        print(native.cuda_status().available)
-        print(native.build_info().cuda_toolkit)
+        import jaxmoe.machine as machine
+        print(machine.device_info(jax.devices("cpu")[0]).compiled_arch)
+        print(machine.cuda_status().available)
+        print(machine.build_info().cuda_toolkit)
     """).split()
     assert output == ["0", "False", "None"]
 
@@ -195,6 +201,7 @@ def test_the_compiled_parts_are_loaded_only_when_something_asks_for_them():
     output = run_python("""
         import sys
         import jaxmoe
+        import jaxmoe.machine
         import jaxmoe.native
         print([name for name in sys.modules if name in ("jaxmoe._native", "jaxmoe._cuda")])
     """)
@@ -202,7 +209,7 @@ def test_the_compiled_parts_are_loaded_only_when_something_asks_for_them():
 
 
 def test_the_report_names_both_parts():
-    lines = native.report().splitlines()
+    lines = machine.report().splitlines()
     assert [line.split()[0] for line in lines] == ["jaxmoe._native", "jaxmoe._cuda", "CUDA"]
 
 
@@ -217,7 +224,7 @@ def test_the_report_names_both_parts():
 def test_a_kernel_that_spills_or_uses_local_memory_does_not_compile_with_the_flags_of_the_build(
     tmp_path, source, complaint
 ):
-    flags = native.build_info().nvcc_flags or ""
+    flags = machine.build_info().nvcc_flags or ""
     result = compile_kernel(source, flags, tmp_path)
     assert result.returncode != 0
     assert complaint in result.stderr
@@ -226,5 +233,5 @@ def test_a_kernel_that_spills_or_uses_local_memory_does_not_compile_with_the_fla
 
 
 def test_a_clean_kernel_compiles_with_the_flags_of_the_build(tmp_path):
-    result = compile_kernel(CLEAN_KERNEL, native.build_info().nvcc_flags or "", tmp_path)
+    result = compile_kernel(CLEAN_KERNEL, machine.build_info().nvcc_flags or "", tmp_path)
     assert result.returncode == 0, result.stderr

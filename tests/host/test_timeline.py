@@ -16,7 +16,7 @@ from jaxmoe.profiling import recording, summary, timeline
 from jaxmoe.testing import make_inputs
 from tests import timeline_checks as checks
 from tests.host.test_executor import GRADIENT_SCHEDULES, SCHEDULES, SHAPE, arguments, gradients, run
-from tests.layer_suite import gradients_of, layer
+from tests.layer_calls import gradients_of, layer
 
 RANKS = 8
 SIZES: dict[str, Any] = {"tokens": 8 * 40, "hidden": 48, "intermediate": 72, "num_experts": 16, "top_k": 3}

@@ -22,11 +22,11 @@ import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe import CHECKPOINT_NAMES, RouterConfig, SwiGLU
 from jaxmoe.testing import relative_error
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 BATCH, LENGTH, HIDDEN, INTERMEDIATE, EXPERTS = 16, 4, 16, 24, 8
 STEPS, MICRO_BATCHES, DEPTH, RATE = 6, 2, 2, 0.1
-# Gradients of one call agree within 5e-6 of their norm in float32 (LayerSuite.assert_near). A step of plain gradient
+# Gradients of one call agree within 5e-6 of their norm in float32 (LayerChecks.assert_near). A step of plain gradient
 # descent moves the loss by -RATE * |gradient|^2, to first order, so such an error changes the loss of any later step by
 # at most that share of what it has fallen; and a loss computed twice differs by that share of itself. Measured: 1.2e-7.
 # With Adam there is no such bound: it divides gradients by their size, also those that are nothing but rounding.

@@ -19,7 +19,7 @@ from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, relative_error
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 SHAPE = LayerShape(hidden=256, intermediate=128, num_experts=4, top_k=2)
 RANKS, TOKENS = 2, 24

@@ -18,7 +18,7 @@ from jaxmoe.formats import BF16, Format
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.precision import ROWS
 from jaxmoe.testing import ROUTING_KINDS, make_ids
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 # Two ranks of two tokens. Rank 0 owns the experts 0 and 1, rank 1 owns 2 and 3, and nobody asks for expert 3.
 SMALL = Shape(tokens=2, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2)

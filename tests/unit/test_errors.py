@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

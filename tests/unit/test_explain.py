@@ -16,7 +16,7 @@ from jaxmoe.implementations.megakernel.schedule import most_row_tiles, tile_size
 from jaxmoe.implementations.xla import plan as xla_plans
 from jaxmoe.plan import Shape, default_plan
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 
 def abstract(tokens: int, hidden: int, intermediate: int, num_experts: int, top_k: int):

@@ -14,7 +14,7 @@ from jaxmoe import BlockScaled
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.testing import make_inputs
 from tests.fp8_suite import SIZES, Fp8Suite, in_8_bits
-from tests.layer_suite import layer
+from tests.layer_calls import layer
 
 
 class TestXla(Fp8Suite):

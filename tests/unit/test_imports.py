@@ -18,6 +18,10 @@ def imported_by(path: Path) -> set[str]:
     return names
 
 
+def of_jaxmoe(file: str) -> set[str]:
+    return {name for name in imported_by(ROOT / "jaxmoe" / file) if within(name, "jaxmoe")}
+
+
 def within(name: str, *packages: str) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
@@ -32,6 +36,11 @@ def test_implementations_know_neither_their_callers_nor_each_other():
             forbidden += [f"jaxmoe.implementations.{other}" for other in strangers[own]]
         against = {name for name in imported_by(path) if within(name, *forbidden)}
         assert not against, f"{path.relative_to(ROOT)} imports {sorted(against)}"
+
+
+def test_what_loads_compiled_code_imports_nothing_of_jaxmoe_and_what_asks_it_for_facts_only_that():
+    assert of_jaxmoe("native.py") == set()
+    assert of_jaxmoe("machine.py") == {"jaxmoe.native"}
 
 
 def test_what_both_flax_layers_wrap_imports_no_flax():

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import call as calls
-from jaxmoe import native
+from jaxmoe import machine, native
 from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
 from jaxmoe.formats import Formats
 from jaxmoe.implementations.base import Inputs
@@ -18,7 +18,7 @@ from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
 from jaxmoe.testing import make_inputs
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -45,7 +45,7 @@ def square_relu() -> Pointwise:
 def both_platforms(monkeypatch):
     """A build that has the forward kernel for both platforms, on a machine with the right GPU."""
     monkeypatch.setattr(native, "targets", lambda platform: frozenset({FORWARD}))
-    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=True, reason=""))
+    monkeypatch.setattr(machine, "cuda_status", lambda: machine.CudaStatus(available=True, reason=""))
 
 
 def check(platform: str = "cpu", dtype: Any = jnp.bfloat16, activation: Any = "silu", plan: Any = PLAN, **sizes: int):
@@ -238,14 +238,14 @@ def test_a_build_without_the_kernel_of_a_platform_says_so(monkeypatch):
     monkeypatch.setattr(native, "targets", lambda platform: frozenset({"jaxmoe_device_info"}))
     with pytest.raises(NotImplementedError, match="no forward kernel for platform 'cpu' in this build"):
         call()
-    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=True, reason=""))
+    monkeypatch.setattr(machine, "cuda_status", lambda: machine.CudaStatus(available=True, reason=""))
     with pytest.raises(NotImplementedError, match="no forward kernel for platform 'gpu' in this build"):
         check("gpu")
 
 
 def test_a_gpu_that_cannot_run_it_is_named(monkeypatch):
     monkeypatch.setattr(native, "targets", lambda platform: frozenset())
-    monkeypatch.setattr(native, "cuda_status", lambda: native.CudaStatus(available=False, reason="It is an A100."))
+    monkeypatch.setattr(machine, "cuda_status", lambda: machine.CudaStatus(available=False, reason="It is an A100."))
     with pytest.raises(NotImplementedError, match=r"cannot run on this GPU\. It is an A100\. Or pass implementation"):
         check("gpu")
 

@@ -18,7 +18,7 @@ from jaxmoe import BlockScaled, dequantize, quantize
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.formats import Format
 from jaxmoe.quantization import dequantize_rows, quantize_rows
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 BLOCKS = BLOCK_KINDS
 SCALES = (jnp.float32, jnp.float8_e8m0fnu)

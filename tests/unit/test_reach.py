@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import native, reach
+from jaxmoe import machine, reach
 from jaxmoe.sharding import ExpertGroup
 
 PAIR = ExpertGroup(("expert",), 2)
@@ -37,8 +37,8 @@ def job(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: devices)
         monkeypatch.setattr(jax, "local_devices", lambda: devices)
         monkeypatch.setattr(jax, "process_count", lambda: len({device.process_index for device in devices}))
-        monkeypatch.setattr(native, "visible_gpus", lambda: list(visible))
-        monkeypatch.setattr(native, "peer_access", lambda gpu, peer: (gpu, peer) not in no_access)
+        monkeypatch.setattr(machine, "visible_gpus", lambda: list(visible))
+        monkeypatch.setattr(machine, "peer_access", lambda gpu, peer: (gpu, peer) not in no_access)
 
     return make
 

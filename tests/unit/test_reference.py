@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.testing import dense, make_inputs
-from tests.layer_suite import SIZES, LayerSuite
+from tests.layer_calls import SIZES
+from tests.layer_suite import LayerSuite
 
 
 class TestReference(LayerSuite):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxmoe.machine as machine
 import jaxmoe.native as native
 from jaxmoe.profiling import recording, summary, timeline
 from jaxmoe.profiling.timeline import EVENT, Timeline
@@ -221,7 +222,7 @@ def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
         compiled.decode_timeline(bytes(10), 2)
 
 
-@pytest.mark.skipif(native.build_info().timeline, reason="the kernels of this build record")
+@pytest.mark.skipif(machine.build_info().timeline, reason="the kernels of this build record")
 def test_a_build_without_a_timeline_says_how_to_get_one():
     for ask in (lambda: recording.launches("gpu"), lambda: recording.switch("gpu", True)):
         with pytest.raises(NotImplementedError, match="JAXMOE_TIMELINE=on"):

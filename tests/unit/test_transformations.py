@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.testing import dense, make_inputs, relative_error
-from tests.layer_suite import mesh_of
+from tests.layer_calls import mesh_of
 
 ARGUMENTS = make_inputs(0, biases=True)[:4]
 

@@ -12,7 +12,8 @@ import jaxmoe
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.implementations.xla.local_rows import _count_below, stable_argsort
 from jaxmoe.testing import dense, make_inputs, relative_error
-from tests.layer_suite import LayerSuite, layer, mesh_of, widened
+from tests.layer_calls import layer, mesh_of, widened
+from tests.layer_suite import LayerSuite
 
 
 class TestXla(LayerSuite):

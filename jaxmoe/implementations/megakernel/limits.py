@@ -6,7 +6,7 @@ counts of experts in shared memory.
 
 import jax
 
-from jaxmoe import native
+from jaxmoe import machine, native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
@@ -104,7 +104,7 @@ def _check_platform(platform: str, ranks: int) -> None:
         registered = native.targets(platform)
     except ModuleNotFoundError as error:
         raise not_compiled(error) from error
-    if platform == "gpu" and not (status := native.cuda_status()).available:
+    if platform == "gpu" and not (status := machine.cuda_status()).available:
         raise NotImplementedError(
             f"moe_layer: implementation='megakernel' cannot run on this GPU. {status.reason} "
             "Or pass implementation='xla'."

@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import native, sharding
+from jaxmoe import machine, sharding
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs
-from tests.layer_suite import widened
+from tests.layer_calls import widened
 from tests.multiprocess.rank import join, look_like_host, step, this_rank
 from tests.multiprocess.workers.layer import check, spread
 
@@ -85,7 +85,7 @@ def main() -> None:
     with (
         mock.patch.object(sharding, "platform", return_value="gpu"),
         mock.patch.object(limits, "check_megakernel"),
-        mock.patch.object(native, "visible_gpus", return_value=[]),
+        mock.patch.object(machine, "visible_gpus", return_value=[]),
     ):
         choices(within, across)
 

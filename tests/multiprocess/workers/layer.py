@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, dense, make_inputs, relative_error, tolerance
-from tests.layer_suite import widened
+from tests.layer_calls import widened
 from tests.multiprocess.rank import join, step
 
 SIZES: dict[str, dict[str, Any]] = {
