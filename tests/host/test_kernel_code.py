@@ -79,18 +79,42 @@ def kernels(compiled) -> list[str]:
     return [kernel for each in told for kernel in each.stdout.split("Function : ")[1:]]
 
 
+def named(kernel: str) -> str:
+    """The function whose code it is."""
+    return kernel.splitlines()[0]
+
+
+def in_8_bits(kernel: str) -> bool:
+    return "EightBit" in named(kernel)
+
+
 def test_products_are_those_of_hopper_alone(kernels):
-    assert len(kernels) == 4  # forward and backward, BF16 and F16
-    for kernel in kernels:
+    wide = [kernel for kernel in kernels if not in_8_bits(kernel)]
+    assert len(wide) == 4  # forward and backward, BF16 and F16
+    for kernel in wide:
         products = re.findall(r"\bHGMMA\.(\w+)", kernel)
         # Four to a stage, for each way round that the kernel takes its factors.
-        assert len(products) >= (12 if "moe_backward" in kernel.splitlines()[0] else 4)
+        assert len(products) >= (12 if "moe_backward" in named(kernel) else 4)
         assert set(products) == {"64x256x16"}
-        assert not re.search(r"\b(HMMA|LDL|STL)\b", kernel)
+        assert not re.search(r"\b(HMMA|QGMMA|LDL|STL)\b", kernel)
+
+
+def test_products_in_8_bits_are_halves_that_begin_at_zero_every_128_of_the_depth(kernels):
+    narrow = [kernel for kernel in kernels if in_8_bits(kernel)]
+    assert len(narrow) == 2  # forward, with 16-bit tokens and answers of both types
+    for kernel in narrow:
+        products = re.findall(r"\bQGMMA\.(64x\S+) (\w+), gdesc\[\w+\], (\w+)", kernel)
+        assert {kind for kind, *_ in products} == {"64x128x32.F32.E4M3.E4M3"}
+        # Of every four, which are 128 of the depth, the first adds to nothing, the others to what they write.
+        from_zero = [added == "RZ" for _, _, added in products]
+        assert from_zero == [True, False, False, False] * (len(products) // 4)
+        assert all(written == added for _, written, added in products if added != "RZ")
+        assert not re.search(r"\b(HMMA|HGMMA|LDL|STL)\b", kernel)
 
 
 def test_only_a_kernel_with_a_timeline_reads_the_clock(kernels, has_timeline):
     """Without one nothing of it is left; the timer of the bounded waits is another register."""
     for kernel in kernels:
-        assert bool(re.search(r"\bSR_CLOCK", kernel)) == has_timeline
+        # Those in 8 bits have no registers for it.
+        assert bool(re.search(r"\bSR_CLOCK", kernel)) == (has_timeline and not in_8_bits(kernel))
         assert "SR_GLOBALTIMER" in kernel
