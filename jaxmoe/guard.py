@@ -12,12 +12,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Shaped
 
-_identity = Primitive("jaxmoe_not_mapped")
-_identity.def_impl(lambda array: array)
-_identity.def_abstract_eval(lambda array: array)
-ad.deflinear2(_identity, lambda cotangent, _: [_identity.bind(cotangent)])
-mlir.register_lowering(_identity, lambda context, operand: [operand])
-
 
 def _refuse(args: Any, dims: Any) -> Any:
     raise NotImplementedError(
@@ -27,13 +21,18 @@ def _refuse(args: Any, dims: Any) -> Any:
     )
 
 
-batching.primitive_batchers[_identity] = _refuse
+def _unmapped_identity(name: str) -> Primitive:
+    identity = Primitive(name)
+    identity.def_impl(lambda array: array)
+    identity.def_abstract_eval(lambda array: array)
+    mlir.register_lowering(identity, lambda context, operand: [operand])
+    batching.primitive_batchers[identity] = _refuse
+    return identity
 
-_constant = Primitive("jaxmoe_constant")
-_constant.def_impl(lambda array: array)
-_constant.def_abstract_eval(lambda array: array)
-mlir.register_lowering(_constant, lambda context, operand: [operand])
-batching.primitive_batchers[_constant] = _refuse
+
+_identity = _unmapped_identity("jaxmoe_not_mapped")
+ad.deflinear2(_identity, lambda cotangent, _: [_identity.bind(cotangent)])
+_constant = _unmapped_identity("jaxmoe_constant")
 
 
 def _refuse_gradients(primals: Any, tangents: Any) -> Any:

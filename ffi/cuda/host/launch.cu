@@ -85,7 +85,9 @@ class MapMaker {
 };
 
 // Elements of a line of a box, whose number of lines is kBoxWidth or that of the rows.
-int32_t line_of(const Format& format) { return 8 * OperandTile<std::byte, kBoxWidth>::kLineBytes / info_of(format.element).bits; }
+int32_t line_of(const Format& format) {
+  return 8 * OperandTile<std::byte, kBoxWidth>::kLineBytes / info_of(format.element).bits;
+}
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
 std::string tiles_error(const LaunchParams& p) {
@@ -116,7 +118,8 @@ void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) 
   // Those with scales lie the other way round.
   const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
     if (formats.weights.is_scaled()) std::swap(rows, columns);
-    maker.make(map, name, formats.weights, matrices, {columns, rows, experts}, {line_of(formats.weights), kBoxWidth, 1});
+    maker.make(map, name, formats.weights, matrices, {columns, rows, experts},
+               {line_of(formats.weights), kBoxWidth, 1});
   };
   make(&p.w_gate_map, "w_gate", p.w_gate, hidden, intermediate);
   make(&p.w_up_map, "w_up", p.gated ? p.w_up : p.w_gate, hidden, intermediate);

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "common/tiling.h"
-#include "common/tiling.h"
 #include "common/timeline.h"
 
 namespace jaxmoe {

@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 }  // namespace epilogue
 
 // Multiplies the accumulators of the tile's columns with the scales of their output channels, where weights have such:
-// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert, a multiple of 128. They
-// go through the warp's staging: each lane needs 64, and loads 4 or 8.
+// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert, a multiple of 128.
+// They go through the warp's staging: each lane needs a quarter of them, and loads 4 or 8.
 template <int kFirstSum, int kSums, class Variant>
 __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
                                                   const MathThread& thread, TileColumns columns, const float* scales,
@@ -133,8 +133,8 @@ __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::
   for (int block = 0; block < kSums / 8; ++block) {
     const int group = 8 * block / kGroup;
     if (columns.first + kGroup * group >= columns.count) continue;
-    const float2 pair = reinterpret_cast<const float2*>(staging + group * Staging::kLineStride)[4 * block % (kGroup / 2) +
-                                                                                                thread.lane % 4];
+    const auto* const staged = reinterpret_cast<const float2*>(staging + group * Staging::kLineStride);
+    const float2 pair = staged[4 * block % (kGroup / 2) + thread.lane % 4];
     float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
     of_block[0] *= pair.x;
     of_block[1] *= pair.y;
@@ -204,7 +204,8 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
                                                      const Activation& activation) {
   with_activation_kind(activation.kind, [&](auto kind) {
     const auto activate = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
-    const auto transform = [&](float a, float b, int) { return Variant::Precision::Wide::pack(activate(a), activate(b)); };
+    using Precision = typename Variant::Precision::Wide;
+    const auto transform = [&](float a, float b, int) { return Precision::pack(activate(a), activate(b)); };
     epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
   });
 }
