@@ -58,8 +58,8 @@ def run(options: BesideOptions) -> int:
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
     _print(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"{options.dtype}, {implementation}, hidden {shape.hidden}, intermediate {shape.intermediate}, "
-        f"{shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per call over {options.seconds:g} s."
+        f"{options.precision or options.dtype}, {implementation}, hidden {shape.hidden}, "
+        f"intermediate {shape.intermediate}, {shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per call over {options.seconds:g} s."
     )
     _print(
         "Checked: the layer returns what it returns alone (megakernel: bit for bit); the rest is equal to that of the "
@@ -147,6 +147,7 @@ class _Bench:
         options: BesideOptions,
     ) -> None:
         self.mesh, self.config, self.implementation, self.options = mesh, config, implementation, options
+        self.of_layer: dict[str, Any] = {"implementation": implementation, "precision": options.precision}
         self.names = [name for name in options.programs if PROGRAMS[name].groups == (DATA_AXIS in mesh.axis_names)]
         self.split = NamedSharding(mesh, P(mesh.axis_names))
         hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
@@ -182,15 +183,14 @@ class _Bench:
         # Where whole arrays are seen, results of other work are small and wanted everywhere.
         of_results = None if program.per_rank else NamedSharding(self.mesh, P())
         shardings: Any = Outcome(self.split, of_results)  # pyright: ignore[reportArgumentType]
-        jitted = jax.jit(program.on(self.mesh, self.config, self.implementation), out_shardings=shardings)
+        jitted = jax.jit(program.on(self.mesh, self.config, self.of_layer), out_shardings=shardings)
         traced = jitted.trace(self.inputs, None)
         first: Seen = traced.out_info.calls[0]
         arguments = first.arguments(self.inputs, 0)
         arguments = self._as_split(arguments._replace(experts=None))._replace(experts=arguments.experts)
 
         def layer(arguments: Arguments) -> jax.Array:
-            options: dict[str, Any] = {"implementation": self.implementation, **where(self.mesh)}
-            return jaxmoe.moe_layer(*arguments[:4], **options)
+            return jaxmoe.moe_layer(*arguments[:4], **self.of_layer, **where(self.mesh))
 
         alone = jax.jit(function_of(first.pass_name, layer), out_shardings=self.split)
         traced_alone = alone.trace(arguments, self._as_split(first.dy))
@@ -271,7 +271,7 @@ class _Bench:
         """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
         if self.is_right:
             return ""
-        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh)
+        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.options.precision)
         assert answer.y is not None
         error = error_of(answer.y, sample, self.mesh)
         self.is_right = error <= sample.allowed
@@ -339,6 +339,7 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
             jax.ShapeDtypeStruct(slots, jnp.float32),
             jax.eval_shape(functools.partial(_init, shape, dtype), jax.random.key(0)),
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
+            precision=options.precision,
             **where(mesh),
         ).call.implementation
     except NotImplementedError as error:

@@ -329,13 +329,9 @@ class Program:
     prefetches: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def on(self, mesh: Mesh, config: jaxmoe.RouterConfig, implementation: str) -> Callable[..., Outcome]:
-        """Returns the program as a function of inputs and answers, without which it runs `moe_layer`."""
-        options: dict[str, Any] = {"implementation": implementation}
-        if self.per_rank:
-            options["axis_name"] = AXIS
-        else:
-            options |= where(mesh)
+    def on(self, mesh: Mesh, config: jaxmoe.RouterConfig, of_layer: Mapping[str, Any]) -> Callable[..., Outcome]:
+        """Returns the program as a function of inputs and answers, without which `moe_layer` runs with `of_layer`."""
+        options = {**of_layer, **({"axis_name": AXIS} if self.per_rank else where(mesh))}
 
         def function(inputs: Inputs, answers: Sequence[Results] | None) -> Outcome:
             outcome = self.function(Layer(config, options, answers), inputs)

@@ -254,7 +254,7 @@ def sample_of(
       ids: its experts of all tokens, in every process.
       mesh: of the call.
       precision: of the call.
-      shape: of the layer, whose experts in 8 bits are those of `random_experts`; needed for those alone.
+      shape: of a layer whose experts are those of `random_experts`: then the sample has the unrounded answer too.
     """
     popular = np.bincount(ids[ids >= 0]).argmax()
     last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
@@ -272,9 +272,8 @@ def sample_of(
     if precisions.rounds_rows(precision):
         rows = max(int((ids[tokens] >= 0).sum()), 1)
         allowed += (NEIGHBOURS / (rows * arguments.experts.intermediate)) ** 0.5 / 8
-    if precision is None:
+    if precision is None or shape is None:
         return Sample(tokens, truth, allowed)
-    assert shape is not None
     return Sample(tokens, truth, allowed, unrounded=dense(None, None, (shape, dtype)))
 
 

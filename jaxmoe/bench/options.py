@@ -16,6 +16,7 @@ from jaxmoe.block_scaled import BlockKind
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.options import Precision
 from jaxmoe.plan import KernelPlan
+from jaxmoe.precision import PRECISIONS, rounds_rows
 from jaxmoe.testing import RoutingKind
 
 Value = TypeVar("Value")
@@ -44,6 +45,8 @@ IN_8_BITS = {
     "fp8-channel": InEightBits("channel", "fp8"),
     "w8a16": InEightBits("128x128", "w8a16"),
 }
+# Of wide experts, which are rounded in the call.
+ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name))
 ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
 
 
@@ -191,6 +194,7 @@ class BesideOptions:
       ranks: of the programs; 0 for all devices.
       shape: of the layer; `None` for the widths of qwen3-30b-a3b and 32 experts per rank.
       dtype: a key of `DTYPES`, of tokens and weights.
+      precision: of `moe_layer`, whose experts are wide.
       implementation: of `moe_layer`; `None` lets it choose.
       seconds: for which a program is timed.
       json: file to which the results are added, one JSON object a line.
@@ -201,12 +205,17 @@ class BesideOptions:
     ranks: int = 0
     shape: shapes.LayerShape | None = None
     dtype: str = "bf16"
+    precision: Precision | None = None
     implementation: str | None = None
     seconds: float = 0.3
     json: Path | None = None
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype, tuple(DTYPES))
+        if self.precision not in (None, *ROUNDED):
+            raise ValueError(
+                f"--precision={self.precision} is not one of {', '.join(ROUNDED)}, which take wide experts."
+            )
         for name in self.programs or ("",):
             if name not in PROGRAMS:
                 raise ValueError(f"--programs={name} is not one of {', '.join(PROGRAMS)}.")
@@ -289,6 +298,12 @@ _PROGRAMS = flags.DEFINE_list(
     "Of beside: what the layer runs beside. --tokens is then 64,1024,8192 and --shape the widths of qwen3-30b-a3b with "
     "32 experts per rank where they are not given, --implementation what moe_layer chooses; one --ep and one shape.",
 )
+_PRECISION = flags.DEFINE_enum(
+    "precision",
+    None,
+    ROUNDED,
+    "Of beside: that of moe_layer, which rounds the wide experts in every call.",
+)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
 
 
@@ -339,6 +354,7 @@ def beside_from_flags() -> BesideOptions:
         if _SHAPE.present
         else None,
         dtype=_DTYPE.value,
+        precision=_PRECISION.value,  # pyright: ignore[reportArgumentType]
         implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
         seconds=SECONDS.value,
         json=Path(_JSON.value) if _JSON.value else None,

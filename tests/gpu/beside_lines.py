@@ -42,14 +42,16 @@ class Lines:
 
     Args:
       processes: of the run.
+      precision: of the layer.
       cases: tokens per rank and programs.
     """
 
-    def __init__(self, processes: int, cases: Iterable[tuple[int, str]]) -> None:
+    def __init__(self, processes: int, precision: str | None, cases: Iterable[tuple[int, str]]) -> None:
         cases = list(cases)
         tokens = [number for number in TOKENS if number in {case[0] for case in cases}]
         programs = [name for name in PROGRAMS if name in {case[1] for case in cases}]
-        options = {"tokens": tokens, "programs": programs, "seconds": SECONDS, "implementation": "megakernel"}
+        options = {"tokens": tokens, "programs": programs, "seconds": SECONDS}
+        options |= {"implementation": "megakernel", "precision": precision}
         # Beside the tests' own JAX on the same GPUs.
         environment = {"JAXMOE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self.ending = "the run has ended well"
@@ -80,11 +82,11 @@ class Lines:
         return result
 
 
-def selected(session: pytest.Session, module: str) -> set[tuple[int, str]]:
-    """The cases of a module that are to be tested, of those that `pytest -k` and the like have left."""
+def selected(session: pytest.Session, suite: type) -> set[tuple[int, str]]:
+    """The cases of a `BesideSuite` that are to be tested, of those that `pytest -k` and the like have left."""
     found = set()
     for item in session.items:
-        if isinstance(item, pytest.Function) and getattr(item.module, "__name__", None) == module:
+        if isinstance(item, pytest.Function) and item.cls is suite:
             found.add((item.callspec.params["tokens"], item.callspec.params["program"]))
     return found
 
@@ -106,6 +108,7 @@ class BesideSuite:
     """What has to hold of every program, in `processes` processes. One run, `lines` (conftest.py), serves all tests."""
 
     processes: int
+    precision: str | None = None  # of the layer, whose experts are wide
 
     def test_it_ends_and_returns_what_layer_and_other_work_return_alone(self, lines, tokens, program):
         lines.of(tokens, program)

@@ -8,4 +8,4 @@ from tests.gpu.beside_lines import Lines, selected
 @pytest.fixture(scope="class")
 def lines(request):
     """The results of one run of the programs that a subclass of `BesideSuite` is about."""
-    return Lines(request.cls.processes, selected(request.session, request.module.__name__))
+    return Lines(request.cls.processes, request.cls.precision, selected(request.session, request.cls))

@@ -1,7 +1,7 @@
 """The layer beside everything else that a program does, in one process with all GPUs.
 
-`JAXMOE_TEST_SECONDS` is the time of each program, 3 where it is not set. One run, in a process of its own, serves all
-tests; `-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
+`JAXMOE_TEST_SECONDS` is the time of each program, 3 where it is not set. One run for each class, in a process of its own,
+serves its tests; `-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
 """
 
 from tests.gpu.beside_lines import MARKS, BesideSuite
@@ -11,3 +11,8 @@ pytestmark = MARKS
 
 class TestInOneProcess(BesideSuite):
     processes = 1
+
+
+class TestInOneProcessInEightBits(BesideSuite):
+    processes = 1
+    precision = "fp8"

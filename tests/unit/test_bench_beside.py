@@ -26,6 +26,7 @@ from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.testing import relative_error
 
 SHAPE = LayerShape(hidden=32, intermediate=48, num_experts=8, top_k=2)
+IN_8_BITS = dataclasses.replace(SHAPE, hidden=128, intermediate=128)
 ROOT = Path(__file__).parents[2]
 CONFIG = jaxmoe.RouterConfig(top_k=SHAPE.top_k)
 # Where it makes no difference: it compiles soonest.
@@ -77,6 +78,12 @@ def test_with_the_megakernel_programs_of_every_kind_return_what_layer_and_other_
     assert_equal_to_their_parts(results)
 
 
+def test_experts_that_are_rounded_in_every_call_return_what_layer_and_other_work_return_alone():
+    assert_equal_to_their_parts(
+        measured("plain", "train", implementation="megakernel", precision="fp8", shape=IN_8_BITS)
+    )
+
+
 def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
     assert_equal_to_their_parts(measured("train_norm", implementation="xla"))
 
@@ -90,7 +97,7 @@ def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
 def outcome_of(name: str, ranks: int = 2) -> tuple[Inputs, Outcome]:
     mesh = beside.make_mesh(ranks)
     inputs = inputs_on(mesh)
-    return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, IMPLEMENTATION))(inputs, None)
+    return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, {"implementation": IMPLEMENTATION}))(inputs, None)
 
 
 def test_sums_and_losses_are_those_of_all_tokens():
@@ -122,7 +129,7 @@ def test_gradients_are_those_of_the_same_program_on_one_device():
     inputs, outcome = outcome_of("scatters")
     on_one = Inputs(*jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, tuple(inputs))))
     mesh = beside.make_mesh(1)
-    alone = jax.jit(PROGRAMS["scatters"].on(mesh, CONFIG, IMPLEMENTATION))(on_one, None)
+    alone = jax.jit(PROGRAMS["scatters"].on(mesh, CONFIG, {"implementation": IMPLEMENTATION}))(on_one, None)
     # The mean over all tokens is the mean of the ranks' means; each rank differentiates its own.
     assert float(outcome.results["loss"].mean()) == pytest.approx(float(alone.results["loss"][0]), rel=1e-4)
     for got, want in zip(
@@ -144,7 +151,8 @@ def test_gradients_are_those_of_the_same_program_on_one_device():
 )
 def test_a_program_holds_the_collectives_that_it_is_there_for(name, collectives):
     mesh = beside.make_mesh(2)
-    text = jax.jit(PROGRAMS[name].on(mesh, CONFIG, "megakernel")).lower(inputs_on(mesh), None).as_text()
+    function = PROGRAMS[name].on(mesh, CONFIG, {"implementation": "megakernel"})
+    text = jax.jit(function).lower(inputs_on(mesh), None).as_text()
     kinds = re.findall(r"stablehlo\.(all_gather|reduce_scatter|collective_permute|all_to_all)\"", text)
     assert {kind: kinds.count(kind) for kind in kinds} == collectives
 
@@ -312,6 +320,7 @@ def test_options_say_what_is_wrong_with_them():
     for changes, message in (
         ({"tokens": (8, 0)}, r"--tokens=8,0: a rank needs at least one token"),
         ({"ranks": -1}, r"--ep=-1: a number of ranks is at least 1"),
+        ({"precision": "w8a16"}, r"--precision=w8a16 is not one of fp8, fp8-e8m0, which take wide experts"),
         ({"implementation": "fast"}, r"--implementation=fast is not one of megakernel"),
     ):
         with pytest.raises(ValueError, match=message):
