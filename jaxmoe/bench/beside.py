@@ -59,7 +59,8 @@ def run(options: BesideOptions) -> int:
     _print(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{options.precision or options.dtype}, {implementation}, hidden {shape.hidden}, "
-        f"intermediate {shape.intermediate}, {shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per call over {options.seconds:g} s."
+        f"intermediate {shape.intermediate}, {shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per "
+        f"call over {options.seconds:g} s."
     )
     _print(
         "Checked: the layer returns what it returns alone (megakernel: bit for bit); the rest is equal to that of the "

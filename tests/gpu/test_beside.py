@@ -1,7 +1,7 @@
 """The layer beside everything else that a program does, in one process with all GPUs.
 
-`JAXMOE_TEST_SECONDS` is the time of each program, 3 where it is not set. One run for each class, in a process of its own,
-serves its tests; `-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
+`JAXMOE_TEST_SECONDS` is the time of each program, 3 where it is not set. A class is one run in a process of its own;
+`-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
 """
 
 from tests.gpu.beside_lines import MARKS, BesideSuite
