@@ -41,7 +41,7 @@ inline std::string attributes_error(const LayerAttributes& a) {
 inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
-      s.segment_tiles < 0 || s.saved_tiles < 0) {
+      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
            "dispatcher, and nothing of a schedule can be negative.";
   }
@@ -49,7 +49,7 @@ inline std::string schedule_error(const Schedule& s) {
 }
 
 // The arrays that a call of its pass has, for the experts that it has.
-inline std::string names_error(const LayerCall& call) {
+inline std::string names_error(const LayerCall& call, const Schedule& schedule) {
   using Name = ArrayName;
   std::string missing, odd;
   const auto expect = [&](Name name, bool expected) {
@@ -67,14 +67,15 @@ inline std::string names_error(const LayerCall& call) {
   constexpr std::pair<Name, Name> kScales[] = {
       {Name::kWGate, Name::kWGateScales}, {Name::kWUp, Name::kWUpScales}, {Name::kWDown, Name::kWDownScales}};
   for (const auto& [matrix, scales] : kScales) expect(scales, has_eight_bit_weights(call) && call.has(matrix));
-  // Neither do kernels differentiate weights in 8 bits, nor is gate and up of them kept.
-  if (has_eight_bit_weights(call)) {
-    for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);
-  }
+  // Gradients are those of 16-bit products: of weights in 8 bits only a pass that decodes them has some, and none of the
+  // weights. Gate and up of them are not kept.
+  const bool eight_bit = has_eight_bit_weights(call);
+  if (eight_bit) expect(Name::kGateUp, false);
+  if (eight_bit && !schedule.decodes()) expect(Name::kDy, false);
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
                                                   {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown}};
-  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && call.has(array));
+  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && !eight_bit && call.has(array));
   if (missing.empty() && odd.empty()) return "";
   return std::string("jaxmoe: a ") + (backward ? "backward" : "forward") + " pass" +
          (missing.empty() ? "" : " without " + missing) + (odd.empty() ? "" : " with " + odd) +
@@ -116,7 +117,9 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
            experts * blocks(intermediate, weights.scale_rows) * blocks(hidden, weights.scale_columns));
     expect({Name::kWDownScales},
            experts * blocks(hidden, weights.scale_rows) * blocks(intermediate, weights.scale_columns));
-    fit = fit && hidden % kScaleColumns == 0 && intermediate % kScaleColumns == 0;
+    // Decoding takes 16 bytes at a time.
+    const int64_t multiple = schedule.decodes() ? 16 : kScaleColumns;
+    fit = fit && hidden % multiple == 0 && intermediate % multiple == 0;
   }
   if (!fit) {
     return "jaxmoe: shapes do not go together: x [" + std::to_string(tokens) + ", " + std::to_string(hidden) +
@@ -151,7 +154,7 @@ inline std::string types_error(const LayerCall& call) {
   expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales}, [](auto type) { return type == Element::kF32; });
   expect({Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp, Name::kY, Name::kDX}, is_of_x);
   expect({Name::kTopkWeights, Name::kDTopkWeights}, [&](auto type) { return type == formats.sums.element; });
-  if (call.backward()) {
+  if (call.has(Name::kDWGate)) {
     const auto gradients = element_of(call.type(Name::kDWGate));
     agree = agree && (gradients == element || gradients == formats.sums.element);
     expect({Name::kDWUp, Name::kDWDown, Name::kDBGate, Name::kDBUp, Name::kDBDown},
@@ -170,14 +173,18 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
   if (std::string error = attributes_error(a); !error.empty()) return error;
   const Schedule schedule = schedule_of(a);
   if (std::string error = schedule_error(schedule); !error.empty()) return error;
-  if (std::string error = names_error(call); !error.empty()) return error;
+  if (std::string error = names_error(call, schedule); !error.empty()) return error;
   if (call.backward() != schedule.backward()) {
     return "jaxmoe: segment_tiles=" + std::to_string(schedule.segment_tiles) +
            "; it must be positive for jaxmoe_backward and 0 for jaxmoe_forward.";
   }
   if (std::string error = dimensions_error(call, a); !error.empty()) return error;
   if (std::string error = types_error(call); !error.empty()) return error;
-  if (has_eight_bit_weights(call) && schedule.tile.h_columns % kScaleColumns != 0) {
+  if (schedule.decodes() && !has_eight_bit_weights(call)) {
+    return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) +
+           " and weights without scales, which need no decoding. It must be 0.";
+  }
+  if (has_eight_bit_weights(call) && !schedule.decodes() && schedule.tile.h_columns % kScaleColumns != 0) {
     return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +
            " of a tile; with weights in 8 bits it must be a multiple of " + std::to_string(kScaleColumns) +
            ", so that the columns of a scale are in one tile.";
@@ -186,6 +193,11 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
       schedule.ring_tiles < max_row_tiles(shape_of(call, a), schedule.tile)) {
     return "jaxmoe: ring_tiles=" + std::to_string(schedule.ring_tiles) + " is less than the " +
            std::to_string(schedule.min_ring_tiles()) + " that unit_tiles, lag_units and segment_tiles need.";
+  }
+  if (schedule.decodes() && schedule.weight_slots < schedule.min_weight_slots() &&
+      schedule.weight_slots < a.num_experts / a.ranks) {
+    return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) + " is less than the " +
+           std::to_string(schedule.min_weight_slots()) + " that lag_units needs.";
   }
   return "";
 }

@@ -55,10 +55,19 @@ struct Formats {
   Format weights;  // of the experts
   Format sums;     // routing weights, and sums that are not rounded in between
 
+  // Whether weights have fewer bits than the rows that they are multiplied with.
+  constexpr bool decodes() const { return weights.element != tokens.element; }
+
   // Everything in one type but for the sums, which have at least 32 bits.
   static constexpr Formats of(Element element) {
     const Format plain{element};
     return {plain, plain, plain, plain, {info_of(element).bits < 32 ? Element::kF32 : element}};
+  }
+  // Weights in those that are given, decoded before they are multiplied.
+  static constexpr Formats decoded(Element wide, const Format& weights) {
+    Formats all = of(wide);
+    all.weights = weights;
+    return all;
   }
   // Rows in 8 bits, weights in those that are given; the layer takes and returns `wide`.
   static constexpr Formats eight_bit(Element wide, const Format& weights) {

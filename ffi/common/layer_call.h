@@ -143,14 +143,17 @@ inline Format weight_format_of(const LayerCall& call) {
   return {Element::kE4M3, columns == 1 ? kAllOfThem : 1, kAllOfThem};
 }
 
-inline Formats formats_of(const LayerCall& call) {
+// Of a schedule that decodes weights, rows stay as wide as x.
+inline Formats formats_of(const LayerCall& call, const Schedule& schedule) {
   const Element wide = *element_of(call.type(ArrayName::kX));
-  return has_eight_bit_weights(call) ? Formats::eight_bit(wide, weight_format_of(call)) : Formats::of(wide);
+  if (!has_eight_bit_weights(call)) return Formats::of(wide);
+  const Format weights = weight_format_of(call);
+  return schedule.decodes() ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
 }
 
 template <class T, class Sum, class W = T>
 LayerArrays<T, Sum, W> arrays_of(const LayerCall& call) {
-  const bool wide = call.backward() && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
+  const bool wide = call.has(ArrayName::kDWGate) && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
   return {.x = call.data<const T>(ArrayName::kX),
           .topk_ids = call.data<const int32_t>(ArrayName::kTopkIds),
           .topk_weights = call.data<const Sum>(ArrayName::kTopkWeights),

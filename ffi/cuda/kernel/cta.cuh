@@ -47,6 +47,8 @@ struct Cta {
   using Params = typename Variant::Params;
   static constexpr KernelConfig config = Variant::config;
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
+  static constexpr bool kDecodes = Variant::Precision::kDecodes;
+  static constexpr bool kWeightGradients = kBackward && !kDecodes;
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
