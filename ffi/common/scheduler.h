@@ -199,41 +199,25 @@ class UnitWalk {
 // Decoded weights: those of an expert with rows, in a slot of their ring from before the first task of its rows until
 // after the last one. Experts are decoded in order, each by all dispatchers.
 struct DecodedExpert {
-  int32_t expert;
-  int32_t nth;          // of the experts that have rows
-  int32_t first_tile;   // over all local experts; it stands for the expert in signals
-  int32_t tiles;
+  int32_t expert = -1;
+  int32_t nth = -1;         // of the experts that have rows
+  int32_t first_tile = 0;   // over all local experts; it stands for the expert in signals
+  int32_t tiles = 0;
 
   JAXMOE_ANY constexpr int32_t weight_slot(const Schedule& schedule) const { return nth % schedule.weight_slots; }
-};
 
-// Experts that have rows, in order.
-class ExpertWalk {
- public:
-  // All have to outlive the walk.
-  JAXMOE_ANY ExpertWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
-      : schedule_(schedule), rows_per_expert_(rows_per_expert), num_experts_(num_experts) {}
-
-  JAXMOE_ANY bool next(DecodedExpert& expert) {
-    first_tile_ += tiles_;
-    for (tiles_ = 0; tiles_ == 0;) {
-      if (++expert_ >= num_experts_) return false;
-      const int32_t rows = rows_per_expert_[expert_];
-      tiles_ = few_parts(rows, schedule_.tile.rows);
-      if (rows < 0) expert_ -= rows;
+  // Goes on to the next one: from before the first, as it is made, to behind the last. False there.
+  JAXMOE_ANY bool advance(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts) {
+    first_tile += tiles;
+    for (tiles = 0; tiles == 0;) {
+      if (++expert >= num_experts) return false;
+      const int32_t rows = rows_per_expert[expert];
+      tiles = few_parts(rows, schedule.tile.rows);
+      if (rows < 0) expert -= rows;
     }
-    expert = {expert_, ++nth_, first_tile_, tiles_};
+    ++nth;
     return true;
   }
-
- private:
-  const Schedule& schedule_;
-  const int32_t* rows_per_expert_;
-  int32_t num_experts_;
-  int32_t expert_ = -1;
-  int32_t nth_ = -1;
-  int32_t first_tile_ = 0;
-  int32_t tiles_ = 0;
 };
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the

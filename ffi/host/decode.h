@@ -19,10 +19,7 @@ template <class Precision>
 class Decoder {
  public:
   Decoder(const RankMemory<Precision>& memory, const int32_t* rows_per_expert, int32_t dispatcher)
-      : m_(memory), dispatcher_(dispatcher), walk_(m_.schedule, rows_per_expert, m_.shape.local_experts()),
-        before_(m_.schedule, rows_per_expert, m_.shape.local_experts()) {
-    has_next_ = walk_.next(next_);
-  }
+      : m_(memory), dispatcher_(dispatcher), rows_per_expert_(rows_per_expert), has_next_(advance(next_)) {}
 
   // Experts up to and with that one.
   void decode_up_to(int32_t expert, Signals& signals, int32_t worker) {
@@ -30,16 +27,19 @@ class Decoder {
       if (next_.nth >= m_.schedule.weight_slots) wait_for_slot(signals, worker);
       decode();
       signals.release(release_after(next_));
-      has_next_ = walk_.next(next_);
+      has_next_ = advance(next_);
     }
   }
 
  private:
+  bool advance(DecodedExpert& expert) const {
+    return expert.advance(m_.schedule, rows_per_expert_, m_.shape.local_experts());
+  }
+
   // Every task of the expert that had the slot is done: pairs with the releases after tasks in Rank::take_tasks().
   void wait_for_slot(Signals& signals, int32_t worker) {
-    DecodedExpert had{};
-    before_.next(had);
-    for (int32_t tile = had.first_tile; tile < had.first_tile + had.tiles; ++tile) {
+    advance(had_);
+    for (int32_t tile = had_.first_tile; tile < had_.first_tile + had_.tiles; ++tile) {
       signals.wait(wait_for_answers(m_.shape, m_.schedule, tile), Site::kDecode, worker);
     }
   }
@@ -56,25 +56,38 @@ class Decoder {
       const float* const scales = is_down      ? m_.arrays.w_down_scales
                                   : which == 0 ? m_.arrays.w_gate_scales
                                                : m_.arrays.w_up_scales;
+      const uint8_t* const groups = is_down      ? m_.arrays.w_down_group_scales
+                                    : which == 0 ? m_.arrays.w_gate_group_scales
+                                                 : m_.arrays.w_up_group_scales;
       const auto matrix =
           ScaledMatrix::of_expert(elements, scales, m_.formats.weights, next_.expert, width, depth);
       auto* const decoded = m_.decoded_matrix(which, slot);
       for (; row < width; row += m_.schedule.dispatchers) {
-        const int64_t first = int64_t{row} * depth;
         for (int32_t c = 0; c < depth; ++c) {
-          decoded[first + c] = Precision::store(E4M3::load(matrix.elements[first + c]) * matrix.scale_of(row, c));
+          const int64_t index = (int64_t{next_.expert} * width + row) * depth + c;
+          decoded[int64_t{row} * depth + c] =
+              Precision::store(element(elements, groups, index) * matrix.scale_of(row, c));
         }
       }
       row -= width;
     }
   }
 
+  // The index-th of all experts, times the scale of its group where it has one. Exact.
+  float element(const uint8_t* elements, const uint8_t* groups, int64_t index) const {
+    const Format& format = m_.formats.weights;
+    if (format.group_columns == 0) return E4M3::load(elements[index]);
+    const uint8_t scale = groups[index / format.group_columns];
+    const float value = load_4_bits(elements[index / 2] >> index % 2 * 4);
+    return value * (format.group_scale == Element::kE8M0 ? load_power_of_two(scale) : E4M3::load(scale));
+  }
+
   const RankMemory<Precision>& m_;
   const int32_t dispatcher_;
-  ExpertWalk walk_;
-  ExpertWalk before_;  // weight_slots behind it
-  DecodedExpert next_{};
-  bool has_next_ = false;
+  const int32_t* const rows_per_expert_;
+  DecodedExpert next_;
+  DecodedExpert had_;  // the slot of the next one: weight_slots behind it
+  bool has_next_;
 };
 
 // Of weights that are multiplied as they are.

@@ -90,6 +90,8 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
     case Element::kBf16: return run_with_rows(Bf16{});
     case Element::kF16: return run_with_rows(F16{});
     case Element::kE4M3:
+    case Element::kE8M0:
+    case Element::kE2M1:
     case Element::kCount: break;
   }
   return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");

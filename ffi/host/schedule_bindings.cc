@@ -168,8 +168,11 @@ std::vector<Segment> segments(const Schedule& schedule, const Rows& rows_per_exp
 std::vector<DecodedExpert> decoded_experts(const Schedule& schedule, const Rows& rows_per_expert) {
   check(schedule);
   check(rows_per_expert);
-  return all_of<DecodedExpert>(
-      ExpertWalk(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size())));
+  std::vector<DecodedExpert> experts;
+  for (DecodedExpert next; next.advance(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size()));) {
+    experts.push_back(next);
+  }
+  return experts;
 }
 
 std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,

@@ -214,6 +214,7 @@ std::string make_launch(const RankParams& rank, const Formats& formats, const La
         static_cast<LayerArrays<void, float>&>(p) = arrays;
         p.gated = rank.shape.projections > 1;
         p.weight_scale_rows = formats.weights.scale_rows;
+        p.weight_group_columns = formats.weights.group_columns;
         p.timeline = timeline;
         const std::string error = tiles_error(p);
         return error.empty() ? complete(p, formats) : error;

@@ -127,11 +127,11 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   if (cta.is_latecomer()) return;  // chunks are dealt in advance
   ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * Roles::kDispatchWarps + dispatch_warp,
                  cta.shared.crew.dispatchers);
-  decode::DecoderOf<Variant> decoder(cta, cta.block() * Roles::kDispatchWarps + dispatch_warp);
+  decode::DecoderOf<Variant> decoder(cta, dispatch_warp);
   OverwrittenSegments overwritten(cta);
   for (Chunk chunk;;) {
     const bool ends = !walk.next(chunk);
-    decoder.decode_up_to(ends ? p.shape.local_experts() : chunk.expert, lane);
+    decoder.decode_up_to(ends ? p.shape.local_experts() : chunk.expert);
     if (ends) break;
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
