@@ -11,6 +11,7 @@ from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
+from jaxmoe.four_bit import MXFP4, NVFP4
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.plan import KernelPlan, Plan, default_plan
@@ -35,6 +36,8 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "MXFP4",
+    "NVFP4",
     "BlockScaled",
     "Experts",
     "Explanation",
