@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
@@ -53,6 +54,7 @@ __all__ = [
     "dequantize",
     "explain",
     "failures",
+    "fits_e4m3",
     "load_balancing_loss",
     "load_stats",
     "moe_layer",

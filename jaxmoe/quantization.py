@@ -97,11 +97,21 @@ def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
     >>> dequantize(quantize(experts)).w_down.shape
     (4, 384, 256)
     """
+    return _decoded(experts, dtype, QuantizedMatrix)
 
-    def wide(array: Any) -> Any:
-        return array.wide(dtype) if isinstance(array, QuantizedMatrix) else array.astype(dtype)
 
-    return jax.tree.map(wide, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
+def decode_8_bits(experts: Experts, dtype: DTypeLike) -> Experts:
+    """Returns the experts in `dtype`, but for matrices in 4 bits: those are decoded where they are multiplied."""
+    return _decoded(experts, dtype, BlockScaled)
+
+
+def _decoded(experts: Experts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> Experts:
+    def of(array: Any) -> Any:
+        if isinstance(array, kind):
+            return array.wide(dtype)
+        return array if isinstance(array, QuantizedMatrix) else array.astype(dtype)
+
+    return jax.tree.map(of, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
 
 
 def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype: DTypeLike) -> BlockScaled:

@@ -17,11 +17,10 @@ import jaxmoe
 from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, quantize
 from jaxmoe.four_bit import FourBit
 from tests.layer_calls import mesh_of
+from tests.quantized_layer import MAGNITUDES, NUMBERS_IN_4_BITS, exact_matrices
 
 KINDS = ("mxfp4", "nvfp4")
 GROUPS = {"mxfp4": 32, "nvfp4": 16}
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-NUMBERS = np.concatenate([MAGNITUDES, -MAGNITUDES])  # of the codes 0 to 15
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -42,21 +41,6 @@ def all_codes(scales: int, group: int) -> jax.Array:
 def as_number(values: Any) -> np.ndarray:
     """Returns values of any type in float64, without arithmetic of JAX."""
     return np.asarray(values).astype(np.float64)
-
-
-def exact(matrix: Any) -> np.ndarray:
-    """Returns matrices in 4 bits as [experts, in, out] in float64, by NumPy and a table."""
-    values = np.asarray(matrix.values)
-    if values.dtype == np.uint8:
-        values = np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
-    else:
-        values = values.view(np.uint8) & 15
-    scales = np.asarray(matrix.scales)
-    if isinstance(matrix, MXFP4):
-        numbers = np.where(scales.view(np.uint8) == 255, np.nan, np.exp2(scales.view(np.uint8).astype(float) - 127))
-    else:
-        numbers = as_number(scales) * as_number(matrix.global_scales)[:, None, None]
-    return (NUMBERS[values] * np.repeat(numbers, matrix.group, axis=2)).swapaxes(1, 2)
 
 
 def experts_of(seed: int, num_experts: int, hidden: int, intermediate: int, **options: Any) -> jaxmoe.Experts:
@@ -85,7 +69,7 @@ def jitted(kind: str) -> Any:
 
 def test_a_byte_holds_two_weights_the_even_index_in_the_lower_half():
     every = jnp.arange(256, dtype=jnp.uint8)
-    wanted = np.stack([NUMBERS[np.arange(256) % 16], NUMBERS[np.arange(256) // 16]], -1).reshape(-1)
+    wanted = np.stack([NUMBERS_IN_4_BITS[np.arange(256) % 16], NUMBERS_IN_4_BITS[np.arange(256) // 16]], -1).reshape(-1)
     for decode in (e2m1.decode, jax.jit(e2m1.decode), e2m1.unpack, jax.jit(e2m1.unpack)):
         found = as_number(decode(every))
         np.testing.assert_array_equal(found, wanted)
@@ -114,7 +98,7 @@ def test_every_value_times_every_scale_of_mxfp4_is_exact_where_the_dtype_has_it(
     given = MXFP4(codes if as_bytes else e2m1.unpack(codes), e8m0(scales[None, :, None]))
     found = as_number(given.wide(dtype))[0]
     # In float64; two units are enough for each step of the exponents, so that float16 has few of them.
-    wanted = NUMBERS[np.asarray(e2m1.unpack(codes)).view(np.uint8)[0].T & 15] * np.exp2(scales - 127.0)
+    wanted = NUMBERS_IN_4_BITS[np.asarray(e2m1.unpack(codes)).view(np.uint8)[0].T & 15] * np.exp2(scales - 127.0)
     assert np.isnan(found[:, 255]).all()
     found, wanted = found[:, :255], wanted[:, :255]
     info = jnp.finfo(dtype)
@@ -131,7 +115,7 @@ def test_every_value_times_every_scale_of_nvfp4_is_rounded_once_after_float32(dt
     codes, scales = all_codes(256, 16), e4m3(np.arange(256)[None, :, None])
     given = NVFP4(codes, scales, jnp.full(1, factor, jnp.float32))
     found = as_number(jax.jit(lambda matrix: matrix.wide(dtype))(given))[0]
-    products = exact(NVFP4(codes, scales, jnp.ones(1)))[0]
+    products = exact_matrices(NVFP4(codes, scales, jnp.ones(1)))[0]
     assert np.isnan(found[:, [127, 255]]).all()
     keep = np.delete(np.arange(256), [127, 255])
     # Exact but for the factor, which is one rounding in float32.
@@ -152,7 +136,7 @@ def test_values_as_bytes_and_as_elements_are_the_same_weights(kind):
     np.testing.assert_array_equal(jax.jit(lambda matrix: matrix.packed)(elements), given.packed)
     np.testing.assert_array_equal(elements.packed, given.values)
     np.testing.assert_array_equal(given.wide(jnp.float32), elements.wide(jnp.float32))
-    np.testing.assert_array_equal(given.wide(jnp.float32), exact(given).astype(np.float32))
+    np.testing.assert_array_equal(given.wide(jnp.float32), exact_matrices(given).astype(np.float32))
     assert given.nbytes == elements.nbytes == given.format.bytes(96, 64) * 2
     assert given.format == elements.format
     assert given.dtype == elements.dtype == jnp.float4_e2m1fn
@@ -331,7 +315,7 @@ def test_numbers_that_4_bits_can_hold_come_back_as_they_were(seed):
     codes = rng.integers(0, 256, (1, 24, 48)).astype(np.uint8)
     matrix: Any = MXFP4(jnp.asarray(codes), e8m0(rng.integers(20, 250, (1, 24, 3))))
     again = alone(matrix.wide(jnp.float32), "mxfp4")
-    np.testing.assert_array_equal(exact(again), exact(matrix))
+    np.testing.assert_array_equal(exact_matrices(again), exact_matrices(matrix))
     # Of NVFP4 those whose groups use all of the range, one of them all of the scales too, beside an exact factor.
     codes[..., ::8] |= 7
     scales = np.asarray(e4m3(rng.integers(8, 127, (1, 24, 6)))).copy()

@@ -8,6 +8,7 @@ import jax
 
 from jaxmoe import machine, native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
+from jaxmoe.e2m1 import ELEMENT
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, not_compiled
@@ -81,6 +82,11 @@ def _check_ring(name: str, plan: KernelPlan, shape: Shape, platform: str) -> Non
 def _check_precision(shape: Shape, platform: str) -> None:
     if not shape.formats.weights.scale_rows:
         return
+    if shape.formats.weights.dtype == ELEMENT:
+        raise NotImplementedError(
+            "moe_layer: experts are in 4 bits, and implementation='megakernel' has no kernel for those yet. Pass "
+            "implementation='xla', or experts in 8 bits: jaxmoe.quantize of the wide matrices."
+        )
     where = f"implementation='megakernel' on {platform}"
     if not shape.formats.tokens.scale_rows:
         raise NotImplementedError(
