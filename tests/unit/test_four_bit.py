@@ -1,5 +1,6 @@
 """Experts in 4 bits: what `MXFP4` and `NVFP4` hold and refuse, and what `quantize` makes of wide ones."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, quantize
+from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, fits_e4m3, quantize
+from jaxmoe.e4m3_fit import MOST_STEPS
 from jaxmoe.four_bit import FourBit
 from tests.layer_calls import mesh_of
 from tests.quantized_layer import MAGNITUDES, NUMBERS_IN_4_BITS, exact_matrices
@@ -408,3 +410,85 @@ def test_what_cannot_be_quantised_is_an_error_that_says_what_to_do():
         quantize(experts_of(5, 2, 40, 48), "nvfp4")
     with pytest.raises(TypeError, match=r"astype: w_gate is NVFP4. Pass jaxmoe.dequantize"):
         jitted("nvfp4")(experts).astype(jnp.float32)
+
+
+# --- whether MXFP4 is exact as E4M3 -----------------------------------------------------------------------------------
+
+
+def test_e2m1_times_15_powers_of_two_in_a_row_is_exact_in_e4m3_and_no_more():
+    exact = [
+        exponent
+        for exponent in range(-12, 12)
+        if (as_number((MAGNITUDES * 2.0**exponent).astype(ml_dtypes.float8_e4m3fn)) == MAGNITUDES * 2.0**exponent).all()
+    ]
+    assert exact == list(range(-8, 7))
+    assert len(exact) == MOST_STEPS + 1
+
+
+def in_e4m3(matrix: np.ndarray) -> np.ndarray:
+    """Returns a matrix `[out, in]` in E4M3 with one scale, 2^-6 of its largest power of two, for each 128 x 128."""
+    found = np.zeros_like(matrix)
+    for row in range(0, matrix.shape[0], 128):
+        for column in range(0, matrix.shape[1], 128):
+            block = matrix[row : row + 128, column : column + 128]
+            scale = np.exp2(np.floor(np.log2(np.abs(block).max() / 6)) - 6)
+            rounded = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            found[row : row + 128, column : column + 128] = as_number(rounded) * scale
+    return found
+
+
+def with_every_magnitude(span: int, seed: int) -> MXFP4:
+    """A matrix of [160, 192] whose groups have all magnitudes, and in one block exponents that differ by `span`."""
+    rng = np.random.default_rng(seed)
+    codes = np.tile(np.arange(16, dtype=np.uint8) | (np.arange(16, dtype=np.uint8)[::-1] << 4), (1, 160, 6))
+    exponents = np.full((1, 160, 6), 120) + rng.integers(0, min(span, 14) + 1, (1, 160, 6))
+    row, group = rng.integers(0, 128), rng.integers(0, 4)
+    exponents[0, :128, :4] = np.clip(exponents[0, :128, :4], 120, 120 + span)
+    exponents[0, row, group], exponents[0, (row + 1) % 128, (group + 1) % 4] = 120, 120 + span
+    matrix: Any = MXFP4(jnp.asarray(codes), e8m0(exponents))
+    return matrix
+
+
+def fits(matrix: Any) -> bool:
+    nothing: Any = MXFP4(jnp.zeros((1, 32, 16), jnp.uint8), e8m0(np.zeros((1, 32, 1))))
+    found = jax.jit(fits_e4m3)(jaxmoe.Experts(matrix, None, nothing))
+    assert found["w_down"].all()
+    return bool(found["w_gate"][0])
+
+
+@pytest.mark.parametrize("span", [0, 5, 14, 15, 16])
+def test_experts_fit_where_the_exponents_of_no_block_differ_by_more_than_14(span):
+    matrix: Any = with_every_magnitude(span, seed=span)
+    wide = exact_matrices(matrix)[0].T
+    assert fits(matrix) == (span <= 14)
+    assert (in_e4m3(wide) == wide).all() == (span <= 14)
+
+
+def test_groups_of_zeros_and_of_other_blocks_do_not_count_and_nan_does_not_fit():
+    matrix: Any = with_every_magnitude(14, seed=1)
+    values, scales = np.array(matrix.values), np.array(matrix.scales).view(np.uint8)
+    values[0, 5, 16:32], scales[0, 5, 1] = 0x80, 3  # a group of zeros of either sign
+    scales[0, 128:], scales[0, :, 4:] = 2, 1
+    scales[0, 128:, 4:] = 200
+    assert fits(MXFP4(jnp.asarray(values), e8m0(scales)))
+    values[0, 5, 20] = 0x10
+    assert not fits(MXFP4(jnp.asarray(values), e8m0(scales)))
+    values[0, 5, 16:32], scales[0, 5, 1] = 0, 255
+    assert not fits(MXFP4(jnp.asarray(values), e8m0(scales)))
+
+
+def test_experts_that_do_not_fit_are_named_each_by_its_matrix():
+    experts = jitted("mxfp4")(experts_of(1, 2, 64, 96))
+    up: Any = experts.w_up
+    scales = np.array(up.scales)
+    scales[1, 3, 1] *= 2.0**-30
+    matrix: Any = MXFP4(up.values, jnp.asarray(scales))
+    found = fits_e4m3(dataclasses.replace(experts, w_up=matrix))
+    assert {name: of.tolist() for name, of in found.items()} == {
+        "w_gate": [True, True],
+        "w_up": [True, False],
+        "w_down": [True, True],
+    }
+    assert set(fits_e4m3(dataclasses.replace(experts, w_up=None))) == {"w_gate", "w_down"}
+    with pytest.raises(TypeError, match=r"experts.w_gate is NVFP4; it must be MXFP4, whose scales are powers of two"):
+        fits_e4m3(jitted("nvfp4")(experts_of(1, 2, 64, 96)))
