@@ -13,6 +13,7 @@ from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
+from jaxmoe.gpt_oss import experts_from_gpt_oss
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.plan import KernelPlan, Plan, default_plan
@@ -52,6 +53,7 @@ __all__ = [
     "SwiGLU",
     "default_plan",
     "dequantize",
+    "experts_from_gpt_oss",
     "explain",
     "failures",
     "fits_e4m3",
