@@ -9,8 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
+from jaxmoe.four_bit import MXFP4, NVFP4
+from jaxmoe.gpt_oss import experts_from_gpt_oss
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.plan import KernelPlan, Plan, default_plan
@@ -35,6 +38,8 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "MXFP4",
+    "NVFP4",
     "BlockScaled",
     "Experts",
     "Explanation",
@@ -48,8 +53,10 @@ __all__ = [
     "SwiGLU",
     "default_plan",
     "dequantize",
+    "experts_from_gpt_oss",
     "explain",
     "failures",
+    "fits_e4m3",
     "load_balancing_loss",
     "load_stats",
     "moe_layer",

@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe import call as calls
 from jaxmoe import sharding
 from jaxmoe.activation import Activation
-from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 
 
@@ -63,8 +63,8 @@ def moe_layer(
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`; or in float32 where `x` is bfloat16 or float16: they are then cast to it in
         every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
-        8 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`): those are constants, and asking
-        for their gradients is an error.
+        8 or 4 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`, `jaxmoe.MXFP4` or
+        `jaxmoe.NVFP4`): those are constants, and asking for their gradients is an error.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
@@ -89,9 +89,11 @@ def moe_layer(
         float32 scale for each row and 128 columns, and multiplied with weights in 8 bits; the default with experts in 8
         bits. Wide experts are rounded in every call, in blocks of 128 x 128. `"fp8-e8m0"`: all these scales are powers
         of two, as with DeepSeek-V3.1. `"w8a16"`: experts in 8 bits are decoded to the dtype of `x`, and nothing else is
-        rounded. `None` with wide experts: nothing has 8 bits. Gradients are those of the layer in the dtype of `x`, of
-        `x` and of the experts as they were before rounding (decoded, where they came in 8 bits); gate and up are then
-        computed again.
+        rounded. `"w4a16"`: the same with experts in 4 bits, and the default there; with `jaxmoe.MXFP4` the first two
+        round tokens and h too, beside experts that stay as they are. `None` with wide experts: nothing has 8 bits.
+        Gradients are those of the layer in the dtype of `x`, of `x` and of the experts as they were before rounding
+        (decoded, where they came in 8 or 4 bits); gate and up are then computed again, unless nothing but experts was
+        decoded.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
         With a balance loss besides, `jaxmoe.router_aux` has both in one sum over the mesh.
 
@@ -100,7 +102,7 @@ def moe_layer(
 
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
-      TypeError: wrong types or dtypes; gradients of experts in 8 bits.
+      TypeError: wrong types or dtypes; gradients of experts in 8 or 4 bits.
       NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; a named implementation that does not exist for
         the platform, the build or the activation.
 
@@ -128,16 +130,16 @@ def run(arguments: Arguments, options: CallOptions, return_stats: bool = False) 
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
     arguments = jax.tree.map(not_mapped, arguments)
-    return _compiled(call, return_stats)(arguments._replace(experts=_constant_8_bits(arguments.experts)))
+    return _compiled(call, return_stats)(arguments._replace(experts=_constant_quantized(arguments.experts)))
 
 
-def _constant_8_bits(experts: Experts) -> Experts:
-    """Returns the experts; what is in 8 bits refuses to be differentiated with respect to."""
+def _constant_quantized(experts: Experts) -> Experts:
+    """Returns the experts; what is in 8 or 4 bits refuses to be differentiated with respect to."""
 
     def guarded(array: Any) -> Any:
-        return jax.tree.map(not_differentiated, array) if isinstance(array, BlockScaled) else array
+        return not_differentiated(array) if isinstance(array, QuantizedMatrix) else array
 
-    return jax.tree.map(guarded, experts, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+    return jax.tree.map(guarded, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
 
 
 def _as_jax(tree: Any) -> Any:

@@ -3,7 +3,7 @@
 `quantization.py` makes them and makes wide matrices of them; `precision.py` says what `moe_layer` does with them.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
+from jaxmoe.quantized_matrix import QuantizedMatrix
 
 # Rows and columns of the blocks of DeepSeek-V3's checkpoints, and of those made after them.
 BLOCK = 128
@@ -30,7 +31,7 @@ def block_of(kind: str, out: int, inner: int) -> tuple[int, int]:
 
 
 @pytree
-class BlockScaled:
+class BlockScaled(QuantizedMatrix):
     """A matrix for each expert in 8 bits: each element is a value times the scale of its block.
 
     Args:
@@ -47,19 +48,19 @@ class BlockScaled:
     ((4, 384, 256), (128, 128))
     """
 
+    bits = 8
+
     values: Float[Array, "experts out in"]
     scales: Shaped[Array, "experts out_blocks in_blocks"]
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """`[experts, in, out]`, as `Experts` has it."""
-        experts, out, inner = self.values.shape
-        return experts, inner, out
+    def check(self) -> None:
+        """Raises where the arrays are not what the class says.
 
-    @property
-    def dtype(self) -> Any:
-        """Of the values."""
-        return self.values.dtype
+        Raises:
+          TypeError: values or scales of another type than the class says.
+          ValueError: shapes that make no blocks.
+        """
+        _ = self.kinds
 
     @property
     def block(self) -> tuple[int, int]:
@@ -104,11 +105,6 @@ class BlockScaled:
         """The same in the terms of layouts: what an array of such weights takes."""
         rows, columns = self.block
         return Format(self.values.dtype, rows, columns, self.scales.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.size + self.scales.size * self.scales.dtype.itemsize
 
     def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
         """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""

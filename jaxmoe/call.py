@@ -15,11 +15,11 @@ from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
 from jaxmoe import precision as precisions
 from jaxmoe import reach, sharding
-from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.options import Arguments, CallOptions, Residuals
+from jaxmoe.quantized_matrix import QuantizedMatrix
 
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
@@ -56,7 +56,7 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement, precisions.formats_of(precision, weights, x.dtype))
-    quantizes = precision is not None and not isinstance(weights.w_gate, BlockScaled)
+    quantizes = precision is not None and not isinstance(weights.w_gate, QuantizedMatrix)
 
     def call_of(implementation: Implementation, reason: str) -> Call:
         plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform)

@@ -9,7 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind, BlockScaled
+from jaxmoe.formats import bits
+from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.pytrees import pytree
+from jaxmoe.quantized_matrix import QuantizedMatrix
 
 
 @pytree
@@ -27,7 +30,8 @@ class Experts:
       b_up: `[experts, intermediate]` or `None`.
       b_down: `[experts, hidden]` or `None`; it is part of the expert, so the routing weight multiplies it too.
 
-    All matrices may also be `jaxmoe.BlockScaled`, in 8 bits (`jaxmoe.quantize`), with biases that stay wide.
+    All matrices may also be `jaxmoe.BlockScaled`, in 8 bits, or `jaxmoe.MXFP4` or `jaxmoe.NVFP4`, in 4 bits
+    (`jaxmoe.quantize`), with biases that stay wide.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=16, intermediate=32)
@@ -69,20 +73,20 @@ class Experts:
         leaves = jax.tree.leaves(list(present.values()))
         if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
             return f"Experts({', '.join(f'{name}={array!r}' for name, array in arrays.items())})"
-        size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+        size = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in leaves)
         return f"Experts({', '.join(f'{name}={_format_of(array)}' for name, array in present.items())}; {size} bytes)"
 
     def astype(self, dtype: DTypeLike) -> "Experts":
         """Returns the experts with every array cast to `dtype`.
 
         Raises:
-          TypeError: a matrix is `BlockScaled`: its values mean nothing without their scales.
+          TypeError: a matrix is quantised: its values mean nothing without their scales.
         """
         for field in dataclasses.fields(self):
-            if isinstance(getattr(self, field.name), BlockScaled):
+            if isinstance(matrix := getattr(self, field.name), QuantizedMatrix):
                 raise TypeError(
-                    f"Experts.astype: {field.name} is BlockScaled. Pass jaxmoe.dequantize(experts, dtype) for wide "
-                    "matrices."
+                    f"Experts.astype: {field.name} is {type(matrix).__name__}. Pass jaxmoe.dequantize(experts, dtype) "
+                    "for wide matrices."
                 )
         return jax.tree.map(lambda array: array.astype(dtype), self)
 
@@ -131,8 +135,10 @@ class Experts:
 
 def _format_of(array: Any) -> str:
     """Returns the format and sizes of an array, in the order of its elements."""
-    if isinstance(array, BlockScaled):
-        return f"{_format_of(array.values)} with scales {_format_of(array.scales)}"
+    if isinstance(array, QuantizedMatrix):
+        kind = f"{type(array).__name__} " if isinstance(array, FourBit) else ""
+        of_matrix = f" and {_format_of(array.global_scales)}" if isinstance(array, NVFP4) else ""
+        return f"{kind}{_format_of(array.values)} with scales {_format_of(array.scales)}{of_matrix}"
     return f"{array.dtype}{list(array.shape)}"
 
 
@@ -163,11 +169,11 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         if arrays[name] is None:
             raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
     for name, array in arrays.items():
-        for leaf in (array.values, array.scales) if isinstance(array, BlockScaled) else (array,):
+        for leaf in _leaves(array):
             if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
-    if any(isinstance(array, BlockScaled) for array in arrays.values()):
-        _check_block_scaled(experts, arrays, hidden)
+    if any(isinstance(array, QuantizedMatrix) for array in arrays.values()):
+        _check_quantized(experts, arrays, hidden)
     if len(experts.w_gate.shape) != 3:
         raise ValueError(
             f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; it must be [experts, hidden, intermediate]."
@@ -189,7 +195,8 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         "b_up": (num_experts, intermediate),
         "b_down": (num_experts, hidden),
     }
-    wide = {name: array for name, array in arrays.items() if array is not None and not isinstance(array, BlockScaled)}
+    quantized = [name for name, array in arrays.items() if isinstance(array, QuantizedMatrix)]
+    wide = {name: array for name, array in arrays.items() if array is not None and name not in quantized}
     for name, array in arrays.items():
         if array is None:
             continue
@@ -198,12 +205,14 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
                 f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
                 f"w_gate of shape {tuple(experts.w_gate.shape)}."
             )
-        if isinstance(array, BlockScaled):
+        if name in quantized:
             continue
         if jnp.dtype(array.dtype).itemsize == 1:
+            four_bit = array.dtype in (jnp.float4_e2m1fn, jnp.uint8)
+            types = "MXFP4(values, scales) or jaxmoe.NVFP4(values, scales, global_scales)"
             raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, which needs scales. Pass jaxmoe.BlockScaled(values, "
-                "scales), values as [experts, out, in]."
+                f"moe_layer: experts.{name} is {array.dtype}, which needs scales. Pass jaxmoe."
+                f"{types if four_bit else 'BlockScaled(values, scales)'}, values as [experts, out, in]."
             )
         if not takes_experts(array.dtype, dtype):
             raise TypeError(
@@ -221,31 +230,45 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     return experts
 
 
-def _check_block_scaled(experts: Experts, arrays: dict[str, Any], hidden: int) -> None:
-    """Raises where some matrices are `BlockScaled` and do not go together."""
+def _leaves(array: Any) -> list[Any]:
+    """Returns the arrays of a field of experts."""
+    if not isinstance(array, QuantizedMatrix):
+        return [array]
+    return [getattr(array, field.name) for field in dataclasses.fields(array)]  # pyright: ignore[reportArgumentType]
+
+
+def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int) -> None:
+    """Raises where some matrices are quantised and do not go together."""
     matrices = {name: array for name, array in arrays.items() if name.startswith("w_") and array is not None}
+    kind = next(type(array) for array in arrays.values() if isinstance(array, QuantizedMatrix))
     for name, array in arrays.items():
-        if isinstance(array, BlockScaled) != (name in matrices) and array is not None:
-            other = "BlockScaled" if isinstance(array, BlockScaled) else f"{array.dtype}"
-            needed = "all matrices of experts must be BlockScaled, or none, and biases wide"
+        if isinstance(array, kind) != (name in matrices) and array is not None:
+            other = type(array).__name__ if isinstance(array, QuantizedMatrix) else f"{array.dtype}"
+            needed = f"all matrices of experts must be {kind.__name__}, or none, and biases wide"
             raise TypeError(
                 f"moe_layer: experts.{name} is {other}; {needed}. Pass jaxmoe.quantize(experts), or "
                 "jaxmoe.dequantize(experts, x.dtype)."
             )
     for name, matrix in matrices.items():
         try:
-            _ = matrix.kinds
+            matrix.check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"moe_layer: experts.{name}: {error}") from error
-        out, inner = matrix.values.shape[1:]
+        _, inner, out = matrix.shape
         into, back = ("intermediate", "hidden") if name != "w_down" else ("hidden", "intermediate")
         lies = out if name == "w_down" else inner
         if lies != hidden:
+            halved = " / 2" if matrix.values.dtype == jnp.uint8 else ""
             raise ValueError(
-                f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, which must be [experts, "
-                f"{into}, {back}]; x has hidden={hidden}. Values that lie as [experts, {back}, {into}] have to be "
-                "transposed, and scales of blocks with them: values.swapaxes(1, 2), scales.swapaxes(1, 2)."
+                f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, {matrix.values.dtype}, "
+                f"which must be [experts, {into}, {back}{halved}]; x has hidden={hidden}. {matrix.transposition}"
             )
+    if kind is BlockScaled:
+        _check_blocks(experts, matrices)
+
+
+def _check_blocks(experts: Experts, matrices: dict[str, Any]) -> None:
+    """Raises where the scales of `BlockScaled` matrices are not of one kind."""
     formats = {name: f"{' or '.join(matrix.kinds)} of {matrix.scales.dtype}" for name, matrix in matrices.items()}
     if not experts.common_kinds or len({matrix.scales.dtype for matrix in matrices.values()}) > 1:
         listed = ", ".join(f"{name} {format_}" for name, format_ in formats.items())

@@ -22,6 +22,7 @@ class Format:
       scale_rows: rows of a block that has one scale; 0 where elements have none.
       scale_columns: columns of such a block.
       scale_dtype: of a scale.
+      array_scale_dtype: of one more scale, for all of the array; `None` where there is none.
 
     >>> Format(jnp.bfloat16).bytes(rows=2, columns=64)
     256
@@ -33,33 +34,40 @@ class Format:
     scale_rows: int = 0
     scale_columns: int = 0
     scale_dtype: Any = jnp.float32
+    array_scale_dtype: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
+        if self.array_scale_dtype is not None:
+            object.__setattr__(self, "array_scale_dtype", jnp.dtype(self.array_scale_dtype))
 
     def __str__(self) -> str:
         if not self.scale_rows:
             return self.dtype.name
         rows, columns = ("all" if size == ALL else size for size in (self.scale_rows, self.scale_columns))
-        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns})"
+        of_array = "" if self.array_scale_dtype is None else f", a {self.array_scale_dtype} one for the array"
+        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns}{of_array})"
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of the elements of a row, which end at a whole byte."""
-        return -(-columns * _bits(self.dtype) // 8)
+        return -(-columns * bits(self.dtype) // 8)
 
     def scale_bytes(self, rows: int, columns: int) -> int:
         """Bytes of the scales of an array, which lie behind its elements."""
         if not self.scale_rows:
             return 0
-        return -(-rows // self.scale_rows) * -(-columns // self.scale_columns) * _bits(self.scale_dtype) // 8
+        of_array = 0 if self.array_scale_dtype is None else bits(self.array_scale_dtype) // 8
+        blocks = -(-rows // self.scale_rows) * -(-columns // self.scale_columns)
+        return blocks * bits(self.scale_dtype) // 8 + of_array
 
     def bytes(self, rows: int, columns: int) -> int:
         """Bytes of an array, scales included."""
         return rows * self.row_bytes(columns) + self.scale_bytes(rows, columns)
 
 
-def _bits(dtype: Any) -> int:
+def bits(dtype: Any) -> int:
+    """Bits of an element, which are fewer than those of a byte for 4-bit types."""
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
 
 

@@ -5,15 +5,20 @@ the mapped layer would either repeat the exchange for every element or treat the
 user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX.
 """
 
-from typing import Any
+import functools
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Shaped
 
+from jaxmoe.quantized_matrix import QuantizedMatrix
 
-def _refuse(args: Any, dims: Any) -> Any:
+Matrix = TypeVar("Matrix", bound=QuantizedMatrix)
+
+
+def _refuse(args: Any, dims: Any, **_: Any) -> Any:
     raise NotImplementedError(
         "moe_layer: jax.vmap over moe_layer is not supported (and jax.jacrev and jax.jacfwd map too). A batch of token "
         "arrays is one call: moe_layer takes x of shape [..., hidden], so pass the batch dimension along. To map over "
@@ -23,9 +28,9 @@ def _refuse(args: Any, dims: Any) -> Any:
 
 def _unmapped_identity(name: str) -> Primitive:
     identity = Primitive(name)
-    identity.def_impl(lambda array: array)
-    identity.def_abstract_eval(lambda array: array)
-    mlir.register_lowering(identity, lambda context, operand: [operand])
+    identity.def_impl(lambda array, **_: array)
+    identity.def_abstract_eval(lambda array, **_: array)
+    mlir.register_lowering(identity, lambda context, operand, **_: [operand])
     batching.primitive_batchers[identity] = _refuse
     return identity
 
@@ -35,11 +40,11 @@ ad.deflinear2(_identity, lambda cotangent, _: [_identity.bind(cotangent)])
 _constant = _unmapped_identity("jaxmoe_constant")
 
 
-def _refuse_gradients(primals: Any, tangents: Any) -> Any:
+def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int) -> Any:
     raise TypeError(
-        "moe_layer: this asks for gradients of BlockScaled experts, and 8-bit values have none. To train experts, pass "
-        "wide master weights with precision='fp8'. To differentiate everything but the experts, leave them out of the "
-        "argnums of jax.grad, or pass jax.lax.stop_gradient(experts)."
+        f"moe_layer: this asks for gradients of {kind} experts, and {bits}-bit values have none. To train experts, "
+        "pass wide master weights with precision='fp8'. To differentiate everything but the experts, leave them out of "
+        "the argnums of jax.grad, or pass jax.lax.stop_gradient(experts)."
     )
 
 
@@ -52,6 +57,7 @@ def not_mapped(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return jax.tree.map(_identity.bind, array)
 
 
-def not_differentiated(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns the array; raises `TypeError` where JAX would differentiate with respect to it."""
-    return jax.tree.map(_constant.bind, array)
+def not_differentiated(matrix: Matrix) -> Matrix:
+    """Returns the matrix; raises `TypeError` where JAX would differentiate with respect to it."""
+    bind = functools.partial(_constant.bind, kind=type(matrix).__name__, bits=matrix.bits)
+    return jax.tree.map(bind, matrix)

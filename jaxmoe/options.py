@@ -10,7 +10,7 @@ from jaxmoe.experts import Experts
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
-Precision = Literal["fp8", "fp8-e8m0", "w8a16"]
+Precision = Literal["fp8", "fp8-e8m0", "w8a16", "w4a16"]
 
 
 class Arguments(NamedTuple):

@@ -1,15 +1,20 @@
-"""What `precision` of a layer means: which of its arrays have 8 bits, and how experts and rows come to have them.
+"""What `precision` of a layer means: which of its arrays have 8 or 4 bits, and how experts and rows come to have them.
 
 `call.py` resolves it, the implementations compute with it.
 
     precision     tokens and h                                    weights
     None          dtype of x                                      dtype of x
-    "fp8"         8 bits, a float32 scale for 1 x 128             8 bits
-    "fp8-e8m0"    the same, each scale a power of two             8 bits
+    "fp8"         8 bits, a float32 scale for 1 x 128             8 bits, or MXFP4
+    "fp8-e8m0"    the same, each scale a power of two             8 bits, or MXFP4
     "w8a16"       dtype of x                                      8 bits, decoded to the dtype of x
+    "w4a16"       dtype of x                                      4 bits, decoded to the dtype of x
+
+Beside weights in 4 bits only rows are rounded, never the weights: an E2M1 value times a power of two is exact in the
+dtype of x, and in E4M3 where `jaxmoe.fits_e4m3` says so. The product with an E4M3 scale (NVFP4) is exact in the dtype
+of x, but has more bits than E4M3.
 
 Only a forward pass rounds. A backward pass is that of the layer in the dtype of x: of the same tokens, and of the
-experts that were rounded, or the decoded ones where they came in 8 bits (a straight-through estimate).
+experts that were rounded, or the decoded ones where they came in 8 or 4 bits (a straight-through estimate).
 """
 
 from typing import Any, get_args
@@ -21,8 +26,10 @@ from jax.typing import DTypeLike
 from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import Experts
 from jaxmoe.formats import ALL, Format, Formats
+from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.options import Precision
-from jaxmoe.quantization import dequantize, dequantize_rows, quantize, quantize_rows
+from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize, quantize_rows
+from jaxmoe.quantized_matrix import QuantizedMatrix
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Of tokens and h: as compiled code has them too, scales are float32 whether or not they are powers of two.
@@ -38,28 +45,47 @@ def resolve(precision: Any, experts: Experts, dtype: Any) -> Precision | None:
       dtype: of x.
 
     Raises:
-      ValueError: it is not known, or goes with experts in 8 bits that these are not.
+      ValueError: it is not known, or goes with experts of other types.
       TypeError: it goes with tokens of other dtypes.
     """
-    in_8_bits = isinstance(experts.w_gate, BlockScaled)
+    kind = type(experts.w_gate)
     if precision is None:
-        precision = "fp8" if in_8_bits else None
+        precision = "fp8" if kind is BlockScaled else "w4a16" if issubclass(kind, FourBit) else None
     elif precision not in PRECISIONS:
         raise ValueError(
             f"moe_layer: precision={precision!r} is not known. Use one of {', '.join(map(repr, PRECISIONS))}, or None "
-            "for the dtype of x with wide experts, 'fp8' with BlockScaled ones."
+            "for the dtype of x with wide experts, 'fp8' with BlockScaled ones and 'w4a16' with MXFP4 and NVFP4."
         )
     if precision is not None and dtype == jnp.float64:
         raise TypeError(
             f"moe_layer: x is float64, and precision={precision!r} is for bfloat16, float16 and float32: scales and "
             "sums are float32. Cast x, or pass wide experts without a precision."
         )
-    if precision == "w8a16" and not in_8_bits:
-        raise ValueError(
-            f"moe_layer: precision='w8a16' decodes experts in 8 bits, and experts.w_gate is {experts.w_gate.dtype}. "
-            "Pass jaxmoe.quantize(experts), or leave precision out for wide experts."
-        )
+    _check_kind(precision, experts)
     return precision
+
+
+def _check_kind(precision: Precision | None, experts: Experts) -> None:
+    """Raises where a precision does not go with the type of the matrices."""
+    matrix = experts.w_gate
+    given = type(matrix).__name__ if isinstance(matrix, QuantizedMatrix) else f"{matrix.dtype}"
+    for asked, bits, kind, block in (("w8a16", 8, BlockScaled, ""), ("w4a16", 4, FourBit, ", 'mxfp4'")):
+        if precision != asked or isinstance(matrix, kind):
+            continue
+        instead = (
+            "Leave precision out for these."
+            if isinstance(matrix, QuantizedMatrix)
+            else f"Pass jaxmoe.quantize(experts{block}), or leave precision out for wide experts."
+        )
+        raise ValueError(
+            f"moe_layer: precision={asked!r} decodes experts in {bits} bits, and experts.w_gate is {given}. {instead}"
+        )
+    if rounds_rows(precision) and isinstance(matrix, NVFP4):
+        raise ValueError(
+            f"moe_layer: precision={precision!r} multiplies 8 bits with 8 bits, and experts.w_gate is NVFP4: the "
+            "product of an E2M1 value and an E4M3 scale does not fit in E4M3 (rounding it is an error of 1.75 % RMS of "
+            "a weight). Pass precision='w4a16', which decodes it exactly and leaves tokens in the dtype of x, or None."
+        )
 
 
 def rounds_rows(precision: Precision | None) -> bool:
@@ -77,26 +103,28 @@ def formats_of(precision: Precision | None, experts: Experts, dtype: Any) -> For
     wide = Formats.of(dtype)
     if precision is None:
         return wide
+    rows = ROWS if rounds_rows(precision) else wide.tokens
+    if isinstance(experts.w_gate, FourBit):
+        return Formats(rows, rows, wide.answers, experts.w_gate.format, wide.sums)
     if isinstance(experts.w_gate, BlockScaled):
         kind, scale_dtype = experts.common_kinds[0], experts.w_gate.scales.dtype
     else:
         kind, scale_dtype = "128x128", SCALES[powers_of_two(precision)]
     # One format for the matrices there and back, whose rows and columns are not equally many.
     weights = Format(VALUES, *block_of(kind, ALL, ALL), scale_dtype)
-    rows = ROWS if rounds_rows(precision) else wide.tokens
     return Formats(rows, rows, wide.answers, weights, wide.sums)
 
 
 def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
-    """Returns experts whose matrices are in 8 bits; those that came wide have blocks of 128 x 128."""
-    if isinstance(experts.w_gate, BlockScaled):
+    """Returns experts whose matrices are in 8 or 4 bits; those that came wide have blocks of 128 x 128."""
+    if isinstance(experts.w_gate, QuantizedMatrix):
         return experts
     return quantize(experts, scale_dtype=SCALES[powers_of_two(precision)])
 
 
 def as_multiplied(experts: Experts, precision: Precision | None, dtype: DTypeLike) -> Experts:
-    """Returns wide experts in `dtype` with the numbers that a forward pass multiplies."""
-    return dequantize(experts if precision is None else experts_in_8_bits(experts, precision), dtype)
+    """Returns experts in `dtype` with the numbers that a forward pass multiplies; matrices in 4 bits stay in those."""
+    return decode_8_bits(experts if precision is None else experts_in_8_bits(experts, precision), dtype)
 
 
 def as_multiplied_rows(rows: jax.Array, precision: Precision | None, dtype: DTypeLike) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Numbers in 8 bits: `quantize` makes `BlockScaled` experts of wide ones, `dequantize` wide ones of them.
+"""Numbers in 8 and 4 bits: `quantize` makes experts in few bits of wide ones, `dequantize` wide ones of them.
 
-The same of the rows that meet them, tokens and h: `quantize_rows` and `dequantize_rows`. Every implementation has that
-rule, compiled code in its own words.
+The same in 8 bits of the rows that meet them, tokens and h: `quantize_rows` and `dequantize_rows`. Every implementation
+has that rule, compiled code in its own words.
 """
 
 import dataclasses
@@ -14,70 +14,104 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import Experts
+from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
+from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 
 MATRICES = ("w_gate", "w_up", "w_down")
-# Numbers whose largest has less than this are scaled as if it had this: their scale would not be a normal number.
-SMALLEST = 2.0**-100
 LARGEST = float(jnp.finfo(VALUES).max)
 
 
-def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike = jnp.float32) -> Experts:
-    """Returns the experts with their matrices in 8 bits; biases stay as they are.
+def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike | None = None) -> Experts:
+    """Returns the experts with their matrices in 8 or 4 bits; biases stay as they are.
 
-    A scale is the largest magnitude of its block over 448, the largest value of `float8_e4m3fn`; with
+    In 8 bits a scale is the largest magnitude of its block over 448, the largest value of `float8_e4m3fn`; with
     `float8_e8m0fnu` the next power of two above that. Values are rounded to the nearest. A block of zeros has values
-    of zero; a NaN or an infinity makes all of its block NaN. Works under `jax.jit`, and leaves experts where they are.
+    of zero; a NaN or an infinity makes all of its block NaN. `"mxfp4"` and `"nvfp4"` have the scales that
+    `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`, and leaves
+    experts where they are.
 
     Args:
       experts: in float32, bfloat16 or float16.
       block: what shares a scale: `"128x128"` as in DeepSeek-V3's checkpoints, `"channel"` one per output, `"expert"`
-        one per matrix.
-      scale_dtype: float32, or `float8_e8m0fnu` for powers of two.
+        one per matrix. Or a format of 4 bits: `"mxfp4"` makes `jaxmoe.MXFP4`, `"nvfp4"` makes `jaxmoe.NVFP4`, both
+        packed.
+      scale_dtype: in 8 bits float32, which `None` is, or `float8_e8m0fnu` for powers of two.
 
     Raises:
       TypeError: the experts are quantised already, or `scale_dtype` is another one.
-      ValueError: `block` is another one.
+      ValueError: `block` is another one; in 4 bits, inputs of a matrix that are no multiple of 32 (`"mxfp4"`) or 16.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
-    >>> quantize(experts).w_down.scales.shape
-    (4, 2, 3)
+    >>> quantize(experts).w_down.scales.shape, quantize(experts, "mxfp4").w_down.scales.shape
+    ((4, 2, 3), (4, 256, 12))
     """
-    if block not in BLOCK_KINDS:
-        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, BLOCK_KINDS))}.")
+    kinds = (*BLOCK_KINDS, *FOUR_BIT_KINDS)
+    if block not in kinds:
+        raise ValueError(f"quantize: block={block!r} must be one of {', '.join(map(repr, kinds))}.")
+    if block in FOUR_BIT_KINDS and scale_dtype is not None:
+        of_block = jnp.dtype(FOUR_BIT_KINDS[block].scale_dtype)
+        raise TypeError(f"quantize: {block!r} has scales in {of_block}; leave scale_dtype={scale_dtype} out.")
+    scale_dtype = jnp.float32 if scale_dtype is None else scale_dtype
     if jnp.dtype(scale_dtype) not in SCALES:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
-    def quantized(name: str) -> BlockScaled | None:
+    def quantized(name: str) -> QuantizedMatrix | None:
         matrix = getattr(experts, name)
-        if isinstance(matrix, BlockScaled):
-            raise TypeError(f"quantize: experts.{name} is BlockScaled already. Pass dequantize(experts, ...) instead.")
-        return None if matrix is None else _quantized(matrix, block, scale_dtype)
+        if isinstance(matrix, QuantizedMatrix):
+            kind = type(matrix).__name__
+            raise TypeError(f"quantize: experts.{name} is {kind} already. Pass dequantize(experts, ...) instead.")
+        if matrix is None:
+            return None
+        if block not in FOUR_BIT_KINDS:
+            return _quantized(matrix, block, scale_dtype)
+        _check_groups(name, matrix.shape[1], block)
+        return mxfp4(matrix) if block == "mxfp4" else nvfp4(matrix)
 
     return dataclasses.replace(experts, **{name: quantized(name) for name in MATRICES})
+
+
+def _check_groups(name: str, inner: int, block: str) -> None:
+    group = FOUR_BIT_KINDS[block].group
+    if inner % group:
+        raise ValueError(
+            f"quantize: experts.{name} has {inner} inputs, and {block!r} has a scale for each {group} of them. Pad "
+            f"hidden and intermediate to multiples of {group}, with zeros, or pass one of "
+            f"{', '.join(map(repr, BLOCK_KINDS))}."
+        )
 
 
 def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
     """Returns the experts with every matrix in `dtype`, biases too.
 
     Args:
-      experts: with matrices that are `BlockScaled`, or wide.
+      experts: with matrices that are `BlockScaled`, `MXFP4` or `NVFP4`, or wide.
       dtype: of every array.
 
     Raises:
-      TypeError: values or scales of types that `BlockScaled` does not have.
-      ValueError: shapes that make no blocks.
+      TypeError: values or scales of types that those do not have.
+      ValueError: shapes that do not go together.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
     >>> dequantize(quantize(experts)).w_down.shape
     (4, 384, 256)
     """
+    return _decoded(experts, dtype, QuantizedMatrix)
 
-    def wide(array: Any) -> Any:
-        return array.wide(dtype) if isinstance(array, BlockScaled) else array.astype(dtype)
 
-    return jax.tree.map(wide, experts, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+def decode_8_bits(experts: Experts, dtype: DTypeLike) -> Experts:
+    """Returns the experts in `dtype`, but for matrices in 4 bits: those are decoded where they are multiplied."""
+    return _decoded(experts, dtype, BlockScaled)
+
+
+def _decoded(experts: Experts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> Experts:
+    def of(array: Any) -> Any:
+        if isinstance(array, kind):
+            return array.wide(dtype)
+        return array if isinstance(array, QuantizedMatrix) else array.astype(dtype)
+
+    return jax.tree.map(of, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
 
 
 def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype: DTypeLike) -> BlockScaled:

@@ -1,14 +1,8 @@
-"""The behaviours of every implementation of `moe_layer` that multiplies 8 bits. A test class inherits `Fp8Suite`.
-
-The truth has the numbers that are multiplied, rounded as `jaxmoe.quantization` says, and sums in float64. A tolerance
-is twice the error of the same maths with sums in float32 (or in the dtype of tokens), as for wide layers. Beside it a
-few elements of h may be rounded to the neighbouring value: sums in another order can fall on the other side of the
-middle between two.
-"""
+"""The behaviours of every implementation of `moe_layer` that multiplies 8 bits. A test class inherits `Fp8Suite`."""
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,69 +12,21 @@ import pytest
 import jaxmoe
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.options import Arguments
-from jaxmoe.plan import AnyPlan
-from jaxmoe.quantization import quantize_rows
-from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs, relative_error
-from tests import layer_calls
-from tests.layer_calls import EXPERTS, PLACEMENTS, TOKENS, TOP_K, jitted, layer, mesh_of
+from jaxmoe.testing import ROUTING_KINDS, identity_experts, relative_error
+from tests.layer_calls import EXPERTS, PLACEMENTS, TOKENS, TOP_K, layer, mesh_of
+from tests.quantized_layer import (
+    HIDDEN,
+    QuantizedChecks,
+    assert_as_exact,
+    jitted_dense,
+    truth_of,
+    without_biases,
+)
 
-# Wider than those of wide layers: columns that share a scale are 128.
-HIDDEN, INTERMEDIATE = 256, 128
-SIZES: dict[str, Any] = layer_calls.SIZES | {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
 # Of the sums in the longest dimension that a model has.
 LONGEST = 14336
-# Of h, rounded to a neighbour: each changes by at most an eighth.
-NEIGHBOURS = 4
 # Fraction bits that Hopper's tensor cores keep of sums of 8-bit products, aligned to the largest of them.
 FRACTION_BITS = 13
-ACTIVATIONS: dict[str, Any] = {"silu": lambda a: a / (1 + np.exp(-a)), "relu": lambda a: np.maximum(a, 0)}
-
-
-def as_multiplied(rows: np.ndarray, precision: str) -> np.ndarray:
-    """Returns rows with the numbers that are multiplied, exactly."""
-    if precision == "w8a16":
-        return rows
-    values, scales = quantize_rows(jnp.asarray(rows, jnp.float32), precision == "fp8-e8m0")
-    groups = np.repeat(np.asarray(scales, np.float64), 128, axis=1)[:, : rows.shape[1]]
-    return np.asarray(values, np.float64) * groups
-
-
-def exact_matrices(matrices: Any) -> np.ndarray:
-    """Returns `BlockScaled` matrices as [experts, in, out], exactly."""
-    rows, columns = matrices.block
-    _, out, inner = matrices.values.shape
-    scales = np.asarray(matrices.scales, np.float64)
-    scales = np.repeat(np.repeat(scales, rows, axis=1)[:, :out], columns, axis=2)[:, :, :inner]
-    return (np.asarray(matrices.values, np.float64) * scales).swapaxes(1, 2)
-
-
-def truth_of(
-    arguments: Arguments, precision: str = "fp8", activation: str = "silu", multiply: Any = np.matmul
-) -> np.ndarray:
-    """Returns the output with sums in float64, or with those of another product of matrices."""
-    x, ids, weights = (np.asarray(array, np.float64) for array in arguments[:3])
-    valid = np.ones(len(x), bool) if arguments.token_valid is None else np.asarray(arguments.token_valid)
-    e = arguments.experts
-    matrices = {name: exact_matrices(m) for name in ("w_gate", "w_up", "w_down") if (m := getattr(e, name)) is not None}
-    biases = {name: getattr(e, name) for name in ("b_gate", "b_up", "b_down")}
-    bias = {name: np.zeros(e.num_experts) if b is None else np.asarray(b, np.float64) for name, b in biases.items()}
-    tokens = as_multiplied(np.where(valid[:, None], x, 0), precision)
-    y = np.zeros_like(x)
-    for expert in range(e.num_experts):
-        chosen = (ids == expert) & valid[:, None]
-        rows = np.nonzero(chosen.any(-1))[0]
-        if not len(rows):
-            continue
-
-        def affine(name: str, factor: np.ndarray, expert: int = expert) -> np.ndarray:
-            return multiply(factor, matrices[f"w_{name}"][expert]) + bias[f"b_{name}"][expert]
-
-        h = ACTIVATIONS[activation](affine("gate", tokens[rows]))
-        if "w_up" in matrices:
-            h = h * affine("up", tokens[rows])
-        weight = np.where(chosen, weights, 0).sum(-1)[rows, None]
-        y[rows] += weight * affine("down", as_multiplied(h, precision))
-    return y
 
 
 def multiply_unpromoted(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
@@ -106,27 +52,6 @@ def jitted_quantize(block: str, scale_dtype: Any) -> Any:
     return jax.jit(functools.partial(jaxmoe.quantize, block=block, scale_dtype=scale_dtype))
 
 
-@functools.cache
-def jitted_dense(activation: str, precision: Any, compute_dtype: Any) -> Any:
-    options: dict[str, Any] = {"activation": activation, "precision": precision, "compute_dtype": compute_dtype}
-    return jax.jit(functools.partial(dense, **options))
-
-
-def assert_as_exact(
-    y: Any, arguments: Arguments, precision: Any = "fp8", activation: str = "silu", truth: Any = None
-) -> None:
-    """Asserts that an output is as near to the truth as the same maths with sums in float32."""
-    truth = truth_of(arguments, precision, activation) if truth is None else truth
-    dtype = arguments.x.dtype
-    rough = jitted_dense(activation, precision, None if dtype == jnp.float32 else dtype)(arguments)
-    rows = int((np.asarray(arguments.topk_ids) >= 0).sum())
-    neighbours = np.sqrt(NEIGHBOURS / max(rows * arguments.experts.intermediate, 1)) / 8
-    allowed = 2 * relative_error(rough, truth) + float(jnp.finfo(dtype).eps) / 4
-    allowed += 0 if precision == "w8a16" else neighbours
-    error = relative_error(y, truth)
-    assert error <= allowed, f"error {error:.2e} above {allowed:.2e}"
-
-
 def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
     """Rows whose sums have one sign, which is where sums that are cut are off by most."""
     rng = np.random.default_rng(0)
@@ -139,38 +64,8 @@ def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
     return in_8_bits(Arguments(positive(8, hidden), ids, jnp.ones((8, 1)), experts))
 
 
-def without_biases(experts: jaxmoe.Experts) -> jaxmoe.Experts:
-    """Biases of zero, so that the program is that of experts with biases."""
-    biases = {name: jnp.zeros_like(getattr(experts, name)) for name in ("b_gate", "b_up", "b_down")}
-    return dataclasses.replace(experts, **biases)
-
-
-class Fp8Suite:
+class Fp8Suite(QuantizedChecks):
     """Inherit and set `implementation`."""
-
-    implementation: ClassVar[str]
-    # Of tokens and biases, where a test does not say otherwise.
-    dtype: ClassVar[Any] = jnp.float32
-    # Other dtypes that tokens may have.
-    dtypes: ClassVar[tuple[Any, ...]] = (jnp.bfloat16,)
-    # Plans that the suite must hold for; None is the default.
-    plans: ClassVar[tuple[AnyPlan | None, ...]] = (None,)
-
-    def options(self, **options: Any) -> dict[str, Any]:
-        return {"implementation": self.implementation, "plan": self.plans[-1]} | options
-
-    def run(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
-        return jitted(placement, False, tuple(sorted(self.options(**options).items())))(arguments)
-
-    def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
-        return jitted(placement, True, tuple(sorted(self.options(**options).items())))(arguments)
-
-    def small_run(self, arguments: Arguments, **options: Any) -> Any:
-        """On one rank with the default plan: programs that compile fast."""
-        return self.run(arguments, "one rank", **{"plan": None} | options)
-
-    def inputs(self, seed: int, **options: Any) -> Arguments:
-        return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
 
     # --- against the truth ------------------------------------------------------------------------------------------
 

@@ -38,7 +38,9 @@ struct Format {
   constexpr int64_t row_bytes(int64_t columns) const { return ceil_div(columns * info_of(element).bits, int64_t{8}); }
   constexpr int64_t scale_bytes(int64_t rows, int64_t columns) const {
     if (!is_scaled()) return 0;
-    return ceil_div(rows, int64_t{scale_rows}) * ceil_div(columns, int64_t{scale_columns}) * info_of(scale).bits / 8;
+    const int64_t blocks = ceil_div(rows, int64_t{scale_rows}) * ceil_div(columns, int64_t{scale_columns});
+    const int64_t groups = group_columns > 0 ? rows * ceil_div(columns, int64_t{group_columns}) : 0;
+    return (blocks * info_of(scale).bits + groups * info_of(group_scale).bits) / 8;
   }
   constexpr int64_t bytes(int64_t rows, int64_t columns) const {
     return rows * row_bytes(columns) + scale_bytes(rows, columns);

@@ -76,11 +76,14 @@ Element element_named(const std::string& name) {
   return {};
 }
 
-Format format_of(const std::string& element, int32_t scale_rows, int32_t scale_columns, const std::string& scale) {
+Format format_of(const std::string& element, int32_t scale_rows, int32_t scale_columns, const std::string& scale,
+                 int32_t group_columns, const std::string& group_scale) {
   require((scale_rows > 0) == (scale_columns > 0) && scale_rows >= 0 && scale_columns >= 0,
           "scale_rows=" + std::to_string(scale_rows) + " and scale_columns=" + std::to_string(scale_columns) +
               ". Both need to be positive, or both 0.");
-  return {element_named(element), scale_rows, scale_columns, element_named(scale)};
+  require_at_least("group_columns", group_columns, 0);
+  return {element_named(element), scale_rows, scale_columns, element_named(scale), group_columns,
+          element_named(group_scale)};
 }
 
 void define_formats(py::module_& module) {
@@ -89,11 +92,13 @@ void define_formats(py::module_& module) {
   };
   py::class_<Format>(module, "Format", "What the elements of an array are; elements go by NumPy's names.")
       .def(py::init(&format_of), py::arg("element"), py::arg("scale_rows") = 0, py::arg("scale_columns") = 0,
-           py::arg("scale") = "float32")
+           py::arg("scale") = "float32", py::arg("group_columns") = 0, py::arg("group_scale") = "float32")
       .def_property_readonly("element", name_of(&Format::element))
       .def_readonly("scale_rows", &Format::scale_rows)
       .def_readonly("scale_columns", &Format::scale_columns)
       .def_property_readonly("scale", name_of(&Format::scale))
+      .def_readonly("group_columns", &Format::group_columns)
+      .def_property_readonly("group_scale", name_of(&Format::group_scale))
       .def("row_bytes", &Format::row_bytes, py::arg("columns"))
       .def("scale_bytes", &Format::scale_bytes, py::arg("rows"), py::arg("columns"))
       .def("bytes", &Format::bytes, py::arg("rows"), py::arg("columns"));

@@ -60,7 +60,8 @@ struct ScaledMatrix {
   // Of the expert `number` of those that have their matrices and scales one after the other.
   static ScaledMatrix of_expert(const E4M3::Storage* elements, const float* scales, const Format& format,
                                 int32_t number, int32_t width, int32_t depth) {
-    const int64_t scales_of_each = format.scale_bytes(width, depth) / int64_t{sizeof(float)};
+    const int64_t scales_of_each =
+        ceil_div(int64_t{width}, int64_t{format.scale_rows}) * ceil_div(int64_t{depth}, int64_t{format.scale_columns});
     return {elements + int64_t{number} * width * depth, scales + number * scales_of_each, format, width, depth};
   }
 

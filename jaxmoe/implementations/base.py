@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
-from jaxmoe.formats import BF16, Formats
+from jaxmoe.formats import BF16, Formats, bits
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement
 
@@ -149,7 +149,9 @@ class Call:
     @property
     def decoded(self) -> "Call":
         """The same call with rows in the dtype of x: what a backward pass beside frozen experts differentiates."""
-        return dataclasses.replace(self, shape=self.shape.decoded, precision="w8a16", quantizes=False)
+        four_bit = bits(self.shape.formats.weights.dtype) == 4
+        precision: Precision = "w4a16" if four_bit else "w8a16"
+        return dataclasses.replace(self, shape=self.shape.decoded, precision=precision, quantizes=False)
 
     @property
     def freezes(self) -> bool:

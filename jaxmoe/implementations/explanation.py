@@ -4,6 +4,7 @@ import dataclasses
 
 from jax.sharding import AxisType
 
+from jaxmoe.formats import bits
 from jaxmoe.implementations.base import Call
 from jaxmoe.precision import rounds_rows
 
@@ -78,20 +79,21 @@ def _formats(call: Call) -> str:
 
 
 def precision_reasons(call: Call) -> list[str]:
-    """What a user should know of the 8 bits of a call; nothing where there are none."""
+    """What a user should know of the 8 or 4 bits of a call; nothing where there are none."""
     if call.precision is None:
         return []
     shape = call.shape
     experts = shape.local_experts * shape.expert_bytes / 2**20
+    width = bits(shape.formats.weights.dtype)
     rounded = (
         f"experts are rounded to 8 bits in every call, {experts:.1f} MiB per rank, and gradients are those of the "
         "experts as they came"
         if call.quantizes
-        else f"experts in 8 bits take {experts:.1f} MiB per rank and have no gradients"
+        else f"experts in {width} bits take {experts:.1f} MiB per rank and have no gradients"
     )
     scales = ", scales of tokens and h are powers of two" if call.precision == "fp8-e8m0" else ""
     again = "; a backward pass computes gate and up again, without rounding, whatever residuals="
-    kept = "" if call.precision == "w8a16" else again
+    kept = again if rounds_rows(call.precision) else ""
     return [f"precision={call.precision!r}: {rounded}{scales}{kept}"]
 
 

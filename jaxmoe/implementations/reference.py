@@ -2,8 +2,8 @@
 
 Nothing here is clever, so that it can be checked by reading. Every test compares with it.
 
-With a `precision` it multiplies in float32 what others multiply in 8 bits: matrices, tokens and h are decoded, values
-times scales. JAX differentiates the same without rounding (`precision.py`).
+With a `precision` it multiplies in float32 what others multiply in 8 or 4 bits: matrices, tokens and h are decoded,
+values times scales. JAX differentiates the same without rounding (`precision.py`).
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
-from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Call, Inputs
@@ -25,6 +24,7 @@ from jaxmoe.implementations.explanation import Explanation, precision_reasons
 from jaxmoe.options import Precision
 from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits
 from jaxmoe.quantization import dequantize
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
 
@@ -60,7 +60,7 @@ def reference(
       compute_dtype: of every intermediate result; `None` is float32, or float64 for float64 tokens. A low precision
         here gives "the same maths in low precision", the yardstick of the tests' tolerances.
       precision: what is rounded to 8 bits before it is multiplied: tokens, h and matrices, or matrices alone. Not what
-        the gradients are those of, which is the same without any rounding to 8 bits (BlockScaled matrices decoded).
+        the gradients are those of, which is the same without any rounding to 8 bits (quantised matrices decoded).
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
     x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, experts))
@@ -109,13 +109,13 @@ def _rounded_fwd(static: _Static, *arrays: Any) -> tuple[jax.Array, Any]:
 
 def _rounded_bwd(static: _Static, arrays: Any, dy: jax.Array) -> Any:
     x, topk_ids, topk_weights, experts = arrays
-    wide = dequantize(experts, static.dtype) if isinstance(experts.w_gate, BlockScaled) else experts
+    wide = dequantize(experts, static.dtype) if isinstance(experts.w_gate, QuantizedMatrix) else experts
 
     def without_rounding(x: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:
         return _dense(static._replace(precision=None), x, topk_ids, topk_weights, experts)
 
     dx, dweights, dexperts = jax.vjp(without_rounding, x, topk_weights, wide)[1](not_mapped(dy))
-    if isinstance(experts.w_gate, BlockScaled):
+    if isinstance(experts.w_gate, QuantizedMatrix):
         biases = {name: getattr(dexperts, name) for name in ("b_gate", "b_up", "b_down")}
         given = {name: getattr(experts, name) for name in biases}
         biases = jax.tree.map(lambda gradient, bias: gradient.astype(bias.dtype), biases, given)

@@ -13,8 +13,9 @@ import jaxmoe
 from jaxmoe import BlockScaled
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.testing import make_inputs
-from tests.fp8_suite import SIZES, Fp8Suite, in_8_bits
+from tests.fp8_suite import Fp8Suite, in_8_bits
 from tests.layer_calls import layer
+from tests.quantized_layer import SIZES
 
 
 class TestXla(Fp8Suite):
@@ -91,7 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a precision that nobody knows": (
         {"precision": "fp4"},
         ValueError,
-        ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'w8a16', or None"],
+        ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'w8a16', 'w4a16', or None"],
     ),
     "decoding of wide experts": (
         {"experts": WIDE, "precision": "w8a16"},

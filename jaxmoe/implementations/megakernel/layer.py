@@ -6,10 +6,10 @@ stream of the GPU kernel (ffi/host/).
 The backward pass is another such call. It gets the inputs and the gradient of the output, and returns all gradients.
 The inputs of the activation are either kept from the forward pass (`residuals="save"`) or computed again.
 
-In 8 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales are
-operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the same
-call as without 8 bits, those that came in 8 bits to one that decodes them, a few at a time, and makes no gradients of
-them. With biases, which do have gradients, another implementation's backward pass decodes all of them.
+In 8 or 4 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales
+are operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the
+same call as without 8 bits, those that came in fewer bits to one that decodes them, a few at a time, and makes no
+gradients of them. With biases, which do have gradients, another implementation's backward pass decodes all of them.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from jaxmoe import native
 from jaxmoe.activation import compiled_form
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
+from jaxmoe.four_bit import FourBit
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel import lowering
@@ -158,6 +159,12 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
         array = getattr(experts, name)
         if isinstance(array, BlockScaled):
             arrays |= {name: array.values, f"{name}_scales": array.scales.astype(jnp.float32)}
+        elif isinstance(array, FourBit):
+            # Compiled code has a factor for each matrix, also where the format has none.
+            ones = jnp.ones(array.shape[0], jnp.float32)
+            factors = vary_alike((array.scales, ones))[1] if array.factors is None else array.factors
+            of_groups = {f"{name}_group_scales": array.scales, f"{name}_scales": factors[:, None, None]}
+            arrays |= {name: array.packed, **of_groups}
         else:
             arrays[name] = array.astype(x.dtype)
     return {

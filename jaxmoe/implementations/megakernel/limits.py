@@ -8,10 +8,12 @@ import jax
 
 from jaxmoe import machine, native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
+from jaxmoe.formats import bits
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, not_compiled
 from jaxmoe.native import FORWARD
+from jaxmoe.precision import rounds_rows
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
 MOST_RANKS = {"cpu": 256, "gpu": 8}
@@ -30,6 +32,11 @@ _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
 
 def check(call: Call) -> None:
     """Raises where the megakernel cannot run a call."""
+    if bits(call.shape.formats.weights.dtype) == 4 and rounds_rows(call.precision):
+        raise NotImplementedError(
+            f"moe_layer: precision={call.precision!r} rounds tokens beside experts in 4 bits, for which "
+            "implementation='megakernel' has no kernel. Pass precision='w4a16', or implementation='xla'."
+        )
     check_megakernel(call.shape, call.platform, call.activation, call.plan)
 
 
@@ -94,13 +101,16 @@ def _check_ring(name: str, plan: KernelPlan, shape: Shape, platform: str) -> Non
 def _check_precision(shape: Shape, platform: str) -> None:
     if not shape.formats.weights.scale_rows:
         return
+    weights, width = shape.formats.weights, bits(shape.formats.weights.dtype)
     multiple, reason = MULTIPLE_IN_8_BITS, "that many columns of a row share a scale"
-    if shape.formats.decodes:
+    if width == 4:
+        multiple, reason = weights.scale_columns, "that many weights share a scale"
+    elif shape.formats.decodes:
         multiple, reason = MULTIPLE_TO_DECODE, "weights are decoded in pieces of 16 bytes"
     if shape.hidden % multiple or shape.intermediate % multiple:
         raise ValueError(
             f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; implementation='megakernel' on "
-            f"{platform} needs multiples of {multiple} in 8 bits: {reason}. {_ANY_SIZE}"
+            f"{platform} needs multiples of {multiple} in {width} bits: {reason}. {_ANY_SIZE}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmoe import native
-from jaxmoe.formats import Format, Formats
+from jaxmoe.formats import ALL, Format, Formats, bits
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 
@@ -62,9 +62,12 @@ def native_formats(formats: Formats) -> Any:
     weights = dataclasses.replace(formats.weights, scale_dtype=jnp.float32)
 
     def of(format_: Format) -> Any:
-        return native.schedule().Format(
-            format_.dtype.name, format_.scale_rows, format_.scale_columns, format_.scale_dtype.name
-        )
+        of_blocks = format_.dtype.name, format_.scale_rows, format_.scale_columns, format_.scale_dtype.name
+        if bits(format_.dtype) == 4:  # with scales of groups, and one for each matrix, which those without do have too
+            of_groups = formats.weights.scale_columns, formats.weights.scale_dtype.name
+            of_blocks = format_.dtype.name, ALL, ALL, jnp.dtype(jnp.float32).name
+            return native.schedule().Format(*of_blocks, *of_groups)
+        return native.schedule().Format(*of_blocks)
 
     return native.schedule().Formats(
         tokens=of(formats.tokens),

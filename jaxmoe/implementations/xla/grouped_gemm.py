@@ -1,5 +1,7 @@
 """Grouped GEMMs: each row with the matrix of the expert that owns it, through `jax.lax.ragged_dot` or tokamax.
 
+Matrices in 4 bits go another way, whatever the kind: `decoded_gemm.py`.
+
 `layer.py` calls it, which differentiates by hand: the product with the transposed matrix is here by name, the
 gradients of the matrices are in `outer_products.py`.
 """
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmoe.four_bit import FourBit
+from jaxmoe.implementations.xla.decoded_gemm import times_decoded
 from jaxmoe.implementations.xla.local_rows import Batch
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
@@ -40,16 +44,26 @@ def _grouped_gemm(
 
 
 def times(
-    rows: Float[Array, "rows inner"], weights: Float[Array, "experts inner outer"], batch: Batch, kind: GroupedGemm
+    rows: Float[Array, "rows inner"],
+    weights: Float[Array, "experts inner outer"] | FourBit,
+    batch: Batch,
+    kind: GroupedGemm,
 ) -> Float[Array, "rows outer"]:
     """Returns each row times the matrix of its expert; what is behind the last row is undefined."""
+    if isinstance(weights, FourBit):
+        return times_decoded(rows, weights, batch.rows_per_expert)
     return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_MATRIX)
 
 
 def times_transposed(
-    rows: Float[Array, "rows outer"], weights: Float[Array, "experts inner outer"], batch: Batch, kind: GroupedGemm
+    rows: Float[Array, "rows outer"],
+    weights: Float[Array, "experts inner outer"] | FourBit,
+    batch: Batch,
+    kind: GroupedGemm,
 ) -> Float[Array, "rows inner"]:
     """Returns each row times the transposed matrix of its expert; what is behind the last row is undefined."""
+    if isinstance(weights, FourBit):
+        return times_decoded(rows, weights, batch.rows_per_expert, transposed=True)
     return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_TRANSPOSE)
 
 

@@ -14,7 +14,8 @@ tokens were dispatched, combine the cotangent of the rows as the rows were combi
 
 With a `precision` tokens are rounded before the all-gather, so that 8 bits and scales travel, and h before the down
 GEMM. The grouped GEMMs multiply none of it: rows and matrices are decoded for them, values times scales, to the dtype
-of x, and this rounds once more. The decoded experts are whole copies, made in every pass.
+of x, and this rounds once more. Experts in 8 bits are decoded to whole copies, made in every pass; those in 4 bits one
+at a time (`decoded_gemm.py`).
 """
 
 import dataclasses
@@ -28,7 +29,6 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -46,7 +46,8 @@ from jaxmoe.implementations.xla.local_rows import (
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
 from jaxmoe.precision import as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows
-from jaxmoe.quantization import dequantize, dequantize_rows, quantize_rows
+from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize_rows
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
 
 
@@ -218,7 +219,7 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 def backward(
     call: Call, inputs: Inputs, dy: jax.Array, rows: LocalRows | None = None, gate_up: GateUp | None = None
 ) -> tuple[jax.Array, jax.Array, Experts]:
-    """Returns the gradients of x, of `topk_weights` and of the experts, `None` for matrices in 8 bits.
+    """Returns the gradients of x, of `topk_weights` and of the experts, `None` for matrices that came quantised.
 
     Args:
       call: of the forward pass.
@@ -229,8 +230,8 @@ def backward(
     """
     rows = _sorted_rows(call, inputs) if rows is None else rows
     group, plan, call = call.group, call.plan, call.wide
-    frozen = isinstance(inputs.experts.w_gate, BlockScaled)
-    experts = dequantize(inputs.experts, inputs.x.dtype)
+    frozen = isinstance(inputs.experts.w_gate, QuantizedMatrix)
+    experts = decode_8_bits(inputs.experts, inputs.x.dtype)
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
     def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, Experts]:
@@ -255,6 +256,6 @@ def backward(
 
 
 def _biases_of(experts: Experts) -> Experts:
-    """Returns experts without matrices: what of them has gradients where those are in 8 bits."""
+    """Returns experts without matrices: what of them has gradients where those came quantised."""
     nothing: Any = None
     return dataclasses.replace(experts, w_gate=nothing, w_up=None, w_down=nothing)

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.implementations.xla.row_blocks import LONGEST_BLOCK, RowBlocks
 from jaxmoe.sharding import vary_alike
 
 # Products of one step, so that small experts fill a GPU together.
 STEP_BYTES = 1 << 26
-# Rows multiplied at once: a shorter block reads and writes its expert's sum more often.
-LONGEST_BLOCK = 4096
 
 
 def block_rows(rows: int, experts: int) -> int:
@@ -43,24 +42,14 @@ def sum_of_outer_products(
     wide = jnp.promote_types(lhs.dtype, jnp.float32)
     rows, experts = lhs.shape[0], rows_per_expert.shape[0]
     inner, outer = lhs.shape[1], rhs.shape[1]
-    block = block_rows(rows, experts)
-    most_blocks = rows // block + experts  # each expert fills all its blocks but the last one
+    blocks = RowBlocks.of(rows_per_expert, rows, block_rows(rows, experts))
     product_bytes = max(inner * outer * jnp.dtype(wide).itemsize, 1)
-    at_once = min(max(STEP_BYTES // product_bytes, 1), experts, most_blocks)
-
-    end_row = jnp.cumsum(rows_per_expert)
-    blocks = (rows_per_expert + block - 1) // block
-    end_block = jnp.cumsum(blocks)
-    row_of_block_0 = end_row - rows_per_expert - (end_block - blocks) * block
+    at_once = min(max(STEP_BYTES // product_bytes, 1), experts, blocks.most)
 
     def product(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the expert of a block and the block's product, zero behind the last block."""
-        expert = jnp.minimum(jnp.sum(number >= end_block), experts - 1)
-        first = row_of_block_0[expert] + number * block
-        start = jnp.clip(first, 0, rows - block)  # a block may reach beyond the array
-        row = start + jnp.arange(block)
-        inside = ((row >= first) & (row < end_row[expert]))[:, None]
-        a, b = (jnp.where(inside, lax.dynamic_slice_in_dim(array, start, block), 0) for array in (lhs, rhs))
+        expert, start, inside = blocks.nth(number)
+        a, b = (jnp.where(inside, lax.dynamic_slice_in_dim(array, start, blocks.size), 0) for array in (lhs, rhs))
         sum_over_rows = (((0,), (0,)), ((), ()))
         return expert, lax.dot_general(a, b, sum_over_rows, precision=precision, preferred_element_type=wide)
 
@@ -72,4 +61,4 @@ def sum_of_outer_products(
         return sums, None
 
     sums, _, _ = vary_alike((jnp.zeros((experts, inner, outer), wide), lhs, rows_per_expert))
-    return lax.scan(step, sums, jnp.arange(0, most_blocks, at_once))[0]
+    return lax.scan(step, sums, jnp.arange(0, blocks.most, at_once))[0]

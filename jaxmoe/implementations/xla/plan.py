@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxmoe.e2m1 import ELEMENT
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape, integer
 
 GroupedGemm = Literal["ragged_dot", "tokamax"]
@@ -28,7 +29,8 @@ class Plan:
       batch_rows: rows that a rank's experts process in one batch. Memory grows with it; more rows than that (a rank
         whose experts are chosen more often than others) are computed in further batches, so that none is dropped.
       grouped_gemm: `"ragged_dot"` is `jax.lax.ragged_dot`; `"tokamax"` is `tokamax.ragged_dot` with its Mosaic GPU
-        kernel. The gradients of the weights are sums of plain products either way (`outer_products.py`).
+        kernel. The gradients of the weights are sums of plain products either way (`outer_products.py`), and so are
+        products with experts in 4 bits, which are decoded one at a time (`decoded_gemm.py`).
       reasons: why, one sentence per choice; not compared.
 
     >>> Plan(batch_rows=256, grouped_gemm="ragged_dot").batch_rows
@@ -78,6 +80,11 @@ def _batch_rows(shape: Shape, worst_case_rows: int) -> tuple[int, str]:
 
 def _grouped_gemm(shape: Shape, platform: str) -> tuple[GroupedGemm, str]:
     dtype = shape.formats.answers.dtype
+    if shape.formats.weights.dtype == ELEMENT:
+        return "ragged_dot", (
+            "experts in 4 bits are decoded one at a time and multiplied by plain products with blocks of their rows, "
+            "whatever grouped_gemm is"
+        )
     if platform not in ("gpu", "cuda"):
         return "ragged_dot", f"grouped_gemm='ragged_dot': jax.lax.ragged_dot runs on {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):

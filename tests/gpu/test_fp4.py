@@ -1,0 +1,32 @@
+"""The suite of 4 bits on GPUs, with tokens in 16 bits, over as many devices as there are."""
+
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe import machine
+from tests.fp4_suite import Fp4Suite
+
+pytestmark = pytest.mark.gpu
+
+
+class OnGpu(Fp4Suite):
+    dtype = jnp.bfloat16
+    dtypes = (jnp.bfloat16, jnp.float16)
+
+
+class TestXla(OnGpu):
+    implementation = "xla"
+
+
+@pytest.mark.skipif(
+    not machine.cuda_status().available, reason=f"the CUDA part cannot run: {machine.cuda_status().reason}"
+)
+class TestMegakernel(OnGpu):
+    implementation = "megakernel"
+    precisions = ("w4a16",)
+    plans = (
+        None,
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
+        jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True, weight_slots=4),
+    )
