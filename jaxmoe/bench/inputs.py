@@ -24,10 +24,10 @@ from jaxmoe import precision as precisions
 from jaxmoe.activation import resolve
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
-from jaxmoe.block_scaled import BlockKind, BlockScaled
 from jaxmoe.implementations.reference import reference
 from jaxmoe.options import Arguments, Precision
 from jaxmoe.plan import Shape
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
 from jaxmoe.testing import RoutingKind, make_ids, relative_error, tolerance
 
@@ -81,14 +81,14 @@ class Inputs:
     precision: Precision | None = None
 
 
-def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind | None = None) -> jaxmoe.Experts:
+def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None = None) -> jaxmoe.Experts:
     """Returns random experts, split over the mesh, the same on any number of ranks.
 
     Args:
       shape: of the layer.
       mesh: of one axis.
       dtype: of the wide experts.
-      block: what shares a scale, of experts in 8 bits. They are made one by one on each rank: wide ones of all that a
+      block: as of `jaxmoe.quantize`, of experts in 8 or 4 bits. They are made one by one on each rank: wide ones of all that a
         rank has, twice as large and larger in between, may not fit beside them.
 
     Raises:
@@ -99,7 +99,7 @@ def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind |
     return make_experts(shape, mesh, dtype, block)()
 
 
-def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: BlockKind | None) -> Any:
+def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None) -> Any:
     """Returns a compiled function without arguments that makes `random_experts`."""
     local_experts = shape.num_experts // mesh.size
 
@@ -141,9 +141,9 @@ def make_inputs(
       routing: how tokens choose experts, as of `jaxmoe.testing.make_inputs`.
       mesh: of one axis, over which tokens and experts are split.
       sets: how many.
-      precision: of the calls, as of `moe_layer`. Tokens of experts in 8 bits are BF16.
+      precision: of the calls, as of `moe_layer`. Tokens beside experts in 8 or 4 bits are BF16.
     """
-    dtype, ranks = jnp.bfloat16 if isinstance(experts.w_down, BlockScaled) else experts.w_down.dtype, mesh.size
+    dtype, ranks = jnp.bfloat16 if isinstance(experts.w_down, QuantizedMatrix) else experts.w_down.dtype, mesh.size
     precision = precisions.resolve(precision, experts, dtype)
     sizes = Shape(
         tokens,

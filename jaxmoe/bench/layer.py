@@ -30,7 +30,7 @@ from jaxmoe.bench.inputs import (
     random_experts,
     unrounded_error_of,
 )
-from jaxmoe.bench.options import BASELINE, DTYPES, IN_8_BITS, Options
+from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, Options
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.table import Result
 from jaxmoe.bench.timing import time_blocks
@@ -49,8 +49,8 @@ def run(options: Options) -> int:
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
-    in_8_bits = IN_8_BITS.get(options.dtype)
-    block, precision = in_8_bits or (None, None)
+    narrow = NARROW.get(options.dtype)
+    block, precision = narrow or (None, None)
     _print(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
@@ -62,12 +62,12 @@ def run(options: Options) -> int:
         "Plan: unit tiles/lag units/ring tiles/rows of a chunk, of a backward pass /segment tiles. HBM and NVLink: the "
         f"busiest rank; > leaves out what only the compiler knows.{peak}"
     )
-    if in_8_bits:
+    if narrow:
         _print(
-            "check: against the layer that rounds the same numbers to 8 bits, with sums in float32; unrounded: against "
+            "check: against the layer that rounds the same numbers, with sums in float32; unrounded: against "
             "the layer that rounds nothing."
         )
-    _print(table.header(in_8_bits is not None))
+    _print(table.header(narrow is not None))
     failed = False
     for case in options.cases:
         experts, scaling = None, _Scaling(reference_ranks)

@@ -12,7 +12,6 @@ from absl import flags
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import PASSES, Pass
-from jaxmoe.block_scaled import BlockKind
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.options import Precision
 from jaxmoe.plan import KernelPlan
@@ -27,23 +26,25 @@ MEASURED = (*IMPLEMENTATIONS, BASELINE)
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
-class InEightBits(NamedTuple):
-    """BF16 tokens beside experts in 8 bits.
+class Narrow(NamedTuple):
+    """BF16 tokens beside experts in 8 or 4 bits.
 
     Args:
-      block: what shares a scale in the experts, as of `jaxmoe.quantize`.
+      block: what the experts are quantised to, as of `jaxmoe.quantize`.
       precision: as of `moe_layer`.
     """
 
-    block: BlockKind
+    block: str
     precision: Precision
 
 
 # Only a forward pass is measured in these.
-IN_8_BITS = {
-    "fp8-block": InEightBits("128x128", "fp8"),
-    "fp8-channel": InEightBits("channel", "fp8"),
-    "w8a16": InEightBits("128x128", "w8a16"),
+NARROW = {
+    "fp8-block": Narrow("128x128", "fp8"),
+    "fp8-channel": Narrow("channel", "fp8"),
+    "w8a16": Narrow("128x128", "w8a16"),
+    "mxfp4-a16": Narrow("mxfp4", "w4a16"),
+    "nvfp4-a16": Narrow("nvfp4", "w4a16"),
 }
 # Of wide experts, which are rounded in the call.
 ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name))
@@ -116,7 +117,7 @@ class Options:
       cases: shapes.
       tokens: per rank, for the cases that do not bring their own.
       ranks: numbers of ranks over which the experts are spread; 0 for all devices. One that comes twice counts once.
-      dtype: a key of `DTYPES`, of tokens and weights, or one of `IN_8_BITS`.
+      dtype: a key of `DTYPES`, of tokens and weights, or one of `NARROW`.
       implementations: members of `MEASURED`.
       passes: members of `PASSES`, what is timed.
       residuals: as of `moe_layer`, of `"both"`.
@@ -147,8 +148,8 @@ class Options:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype, (*DTYPES, *IN_8_BITS))
-        if self.dtype in IN_8_BITS and self.passes != ("forward",):
+        _check_dtype(self.dtype, (*DTYPES, *NARROW))
+        if self.dtype in NARROW and self.passes != ("forward",):
             raise ValueError(
                 f"--dtype={self.dtype} is of a forward pass, and --pass={','.join(self.passes)} asks for gradients, "
                 "which are those of wide experts. Measure --pass=forward, or the gradients with --dtype=bf16."
@@ -250,10 +251,11 @@ _EP = flags.DEFINE_list(
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     "bf16",
-    [*DTYPES, *IN_8_BITS],
-    "Of tokens and weights. Of layer also BF16 tokens with experts in 8 bits: fp8-block, a float32 scale for "
+    [*DTYPES, *NARROW],
+    "Of tokens and weights. Of layer also BF16 tokens with experts in 8 or 4 bits: fp8-block, a float32 scale for "
     "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; w8a16, "
-    "128 x 128 decoded to BF16. In 8 bits only --pass=forward is measured.",
+    "128 x 128 decoded to BF16; mxfp4-a16 and nvfp4-a16, 4 bits decoded to BF16. In 8 or 4 bits only --pass=forward is "
+    "measured.",
 )
 _IMPLEMENTATION = flags.DEFINE_list(
     "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
