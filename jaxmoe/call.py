@@ -74,6 +74,7 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
             residuals,
             precision,
             quantizes,
+            biases=any(bias is not None for bias in (weights.b_gate, weights.b_up, weights.b_down)),
         )
 
     call = _choose(options, platform, placement.group, call_of)

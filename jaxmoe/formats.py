@@ -99,6 +99,16 @@ class Formats:
         return cls(plain, plain, plain, plain, Format(jnp.promote_types(dtype, jnp.float32)))
 
     @property
+    def decodes(self) -> bool:
+        """Whether weights have fewer bits than the rows that they are multiplied with."""
+        return self.weights.dtype != self.tokens.dtype
+
+    @property
+    def decoded(self) -> "Formats":
+        """The same weights, decoded before they are multiplied: everything else in the dtype of answers."""
+        return dataclasses.replace(self.wide, weights=self.weights)
+
+    @property
     def wide(self) -> "Formats":
         """The same without 8 bits: everything in the dtype of answers."""
         return Formats.of(self.answers.dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,6 @@ def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
 class Fp8Suite(QuantizedChecks):
     """Inherit and set `implementation`."""
 
-    # What the implementation takes; it refuses the others by name.
-    precisions: ClassVar[tuple[str, ...]] = ("fp8", "fp8-e8m0", "w8a16")
-
     # --- against the truth ------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("routing", ROUTING_KINDS)
@@ -82,19 +79,22 @@ class Fp8Suite(QuantizedChecks):
         arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
         assert_as_exact(self.run(arguments, placement), arguments)
 
+    @pytest.mark.parametrize("routing", ROUTING_KINDS)
+    def test_decoded_experts_are_as_exact_as_wide_ones_for_every_routing(self, routing):
+        arguments = in_8_bits(self.inputs(21, biases=True, routing=routing))
+        assert_as_exact(self.run(arguments, precision="w8a16"), arguments, "w8a16")
+
+    @pytest.mark.parametrize("precision", ["fp8", "w8a16"])
     @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
     @pytest.mark.parametrize("kind", BLOCK_KINDS)
-    def test_weights_may_have_scales_of_every_kind(self, kind, scale_dtype):
+    def test_weights_may_have_scales_of_every_kind(self, kind, scale_dtype, precision):
         arguments = in_8_bits(self.inputs(3, gated=False, num_experts=3), kind, scale_dtype)
-        assert_as_exact(self.small_run(arguments, activation="relu"), arguments, activation="relu")
+        y = self.small_run(arguments, activation="relu", precision=precision)
+        assert_as_exact(y, arguments, precision, activation="relu")
 
     @pytest.mark.parametrize("precision", ["fp8", "fp8-e8m0", "w8a16"])
     def test_tokens_and_h_are_rounded_as_the_precision_says(self, precision):
         arguments = in_8_bits(self.inputs(4))
-        if precision not in self.precisions:
-            with pytest.raises(NotImplementedError, match=f"precision='{precision}'.*implementation='xla'"):
-                self.small_run(arguments, precision=precision)
-            return
         y = self.small_run(arguments, precision=precision)
         assert_as_exact(y, arguments, precision)
         for other in {"fp8", "fp8-e8m0", "w8a16"} - {precision}:
@@ -181,10 +181,11 @@ class Fp8Suite(QuantizedChecks):
         for _ in range(5):
             np.testing.assert_array_equal(self.run(arguments), first)
 
-    def test_every_plan_is_as_exact(self):
+    @pytest.mark.parametrize("precision", ["fp8", "w8a16"])
+    def test_every_plan_is_as_exact(self, precision):
         arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
         for plan in (None, *self.plans):
-            assert_as_exact(self.small_run(arguments, plan=plan), arguments)
+            assert_as_exact(self.small_run(arguments, plan=plan, precision=precision), arguments, precision)
 
     # --- wide master weights ----------------------------------------------------------------------------------------
 
@@ -216,8 +217,9 @@ class Fp8Suite(QuantizedChecks):
 
     # --- frozen experts ---------------------------------------------------------------------------------------------
 
-    def test_gradients_beside_frozen_experts_are_those_of_the_decoded_layer(self):
-        arguments = in_8_bits(self.inputs(14, biases=True, routing="zipf"))
+    @pytest.mark.parametrize("has_biases", [True, False])
+    def test_gradients_beside_frozen_experts_are_those_of_the_decoded_layer(self, has_biases):
+        arguments = in_8_bits(self.inputs(14, biases=has_biases, routing="zipf"))
         decoded = jax.jit(functools.partial(jaxmoe.dequantize, dtype=self.dtype))(arguments.experts)
         in_shard_map = layer("in shard_map", **self.options())
         on_one_rank = layer("one rank", **self.options(plan=None))

@@ -41,7 +41,7 @@ inline std::string attributes_error(const LayerAttributes& a) {
 inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
-      s.segment_tiles < 0 || s.saved_tiles < 0) {
+      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
            "dispatcher, and nothing of a schedule can be negative.";
   }
@@ -49,7 +49,7 @@ inline std::string schedule_error(const Schedule& s) {
 }
 
 // The arrays that a call of its pass has, for the experts that it has.
-inline std::string names_error(const LayerCall& call) {
+inline std::string names_error(const LayerCall& call, const Schedule& schedule) {
   using Name = ArrayName;
   std::string missing, odd;
   const auto expect = [&](Name name, bool expected) {
@@ -66,15 +66,22 @@ inline std::string names_error(const LayerCall& call) {
   expect(Name::kDTopkWeights, backward);
   constexpr std::pair<Name, Name> kScales[] = {
       {Name::kWGate, Name::kWGateScales}, {Name::kWUp, Name::kWUpScales}, {Name::kWDown, Name::kWDownScales}};
-  for (const auto& [matrix, scales] : kScales) expect(scales, has_eight_bit_weights(call) && call.has(matrix));
-  // Neither do kernels differentiate weights in 8 bits, nor is gate and up of them kept.
-  if (has_eight_bit_weights(call)) {
-    for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);
-  }
+  for (const auto& [matrix, scales] : kScales) expect(scales, has_scaled_weights(call) && call.has(matrix));
+  // Gradients are those of 16-bit products: of weights with scales only a pass that decodes them has some, and none of the
+  // weights. Gate and up of them are not kept.
+  const bool scaled = has_scaled_weights(call);
+  if (scaled) expect(Name::kGateUp, false);
+  if (scaled && !schedule.decodes()) expect(Name::kDy, false);
+  // Weights in 4 bits are decoded.
+  constexpr std::pair<Name, Name> kGroupScales[] = {{Name::kWGate, Name::kWGateGroupScales},
+                                                    {Name::kWUp, Name::kWUpGroupScales},
+                                                    {Name::kWDown, Name::kWDownGroupScales}};
+  const bool four_bit = scaled && schedule.decodes() && call.has(Name::kWGateGroupScales);
+  for (const auto& [matrix, scales] : kGroupScales) expect(scales, four_bit && call.has(matrix));
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
                                                   {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown}};
-  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && call.has(array));
+  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && !scaled && call.has(array));
   if (missing.empty() && odd.empty()) return "";
   return std::string("jaxmoe: a ") + (backward ? "backward" : "forward") + " pass" +
          (missing.empty() ? "" : " without " + missing) + (odd.empty() ? "" : " with " + odd) +
@@ -84,9 +91,9 @@ inline std::string names_error(const LayerCall& call) {
 inline std::string dimensions_error(const LayerCall& call, const LayerAttributes& a) {
   using Name = ArrayName;
   const auto rank = [&](Name name) { return call[name]->dimensions().size(); };
-  const bool eight_bit = has_eight_bit_weights(call);
+  const bool scaled = has_scaled_weights(call), four_bit = call.has(Name::kWGateGroupScales);
   if (call[Name::kPlace]->element_count() != 2 || rank(Name::kX) != 2 || rank(Name::kTopkIds) != 2 ||
-      rank(Name::kWGate) != 3 || (eight_bit && rank(Name::kWGateScales) != 3)) {
+      rank(Name::kWGate) != 3 || (scaled && rank(Name::kWGateScales) != 3)) {
     return "jaxmoe: place must be [2], x [tokens, hidden], topk_ids [tokens, top_k], w_gate [experts, hidden, "
            "intermediate], or in 8 bits [experts, intermediate, hidden] with scales [experts, blocks, blocks].";
   }
@@ -105,18 +112,24 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   };
   expect({Name::kDy, Name::kY, Name::kDX}, tokens * hidden);
   expect({Name::kTopkIds, Name::kTopkWeights, Name::kDTopkWeights}, tokens * top_k);
-  expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kDWGate, Name::kDWUp, Name::kDWDown}, matrix);
+  expect({Name::kWGate, Name::kWUp, Name::kWDown}, four_bit ? matrix / 2 : matrix);
+  expect({Name::kDWGate, Name::kDWUp, Name::kDWDown}, matrix);
   expect({Name::kBGate, Name::kBUp, Name::kDBGate, Name::kDBUp}, experts * intermediate);
   expect({Name::kBDown, Name::kDBDown}, experts * hidden);
   expect({Name::kGateUp}, saved);
-  if (eight_bit) {
+  if (scaled) {
     const Format weights = weight_format_of(call);
     const auto blocks = [](int64_t extent, int32_t of) { return ceil_div(extent, int64_t{of}); };
     expect({Name::kWGateScales, Name::kWUpScales},
            experts * blocks(intermediate, weights.scale_rows) * blocks(hidden, weights.scale_columns));
     expect({Name::kWDownScales},
            experts * blocks(hidden, weights.scale_rows) * blocks(intermediate, weights.scale_columns));
-    fit = fit && hidden % kScaleColumns == 0 && intermediate % kScaleColumns == 0;
+    // Decoding takes 16 bytes at a time, or whole groups.
+    const int64_t multiple = four_bit ? weights.group_columns : schedule.decodes() ? 16 : kScaleColumns;
+    fit = fit && hidden % multiple == 0 && intermediate % multiple == 0;
+    if (four_bit) {
+      expect({Name::kWGateGroupScales, Name::kWUpGroupScales, Name::kWDownGroupScales}, matrix / weights.group_columns);
+    }
   }
   if (!fit) {
     return "jaxmoe: shapes do not go together: x [" + std::to_string(tokens) + ", " + std::to_string(hidden) +
@@ -133,9 +146,9 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
 inline std::string types_error(const LayerCall& call) {
   using Name = ArrayName;
   const auto element = element_of(call.type(Name::kX));
-  if (!element || *element == Element::kE4M3) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
-  if (has_eight_bit_weights(call) && *element == Element::kF64) {
-    return "jaxmoe: x is float64; with weights in 8 bits it must be float32, bfloat16 or float16.";
+  if (!element || info_of(*element).bits < 16) return "jaxmoe: x must be float32, float64, bfloat16 or float16.";
+  if (has_scaled_weights(call) && *element == Element::kF64) {
+    return "jaxmoe: x is float64; with weights that have scales it must be float32, bfloat16 or float16.";
   }
   bool agree = true;
   const auto expect = [&](std::initializer_list<Name> names, auto is_right) {
@@ -144,14 +157,20 @@ inline std::string types_error(const LayerCall& call) {
     }
   };
   const Formats formats = Formats::of(*element);
-  const bool eight_bit = has_eight_bit_weights(call);
-  const auto is_weight = [&](auto type) { return type == (eight_bit ? Element::kE4M3 : *element); };
+  const bool scaled = has_scaled_weights(call), four_bit = call.has(Name::kWGateGroupScales);
+  const Element weight = four_bit ? Element::kE2M1 : scaled ? Element::kE4M3 : *element;
+  const auto is_weight = [&](auto type) { return type == weight; };
   const auto is_of_x = [&](auto type) { return type == element; };
   expect({Name::kWGate, Name::kWUp, Name::kWDown}, is_weight);
   expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales}, [](auto type) { return type == Element::kF32; });
+  if (four_bit) {
+    const auto groups = element_of(call.type(Name::kWGateGroupScales));
+    agree = agree && (groups == Element::kE8M0 || groups == Element::kE4M3);
+    expect({Name::kWUpGroupScales, Name::kWDownGroupScales}, [&](auto type) { return type == groups; });
+  }
   expect({Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp, Name::kY, Name::kDX}, is_of_x);
   expect({Name::kTopkWeights, Name::kDTopkWeights}, [&](auto type) { return type == formats.sums.element; });
-  if (call.backward()) {
+  if (call.has(Name::kDWGate)) {
     const auto gradients = element_of(call.type(Name::kDWGate));
     agree = agree && (gradients == element || gradients == formats.sums.element);
     expect({Name::kDWUp, Name::kDWDown, Name::kDBGate, Name::kDBUp, Name::kDBDown},
@@ -161,7 +180,8 @@ inline std::string types_error(const LayerCall& call) {
     return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
            "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
-           "; weights with scales float8_e4m3fn, and the scales float32.";
+           "; weights with scales float8_e4m3fn, and the scales float32; weights in 4 bits uint8, and the scales of "
+           "their groups float8_e8m0fnu or float8_e4m3fn.";
   }
   return "";
 }
@@ -170,14 +190,18 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
   if (std::string error = attributes_error(a); !error.empty()) return error;
   const Schedule schedule = schedule_of(a);
   if (std::string error = schedule_error(schedule); !error.empty()) return error;
-  if (std::string error = names_error(call); !error.empty()) return error;
+  if (std::string error = names_error(call, schedule); !error.empty()) return error;
   if (call.backward() != schedule.backward()) {
     return "jaxmoe: segment_tiles=" + std::to_string(schedule.segment_tiles) +
            "; it must be positive for jaxmoe_backward and 0 for jaxmoe_forward.";
   }
   if (std::string error = dimensions_error(call, a); !error.empty()) return error;
   if (std::string error = types_error(call); !error.empty()) return error;
-  if (has_eight_bit_weights(call) && schedule.tile.h_columns % kScaleColumns != 0) {
+  if (schedule.decodes() && !has_scaled_weights(call)) {
+    return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) +
+           " and weights without scales, which need no decoding. It must be 0.";
+  }
+  if (has_scaled_weights(call) && !schedule.decodes() && schedule.tile.h_columns % kScaleColumns != 0) {
     return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +
            " of a tile; with weights in 8 bits it must be a multiple of " + std::to_string(kScaleColumns) +
            ", so that the columns of a scale are in one tile.";
@@ -186,6 +210,11 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
       schedule.ring_tiles < max_row_tiles(shape_of(call, a), schedule.tile)) {
     return "jaxmoe: ring_tiles=" + std::to_string(schedule.ring_tiles) + " is less than the " +
            std::to_string(schedule.min_ring_tiles()) + " that unit_tiles, lag_units and segment_tiles need.";
+  }
+  if (schedule.decodes() && schedule.weight_slots < schedule.min_weight_slots() &&
+      schedule.weight_slots < a.num_experts / a.ranks) {
+    return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) + " is less than the " +
+           std::to_string(schedule.min_weight_slots()) + " that lag_units needs.";
   }
   return "";
 }

@@ -9,7 +9,7 @@
 
 namespace jaxmoe {
 
-enum class Element : int32_t { kF64 = 0, kF32, kBf16, kF16, kE4M3, kCount };
+enum class Element : int32_t { kF64 = 0, kF32, kBf16, kF16, kE4M3, kE8M0, kE2M1, kCount };
 inline constexpr int32_t kNumElements = static_cast<int32_t>(Element::kCount);
 
 struct ElementInfo {
@@ -17,17 +17,21 @@ struct ElementInfo {
   int32_t bits;
 };
 inline constexpr ElementInfo kElements[kNumElements] = {
-    {"float64", 64}, {"float32", 32}, {"bfloat16", 16}, {"float16", 16}, {"float8_e4m3fn", 8}};
+    {"float64", 64}, {"float32", 32}, {"bfloat16", 16}, {"float16", 16},
+    {"float8_e4m3fn", 8}, {"float8_e8m0fnu", 8}, {"float4_e2m1fn", 4}};
 
 constexpr const ElementInfo& info_of(Element element) { return kElements[static_cast<int32_t>(element)]; }
 
 // Of an array of rows and columns: its elements, and behind them one scale for each block of `scale_rows` x
-// `scale_columns` elements.
+// `scale_columns` elements. An element stands for its value times all of its scales.
 struct Format {
   Element element;
   int32_t scale_rows = 0;  // 0, both: no scales
   int32_t scale_columns = 0;
   Element scale = Element::kF32;
+  // A second scale for each `group_columns` elements of a row, in an array of its own. 0: none.
+  int32_t group_columns = 0;
+  Element group_scale = Element::kF32;
 
   JAXMOE_ANY constexpr bool is_scaled() const { return scale_rows > 0; }
   // A row's elements end at a whole byte.
@@ -45,6 +49,8 @@ struct Format {
 inline constexpr int32_t kAllOfThem = INT32_MAX;
 // Columns of a row of tokens or of h that share a scale, and rows and columns of a block of weights that do.
 inline constexpr int32_t kScaleColumns = 128;
+// Elements of a row of weights in 4 bits that share a scale, by what that is: those of MXFP4 and of NVFP4.
+constexpr int32_t group_columns_of(Element group_scale) { return group_scale == Element::kE8M0 ? 32 : 16; }
 inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 
 // Of a layer.
@@ -55,10 +61,19 @@ struct Formats {
   Format weights;  // of the experts
   Format sums;     // routing weights, and sums that are not rounded in between
 
+  // Whether weights have fewer bits than the rows that they are multiplied with.
+  constexpr bool decodes() const { return weights.element != tokens.element; }
+
   // Everything in one type but for the sums, which have at least 32 bits.
   static constexpr Formats of(Element element) {
     const Format plain{element};
     return {plain, plain, plain, plain, {info_of(element).bits < 32 ? Element::kF32 : element}};
+  }
+  // Weights in those that are given, decoded before they are multiplied.
+  static constexpr Formats decoded(Element wide, const Format& weights) {
+    Formats all = of(wide);
+    all.weights = weights;
+    return all;
   }
   // Rows in 8 bits, weights in those that are given; the layer takes and returns `wide`.
   static constexpr Formats eight_bit(Element wide, const Format& weights) {

@@ -18,11 +18,16 @@ enum class ArrayName : int32_t {
   kBGate,        // [local_experts, intermediate]
   kBUp,          // the same
   kBDown,        // [local_experts, hidden]
-  // float32 of weights in 8 bits, whose matrices then lie the other way round: [local_experts, columns, rows]. The
+  // float32 of weights in 8 bits or fewer, whose matrices then lie the other way round: [local_experts, columns, rows]. The
   // scales have a row for each block of columns of a matrix, and a column for each block of its rows.
   kWGateScales,
   kWUpScales,
   kWDownScales,
+  // Of weights in 4 bits, which lie the same way with two in a byte, the even row of the matrix in its lower half: a
+  // float8_e8m0fnu for 32 rows of a matrix (MXFP4), or a float8_e4m3fn for 16 (NVFP4), [local_experts, columns, groups].
+  kWGateGroupScales,
+  kWUpGroupScales,
+  kWDownGroupScales,
   kDy,           // [tokens, hidden], of a backward pass
   // [saved_tiles * tile rows, projections, intermediate]: gate and up, which a forward pass may write and the backward
   // pass then reads.
@@ -42,7 +47,8 @@ enum class ArrayName : int32_t {
 inline constexpr int32_t kNumArrays = static_cast<int32_t>(ArrayName::kCount);
 inline constexpr const char* kArrayNames[kNumArrays] = {
     "place",         "x",            "topk_ids",     "topk_weights", "w_gate",  "w_up",  "w_down", "b_gate",
-    "b_up",          "b_down",       "w_gate_scales", "w_up_scales",  "w_down_scales", "dy", "gate_up", "y",
+    "b_up",          "b_down",       "w_gate_scales", "w_up_scales",  "w_down_scales",
+    "w_gate_group_scales", "w_up_group_scales", "w_down_group_scales", "dy", "gate_up", "y",
     "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down"};
 
 constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
@@ -62,6 +68,9 @@ struct LayerArrays {
   const float* w_gate_scales = nullptr;
   const float* w_up_scales = nullptr;
   const float* w_down_scales = nullptr;
+  const uint8_t* w_gate_group_scales = nullptr;
+  const uint8_t* w_up_group_scales = nullptr;
+  const uint8_t* w_down_group_scales = nullptr;
   const T* dy = nullptr;
   T* gate_up = nullptr;
   T* y = nullptr;

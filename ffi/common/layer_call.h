@@ -63,6 +63,8 @@ inline std::optional<Element> element_of(xla::ffi::DataType type) {
     case xla::ffi::BF16: return Element::kBf16;
     case xla::ffi::F16: return Element::kF16;
     case xla::ffi::F8E4M3FN: return Element::kE4M3;
+    case xla::ffi::F8E8M0FNU: return Element::kE8M0;
+    case xla::ffi::U8: return Element::kE2M1;  // two of them
     default: return std::nullopt;
   }
 }
@@ -113,11 +115,11 @@ class LayerCall {
 };
 
 // Of a call that has passed its checks, as all below.
-inline bool has_eight_bit_weights(const LayerCall& call) { return call.has(ArrayName::kWGateScales); }
+inline bool has_scaled_weights(const LayerCall& call) { return call.has(ArrayName::kWGateScales); }
 
 // Width between the two GEMMs, by how the matrices lie.
 inline int64_t intermediate_of(const LayerCall& call) {
-  return call.extent(ArrayName::kWGate, has_eight_bit_weights(call) ? 1 : 2);
+  return call.extent(ArrayName::kWGate, has_scaled_weights(call) ? 1 : 2);
 }
 
 inline Shape shape_of(const LayerCall& call, const LayerAttributes& a) {
@@ -133,24 +135,33 @@ inline Shape shape_of(const LayerCall& call, const LayerAttributes& a) {
           .projections = call.has(ArrayName::kWUp) ? 2 : 1};
 }
 
-// Of weights in 8 bits. Where a dimension is no longer than a block the blocks of several kinds are the same ones.
+// Of weights with scales. Where a dimension is no longer than a block the blocks of several kinds are the same ones.
 inline Format weight_format_of(const LayerCall& call) {
   const int64_t columns = call.extent(ArrayName::kWGateScales, 1), rows = call.extent(ArrayName::kWGateScales, 2);
   const auto blocks = [](int64_t extent) { return ceil_div(extent, int64_t{kScaleColumns}); };
+  Format format{Element::kE4M3, columns == 1 ? kAllOfThem : 1, kAllOfThem};
   if (columns == blocks(intermediate_of(call)) && rows == blocks(call.extent(ArrayName::kX, 1))) {
-    return {Element::kE4M3, kScaleColumns, kScaleColumns};
+    format = {Element::kE4M3, kScaleColumns, kScaleColumns};
   }
-  return {Element::kE4M3, columns == 1 ? kAllOfThem : 1, kAllOfThem};
+  if (call.has(ArrayName::kWGateGroupScales)) {
+    format.element = Element::kE2M1;
+    format.group_scale = *element_of(call.type(ArrayName::kWGateGroupScales));
+    format.group_columns = group_columns_of(format.group_scale);
+  }
+  return format;
 }
 
-inline Formats formats_of(const LayerCall& call) {
+// Of a schedule that decodes weights, rows stay as wide as x.
+inline Formats formats_of(const LayerCall& call, const Schedule& schedule) {
   const Element wide = *element_of(call.type(ArrayName::kX));
-  return has_eight_bit_weights(call) ? Formats::eight_bit(wide, weight_format_of(call)) : Formats::of(wide);
+  if (!has_scaled_weights(call)) return Formats::of(wide);
+  const Format weights = weight_format_of(call);
+  return schedule.decodes() ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
 }
 
 template <class T, class Sum, class W = T>
 LayerArrays<T, Sum, W> arrays_of(const LayerCall& call) {
-  const bool wide = call.backward() && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
+  const bool wide = call.has(ArrayName::kDWGate) && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
   return {.x = call.data<const T>(ArrayName::kX),
           .topk_ids = call.data<const int32_t>(ArrayName::kTopkIds),
           .topk_weights = call.data<const Sum>(ArrayName::kTopkWeights),
@@ -163,6 +174,9 @@ LayerArrays<T, Sum, W> arrays_of(const LayerCall& call) {
           .w_gate_scales = call.data<const float>(ArrayName::kWGateScales),
           .w_up_scales = call.data<const float>(ArrayName::kWUpScales),
           .w_down_scales = call.data<const float>(ArrayName::kWDownScales),
+          .w_gate_group_scales = call.data<const uint8_t>(ArrayName::kWGateGroupScales),
+          .w_up_group_scales = call.data<const uint8_t>(ArrayName::kWUpGroupScales),
+          .w_down_group_scales = call.data<const uint8_t>(ArrayName::kWDownGroupScales),
           .dy = call.data<const T>(ArrayName::kDy),
           .gate_up = call.data<T>(ArrayName::kGateUp),
           .y = call.data<T>(ArrayName::kY),

@@ -102,6 +102,9 @@ struct ArenaLayout {
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two
+  // [projections + 1][weight_slots, columns, rows] in the type of tokens: gate, up, down, each matrix the other way round
+  // than wide ones, as those in 8 bits lie.       dispatch -> gate_up, down, gradients; empty where nothing is decoded
+  Region decoded_weights;
   int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
 };
 
@@ -150,7 +153,12 @@ JAXMOE_ANY constexpr int64_t sums_of_an_expert(const Shape& shape) {
          shape.projections * int64_t{shape.intermediate} + shape.hidden;
 }
 JAXMOE_ANY constexpr bool experts_have_one_segment(const Shape& shape, const Schedule& schedule) {
-  return shape.max_rows() <= int64_t{schedule.segment_tiles} * schedule.tile.rows;
+  return !schedule.has_weight_gradients() || shape.max_rows() <= int64_t{schedule.segment_tiles} * schedule.tile.rows;
+}
+
+// Of one matrix of all experts that the ring of decoded weights holds.
+constexpr int64_t decoded_bytes(const Shape& shape, const Schedule& schedule, const Formats& formats) {
+  return Format{formats.tokens.element}.bytes(int64_t{schedule.weight_slots} * shape.hidden, shape.intermediate);
 }
 
 constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const Formats& formats,
@@ -185,6 +193,7 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   l.row_products = pack.take(sums(ring_rows * gradient_tiles(shape, schedule.tile)));
   l.projections = pack.take(formats.h.bytes(backward * ring_rows * shape.projections, shape.intermediate));
   l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0 : sums(sums_of_an_expert(shape)));
+  l.decoded_weights = pack.take((shape.projections + 1) * decoded_bytes(shape, schedule, formats));
   l.bytes = pack.bytes();
   return l;
 }

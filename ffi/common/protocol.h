@@ -14,11 +14,13 @@
 //                                    column tiles)                         next (column tiles of an answer)
 //   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
 //                        this rank                                        next segment that adds up (its tasks)
+//   weights_decoded      this rank   dispatch, each dispatcher (1)         all tasks of the expert but weight gradients
+//                                                                          (dispatchers)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   answers_ready     each peer   announce, per source (the launch)     combine of every worker
 //
 // h_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
-// to a segment and has the word of its first row tile.
+// to a segment and has the word of its first row tile, as weights_decoded that of an expert.
 //
 // A release orders everything its thread did or acquired before it, on this rank and on peers; the wait that it pairs
 // with acquires. Words at this rank are counters: there are two banks, a launch uses the bank of its number's parity
@@ -53,6 +55,7 @@ enum class Signal : int32_t {
   kHGradientsWritten,
   kAnswersWritten,
   kWeightGradientsWritten,
+  kWeightsDecoded,
   kInputsReady,     // from here on one word per source, at each peer
   kAnswersReady,
   kCount
@@ -61,7 +64,7 @@ inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
 inline constexpr const char* kSignalNames[kNumSignals] = {
     "histograms_written",       "inputs_published",   "tasks_done",
     "rows_arrived",             "h_written",  "h_gradients_written", "answers_written",
-    "weight_gradients_written", "inputs_ready",    "answers_ready"};
+    "weight_gradients_written", "weights_decoded", "inputs_ready", "answers_ready"};
 inline constexpr int32_t kSignalsPerTile =
     static_cast<int32_t>(Signal::kInputsReady) - static_cast<int32_t>(Signal::kRowsArrived);
 
@@ -75,6 +78,7 @@ enum class Site : int32_t {
   kSort = 0,
   kPublish,
   kWalk,
+  kDecode,
   kDispatch,
   kGateUp,
   kDown,
@@ -86,7 +90,7 @@ enum class Site : int32_t {
   kCount
 };
 inline constexpr const char* kSiteNames[static_cast<int32_t>(Site::kCount)] = {
-    "sort",           "publish",         "walk",     "dispatch", "gate_up", "down", "h_gradient",
+    "sort",           "publish",         "walk",     "decode", "dispatch", "gate_up", "down", "h_gradient",
     "token_gradient", "weight_gradient", "announce", "combine"};
 
 JAXMOE_ANY constexpr Site site_of(Gemm gemm) {
@@ -108,14 +112,25 @@ struct Release {
   uint32_t amount;
 };
 
+// All tasks of a row tile are done: nobody reads its slot of the rings any more. Of decoded weights, a slot is free where
+// that holds for every row tile of the expert that had it.
+JAXMOE_ANY constexpr Wait wait_for_answers(const Shape& shape, const Schedule& schedule, int32_t row_tile) {
+  return {Signal::kAnswersWritten, row_tile, static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
+}
 // The waits before an item of the stream, and the release after it. An index below zero stands for no wait.
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
-  return {Signal::kAnswersWritten, chunk.row_tile - schedule.ring_tiles,
-          static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
+  return wait_for_answers(shape, schedule, chunk.row_tile - schedule.ring_tiles);
 }
 // A second one in backward passes: for the segment that held the ring slot, which the caller has to find.
 JAXMOE_ANY constexpr Wait wait_for_weight_gradients(const Shape& shape, const Schedule& schedule, int32_t first_tile) {
   return {Signal::kWeightGradientsWritten, first_tile, static_cast<uint32_t>(weight_tasks(shape, schedule.tile))};
+}
+// Before every task that multiplies decoded weights, and the release by each dispatcher once its share is there.
+JAXMOE_ANY constexpr Wait wait_before(const DecodedExpert& weights, int32_t dispatchers) {
+  return {Signal::kWeightsDecoded, weights.first_tile, static_cast<uint32_t>(dispatchers)};
+}
+JAXMOE_ANY constexpr Release release_after(const DecodedExpert& weights) {
+  return {Signal::kWeightsDecoded, weights.first_tile, 1};
 }
 JAXMOE_ANY constexpr Release release_after(const Chunk& chunk) {
   return {Signal::kRowsArrived, chunk.row_tile, static_cast<uint32_t>(chunk.rows)};

@@ -26,6 +26,10 @@
 // of the segment, which therefore stay in the rings until then. Experts of several segments add up their weight
 // gradients from one to the next (Task::part).
 //
+// Weights that are decoded (weight_slots) stand in front of the rows of their expert. Their slot is that of the expert
+// weight_slots before it, all of whose tasks come before the first one of this expert, since there are at least
+// min_weight_slots().
+//
 // Deadlock freedom: whatever an item waits for stands before it in the stream (protocol.h, wait_before), and every
 // worker and dispatcher takes its items in stream order, so the first unfinished item can always go on. Which worker
 // takes which task depends on timing; no bit of the result does.
@@ -83,6 +87,7 @@ struct Segment {
   int32_t tiles;
   int32_t tile_of_expert;   // the first tile, counted within its expert
   int32_t rows_of_expert;
+  int32_t nth;              // of the experts that have rows
   int32_t part;             // kFirstPart | kLastPart
   // First tile of the segment before it that left sums behind for a next one or took them up: experts with several
   // segments use the same memory for them, one after the other. None: -1.
@@ -120,12 +125,13 @@ class SegmentWalk {
       const int32_t rows = rows_per_expert_[expert_];
       tiles_left_ = few_parts(rows, schedule_.tile.rows);
       tile_of_expert_ = 0;
+      if (tiles_left_ > 0) ++nth_;
       if (rows < 0) expert_ -= rows;
     }
     const int32_t segments = schedule_.backward() ? few_parts(tiles_left_, schedule_.segment_tiles) : 1;
     const int32_t tiles = first_of_parts(tiles_left_, segments);
     const int32_t part = (first ? kFirstPart : 0) | (segments == 1 ? kLastPart : 0);
-    segment = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_], part, sums_tile_};
+    segment = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_], nth_, part, sums_tile_};
     if (part != (kFirstPart | kLastPart)) sums_tile_ = first_tile_;
     first_tile_ += tiles;
     tile_of_expert_ += tiles;
@@ -138,6 +144,7 @@ class SegmentWalk {
   const int32_t* rows_per_expert_;
   int32_t num_experts_;
   int32_t expert_ = -1;
+  int32_t nth_ = -1;
   int32_t first_tile_ = 0;
   int32_t tile_of_expert_ = 0;
   int32_t tiles_left_ = 0;  // of the expert
@@ -151,6 +158,7 @@ struct Unit {
   int32_t tiles;
   int32_t tile_of_expert;   // the first tile, counted within its expert
   int32_t rows_of_expert;
+  int32_t nth;              // its expert is, of those that have rows
 
   JAXMOE_ANY constexpr int32_t rows_of_tile(int32_t tile, int32_t tile_rows) const {
     return at_most(rows_of_expert - (tile_of_expert + tile) * tile_rows, tile_rows);
@@ -172,7 +180,7 @@ class UnitWalk {
     const int32_t tiles = first_of_parts(tiles_left_, few_parts(tiles_left_, schedule_.unit_tiles));
     const int32_t passed = segment_.tiles - tiles_left_;
     unit = {segment_.expert, segment_.first_tile + passed, tiles, segment_.tile_of_expert + passed,
-            segment_.rows_of_expert};
+            segment_.rows_of_expert, segment_.nth};
     tiles_left_ -= tiles;
     return true;
   }
@@ -186,6 +194,30 @@ class UnitWalk {
   SegmentWalk segments_;
   Segment segment_{};
   int32_t tiles_left_ = 0;  // of the segment
+};
+
+// Decoded weights: those of an expert with rows, in a slot of their ring from before the first task of its rows until
+// after the last one. Experts are decoded in order, each by all dispatchers.
+struct DecodedExpert {
+  int32_t expert = -1;
+  int32_t nth = -1;         // of the experts that have rows
+  int32_t first_tile = 0;   // over all local experts; it stands for the expert in signals
+  int32_t tiles = 0;
+
+  JAXMOE_ANY constexpr int32_t weight_slot(const Schedule& schedule) const { return nth % schedule.weight_slots; }
+
+  // Goes on to the next one: from before the first, as it is made, to behind the last. False there.
+  JAXMOE_ANY bool advance(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts) {
+    first_tile += tiles;
+    for (tiles = 0; tiles == 0;) {
+      if (++expert >= num_experts) return false;
+      const int32_t rows = rows_per_expert[expert];
+      tiles = few_parts(rows, schedule.tile.rows);
+      if (rows < 0) expert -= rows;
+    }
+    ++nth;
+    return true;
+  }
 };
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
@@ -211,6 +243,12 @@ class TaskWalk {
       take_tile(position, task);
     }
     return true;
+  }
+
+  // Whose decoded weights the task multiplies that came last; not one of weight gradients.
+  JAXMOE_ANY DecodedExpert weights() const {
+    return {unit_.expert, unit_.nth, unit_.first_tile - unit_.tile_of_expert,
+            few_parts(unit_.rows_of_expert, schedule_.tile.rows)};
   }
 
  private:
@@ -262,7 +300,7 @@ class TaskWalk {
   // last.
   JAXMOE_ANY bool next_section() {
     section_tasks_ = 0;
-    if (kPass == Pass::kBackward && nth_gemm_ == kGemmsOfUnit - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
+    if (kPass == Pass::kBackward && schedule_.has_weight_gradients() && nth_gemm_ == kGemmsOfUnit - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
         last_.segment_ends()) {
       gemm_ = Gemm::kGateGradient;
       section_tasks_ = weight_tasks(shape_, schedule_.tile);

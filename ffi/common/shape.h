@@ -80,8 +80,13 @@ struct Schedule {
   // Row tiles, the first ones of a rank, whose gate and up the forward pass leaves to the backward pass, which computes
   // those of the others again. 0: of all.
   int32_t saved_tiles;
+  // Experts whose weights a ring holds, decoded from fewer bits than they are multiplied in. 0: weights are multiplied
+  // as the caller has them. A backward pass that decodes weights makes no gradients of them, nor of biases.
+  int32_t weight_slots;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
+  JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
+  JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && !decodes(); }
   // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with
   // rows of zeros to a multiple of this.
   JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows % 4 == 0 ? tile.rows / 4 : 1; }
@@ -90,6 +95,9 @@ struct Schedule {
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const {
     return backward() ? segment_tiles + 2 * lag_units * unit_tiles : (lag_units + 1) * unit_tiles;
   }
+  // Between the first GEMM of a unit and its last one come those of so many other units, each maybe of another expert.
+  // With fewer slots, weights would be decoded only after a task that waits for them.
+  JAXMOE_ANY constexpr int32_t min_weight_slots() const { return (backward() ? 2 : 1) * lag_units + 1; }
 };
 
 JAXMOE_ANY constexpr int64_t max_row_tiles(const Shape& shape, const TileSizes& tile) {

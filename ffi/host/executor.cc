@@ -20,5 +20,8 @@ template std::string run_rank<F16>(const Launch&, int32_t, const ArraysOf<F16>&,
 template std::string run_rank<EightBit<F32>>(const Launch&, int32_t, const ArraysOf<EightBit<F32>>&, LaunchTimeline*);
 template std::string run_rank<EightBit<Bf16>>(const Launch&, int32_t, const ArraysOf<EightBit<Bf16>>&, LaunchTimeline*);
 template std::string run_rank<EightBit<F16>>(const Launch&, int32_t, const ArraysOf<EightBit<F16>>&, LaunchTimeline*);
+template std::string run_rank<Decoded<F32>>(const Launch&, int32_t, const ArraysOf<Decoded<F32>>&, LaunchTimeline*);
+template std::string run_rank<Decoded<Bf16>>(const Launch&, int32_t, const ArraysOf<Decoded<Bf16>>&, LaunchTimeline*);
+template std::string run_rank<Decoded<F16>>(const Launch&, int32_t, const ArraysOf<Decoded<F16>>&, LaunchTimeline*);
 
 }  // namespace jaxmoe::host

@@ -18,7 +18,7 @@ namespace jaxmoe::host {
 
 template <class Precision>
 using ArraysOf =
-    LayerArrays<typename Precision::Storage, typename Precision::Number, typename Precision::Row::Storage>;
+    LayerArrays<typename Precision::Storage, typename Precision::Number, typename Precision::Weight::Storage>;
 
 // Computes the results in `arrays` for rank `rank`, of the pass that the schedule is for; blocks until it is done. A
 // precision with scales has forward passes only.
@@ -37,5 +37,11 @@ extern template std::string run_rank<EightBit<Bf16>>(const Launch&, int32_t, con
                                                      LaunchTimeline*);
 extern template std::string run_rank<EightBit<F16>>(const Launch&, int32_t, const ArraysOf<EightBit<F16>>&,
                                                     LaunchTimeline*);
+extern template std::string run_rank<Decoded<F32>>(const Launch&, int32_t, const ArraysOf<Decoded<F32>>&,
+                                                   LaunchTimeline*);
+extern template std::string run_rank<Decoded<Bf16>>(const Launch&, int32_t, const ArraysOf<Decoded<Bf16>>&,
+                                                    LaunchTimeline*);
+extern template std::string run_rank<Decoded<F16>>(const Launch&, int32_t, const ArraysOf<Decoded<F16>>&,
+                                                   LaunchTimeline*);
 
 }  // namespace jaxmoe::host

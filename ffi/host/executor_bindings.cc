@@ -41,7 +41,7 @@ using Scales = std::array<Array<float>, 3>;  // of w_gate, w_up and w_down
 // where there is no backward pass, scales are where weights have none.
 template <class Precision>
 struct Inputs {
-  using Weights = Array<typename Precision::Row::Storage>;
+  using Weights = Array<typename Precision::Weight::Storage>;
   Formats formats;
   Array<float> x;
   Array<int32_t> topk_ids;
@@ -68,11 +68,12 @@ void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs
            in.w_down.size() == in.w_gate.size(),
        "weights of experts do not have the shape's size");
   need(shape.projections == 2, "experts have gate and up here");
-  if (Precision::kScaled) {
+  if (in.formats.weights.is_scaled()) {
     const auto scales_fit = [&](const Array<float>& scales, int32_t width, int32_t depth) {
       return scales.nbytes() == shape.num_experts * in.formats.weights.scale_bytes(width, depth);
     };
-    need(shape.hidden % kScaleColumns == 0 && shape.intermediate % kScaleColumns == 0 &&
+    const bool whole = shape.hidden % kScaleColumns == 0 && shape.intermediate % kScaleColumns == 0;
+    need((whole || host::kDecodes<Precision>) &&
              scales_fit(in.scales[0], shape.intermediate, shape.hidden) &&
              scales_fit(in.scales[1], shape.intermediate, shape.hidden) &&
              scales_fit(in.scales[2], shape.hidden, shape.intermediate),
@@ -82,6 +83,7 @@ void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs
     need(schedule.workers > 0 && schedule.dispatchers % schedule.workers == 0,
          "dispatchers must be a multiple of workers");
     need(!schedule.backward() || in.dy.size() == in.x.size(), "dy does not have the size of x");
+    need(schedule.decodes() == host::kDecodes<Precision>, "all passes decode weights that have scales, or none does");
     need(!Precision::kScaled || (!schedule.backward() && schedule.tile.h_columns % kScaleColumns == 0),
          "with scales there are forward passes only, of tiles with a multiple of 128 columns of h");
   }
@@ -90,7 +92,7 @@ void check(const Shape& shape, const std::vector<Schedule>& passes, const Inputs
 // What all ranks write, [launches, ranks, ...]; NaN where nobody does.
 class Results {
  public:
-  Results(const Shape& shape, int64_t launches, bool forward, bool backward) {
+  Results(const Shape& shape, int64_t launches, bool forward, bool backward, bool of_weights) {
     const int64_t local = shape.local_experts();
     const std::vector<int64_t> tokens{shape.tokens, shape.hidden}, slots{shape.tokens, shape.top_k};
     const std::vector<int64_t> up{local, shape.hidden, shape.intermediate};
@@ -107,6 +109,7 @@ class Results {
     if (!backward) return;
     add("dx", dx, tokens);
     add("dtopk_weights", dtopk_weights, slots);
+    if (!of_weights) return;
     add("dw_gate", dw_gate, up);
     add("dw_up", dw_up, up);
     add("dw_down", dw_down, down);
@@ -174,7 +177,7 @@ py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, con
   check(shape, passes, in);
   const auto backward = [](const Schedule& schedule) { return schedule.backward(); };
   const Results out(shape, in.launches(), !std::all_of(passes.begin(), passes.end(), backward),
-                    std::any_of(passes.begin(), passes.end(), backward));
+                    std::any_of(passes.begin(), passes.end(), backward), !host::kDecodes<Precision>);
   HeadCapacity head;
   const host::Arenas arenas = arenas_for(shape, passes, in.formats, head);
   std::atomic<bool> given_up = false;
@@ -248,6 +251,9 @@ void define_executor(py::module_& module) {
                                          power_of_two_scales};
           return run_passes(shape, passes, inputs, disturbance, timeout_seconds);
         };
+        if (weights && passes[0].decodes()) {
+          return run(host::Decoded<host::F32>{}, Formats::decoded(Element::kF32, *weights));
+        }
         if (weights) return run(host::EightBit<host::F32>{}, Formats::eight_bit(Element::kF32, *weights));
         return run(host::F32{}, Formats::of(Element::kF32));
       },
@@ -256,8 +262,8 @@ void define_executor(py::module_& module) {
       py::arg("scales") = py::none(), py::arg("power_of_two_scales") = false,
       py::arg("disturbance") = host::Disturbance{}, py::arg("timeout_seconds") = 10.0,
       "Runs x.shape[0] times the passes that the schedules are for, one after the other on every rank and in the same "
-      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dtopk_weights, dw_gate, dw_up and "
-      "dw_down of a backward pass. Weights that have scales are given as bytes, with their Format and the scales of "
+      "arenas. Returns {name: [launches, ranks, ...]}: y of a forward pass, dx, dtopk_weights and, of wide weights, "
+      "dw_gate, dw_up and dw_down of a backward pass. Weights that have scales are given as bytes, with their Format and the scales of "
       "w_gate, w_up and w_down. Raises RuntimeError with what each rank had to say.");
   executor.def(
       "round_rows",

@@ -43,7 +43,7 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
                                        std::to_string(shape.ranks) + " ranks; it must be from 0 on and below that.");
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
-  const Formats formats = formats_of(call);
+  const Formats formats = formats_of(call, schedule);
   const Attendance attendance(site, shape, schedule, formats);
   Meeting& meeting = attendance.meeting();
   const Launch launch{.shape = shape,
@@ -60,7 +60,7 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
   LaunchTimeline timeline;
   const bool recorded = timeline_is_on;
   const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number,
-                                typename Precision::Row::Storage>(call);
+                                typename Precision::Weight::Storage>(call);
   const std::string failure = run_rank<Precision>(launch, rank, arrays, recorded ? &timeline : nullptr);
   if (recorded && failure.empty()) {
     timeline.device = device;
@@ -76,12 +76,13 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   if (error.empty()) error = call_error(call, attributes);
   if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  const Formats formats = formats_of(call);
+  const Formats formats = formats_of(call, schedule_of(attributes));
   const auto run_as = [&]<class Precision>(Precision) {
     return run<Precision>(call, attributes, instruction, run_id.run_id, device);
   };
   const auto run_with_rows = [&]<class Wide>(Wide wide) {
-    return formats.tokens.is_scaled() ? run_as(EightBit<Wide>{}) : run_as(wide);
+    if (formats.tokens.is_scaled()) return run_as(EightBit<Wide>{});
+    return formats.weights.is_scaled() ? run_as(Decoded<Wide>{}) : run_as(wide);
   };
   switch (formats.answers.element) {
     case Element::kF32: return run_with_rows(F32{});
@@ -89,6 +90,8 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
     case Element::kBf16: return run_with_rows(Bf16{});
     case Element::kF16: return run_with_rows(F16{});
     case Element::kE4M3:
+    case Element::kE8M0:
+    case Element::kE2M1:
     case Element::kCount: break;
   }
   return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");

@@ -38,7 +38,8 @@ constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"row_routing_weights", &ArenaLayout::row_routing_weights},
                                         {"row_products", &ArenaLayout::row_products},
                                         {"projections", &ArenaLayout::projections},
-                                        {"weight_sums", &ArenaLayout::weight_sums}};
+                                        {"weight_sums", &ArenaLayout::weight_sums},
+                                        {"decoded_weights", &ArenaLayout::decoded_weights}};
 
 template <size_t kSize>
 py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {

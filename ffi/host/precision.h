@@ -1,13 +1,14 @@
 // Precision policies of the host executor: how elements are stored, and what they are computed in, as those of the GPU
 // kernels say it of theirs (cuda/kernel/gemm/precision/). `Storage`, load() and store() are those of x, biases, answers
-// and results; `Row` has those of rows of tokens, of h and of the weights that they are multiplied with, which have
-// scales where `kScaled` (host/scaled_rows.h).
+// and results; `Row` has those of rows of tokens and of h, which have scales where `kScaled` (host/scaled_rows.h), and
+// of what they are multiplied with; `Weight` those of weights as the caller has them.
 #pragma once
 
 #include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace jaxmoe::host {
 
@@ -15,6 +16,7 @@ namespace jaxmoe::host {
 template <class Self>
 struct OneType {
   using Row = Self;
+  using Weight = Self;
   static constexpr bool kScaled = false;
 };
 
@@ -109,11 +111,33 @@ struct E4M3 {
 };
 inline constexpr std::array<E4M3::Number, 256> E4M3::kNumbers = E4M3::numbers();
 
+// float4_e2m1fn, the lower half of a byte.
+inline float load_4_bits(uint32_t byte) {
+  constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return byte & 8 ? -kMagnitudes[byte & 7] : kMagnitudes[byte & 7];
+}
+
+// float8_e8m0fnu: 2^(byte - 127), and one NaN.
+inline float load_power_of_two(uint8_t byte) {
+  const uint32_t bits = uint32_t{byte} << 23;
+  return std::bit_cast<float>(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : bits);
+}
+
 // Rows and weights in 8 bits with scales, all else as `Wide` has it. Forward passes only.
 template <class Wide>
 struct EightBit : Wide {
   using Row = E4M3;
+  using Weight = E4M3;
   static constexpr bool kScaled = true;
 };
+
+// Weights in 8 or 4 bits with scales, decoded before they are multiplied (host/decode.h); all else as `Wide` has it.
+template <class Wide>
+struct Decoded : Wide {
+  using Weight = E4M3;
+};
+// Whether a policy does so.
+template <class Precision>
+inline constexpr bool kDecodes = !Precision::kScaled && !std::is_same_v<typename Precision::Weight, typename Precision::Row>;
 
 }  // namespace jaxmoe::host

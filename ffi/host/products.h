@@ -29,17 +29,18 @@ class Products {
  public:
   explicit Products(const RankMemory<Precision>& memory) : m_(memory) {}
 
-  void compute(const Task& task) {
-    if (task.gemm == Gemm::kGateUp) return gate_up(task);
-    if (task.gemm == Gemm::kDown) return down(task);
-    if constexpr (!Precision::kScaled) differentiate(task);
+  // `weight_slot` is that of decoded weights; others need none.
+  void compute(const Task& task, int32_t weight_slot) {
+    if (task.gemm == Gemm::kGateUp) return gate_up(task, weight_slot);
+    if (task.gemm == Gemm::kDown) return down(task, weight_slot);
+    if constexpr (!Precision::kScaled) differentiate(task, weight_slot);
   }
 
  private:
-  void differentiate(const Task& task) {
+  void differentiate(const Task& task, int32_t weight_slot) {
     switch (task.gemm) {
-      case Gemm::kHGradient: return h_gradient(task);
-      case Gemm::kTokenGradient: return token_gradient(task);
+      case Gemm::kHGradient: return h_gradient(task, weight_slot);
+      case Gemm::kTokenGradient: return token_gradient(task, weight_slot);
       case Gemm::kGateGradient:
         return weight_gradient(task, tokens(), projection(0), m_.arrays.dw_gate, m_.arrays.db_gate, 0, bias_sums());
       case Gemm::kUpGradient:
@@ -78,48 +79,73 @@ class Products {
     return m_.ring_row(factor.ring, task.ring_slot, tile_row, factor.width) + factor.first;
   }
 
-  // The matrices of the local experts, which have `width` columns.
-  struct Weights {
-    const RowStorage* elements;
-    const float* scales;
-    int32_t width;
+  // The matrix of a task's expert: element (row, column) is elements[row * row_stride + column * column_stride].
+  // Decoded ones lie the other way round than wide ones.
+  struct Matrix {
+    const Storage* elements;
+    int64_t row_stride, column_stride;
   };
+  // Number `which` of gate, up and down.
+  Matrix matrix_of(const Task& task, int32_t which, int32_t weight_slot) const {
+    const bool is_down = which == m_.shape.projections;
+    const int32_t rows = is_down ? m_.shape.intermediate : m_.shape.hidden;
+    const int32_t columns = is_down ? m_.shape.hidden : m_.shape.intermediate;
+    if constexpr (kDecodes<Precision>) {
+      return {m_.decoded_matrix(which, weight_slot), 1, rows};
+    } else {
+      const Storage* const all = is_down ? m_.arrays.w_down : which == 0 ? m_.arrays.w_gate : m_.arrays.w_up;
+      return {all + task.expert * matrix_size(), columns, 1};
+    }
+  }
 
-  // sums[row, c]: the rows of a task's tile times columns first + c of its expert's matrix.
-  std::vector<Number> multiply(const Task& task, const Factor& rows, const Weights& weights, int32_t first,
+  // sums[row, c]: the rows of a task's tile times columns first + c of a matrix of its expert.
+  std::vector<Number> multiply(const Task& task, const Factor& rows, int32_t which, int32_t weight_slot, int32_t first,
                                int32_t columns) const {
     if constexpr (Precision::kScaled) {
-      const auto matrix = ScaledMatrix::of_expert(weights.elements, weights.scales, m_.formats.weights, task.expert,
-                                                  weights.width, rows.columns);
+      const bool is_down = which == m_.shape.projections;
+      const auto* const all = is_down ? m_.arrays.w_down : which == 0 ? m_.arrays.w_gate : m_.arrays.w_up;
+      const float* const scales = is_down      ? m_.arrays.w_down_scales
+                                  : which == 0 ? m_.arrays.w_gate_scales
+                                               : m_.arrays.w_up_scales;
+      const auto matrix = ScaledMatrix::of_expert(all, scales, m_.formats.weights, task.expert,
+                                                  is_down ? m_.shape.hidden : m_.shape.intermediate, rows.columns);
       return multiply_scaled(matrix, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {
         return {row_of(rows, task, i) + depth,
                 m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
       });
     } else {
+      const Matrix matrix = matrix_of(task, which, weight_slot);
       std::vector<Number> sums(static_cast<size_t>(task.rows) * columns);
       for (int32_t i = 0; i < task.rows; ++i) {
-        multiply_row(row_of(rows, task, i), weights.elements + task.expert * matrix_size(), rows.columns,
-                     weights.width, first, columns, sums.data() + int64_t{i} * columns);
+        const Storage* const row = row_of(rows, task, i);
+        Number* const of_row = sums.data() + int64_t{i} * columns;
+        if constexpr (kDecodes<Precision>) {
+          for (int32_t c = 0; c < columns; ++c) {
+            of_row[c] = multiply_line(row, matrix.elements + (first + c) * matrix.column_stride, rows.columns);
+          }
+        } else {
+          multiply_row(row, matrix, rows.columns, first, columns, of_row);
+        }
       }
       return sums;
     }
   }
 
-  // Adds row[k] * weights[k, first + c] for all k to sums[c], for one row and `columns` columns of a [depth, width]
-  // matrix.
-  static void multiply_row(const Storage* row, const Storage* weights, int32_t depth, int32_t width, int32_t first,
-                           int32_t columns, Number* sums) {
+  // Adds row[k] * matrix[k, first + c] for all k to sums[c], for one row and `columns` columns of a matrix whose columns
+  // lie side by side.
+  static void multiply_row(const Storage* row, const Matrix& matrix, int32_t depth, int32_t first, int32_t columns,
+                           Number* sums) {
     for (int32_t k = 0; k < depth; ++k) {
       const Number factor = Precision::load(row[k]);
-      const Storage* line = weights + int64_t{k} * width + first;
+      const Storage* line = matrix.elements + k * matrix.row_stride + first;
       for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Precision::load(line[c]);
     }
   }
 
-  // row . line for a line of a [width, depth] matrix.
-  static Number multiply_line(const Storage* row, const Storage* line, int32_t depth) {
+  // row . line, whose elements lie `stride` apart.
+  static Number multiply_line(const Storage* row, const Storage* line, int32_t depth, int64_t stride = 1) {
     Number sum = 0;
-    for (int32_t k = 0; k < depth; ++k) sum += Precision::load(row[k]) * Precision::load(line[k]);
+    for (int32_t k = 0; k < depth; ++k) sum += Precision::load(row[k]) * Precision::load(line[k * stride]);
     return sum;
   }
 
@@ -127,7 +153,7 @@ class Products {
 
   // Gate and up of rows: in a forward pass what the activation makes of them goes into the ring, and where they are
   // saved they too; in a backward pass they do.
-  void gate_up(const Task& task) {
+  void gate_up(const Task& task, int32_t weight_slot) {
     const int32_t width = m_.shape.intermediate;
     const int32_t first = task.column_tile * m_.schedule.tile.h_columns;
     const int32_t columns = std::min(task.column_tiles * m_.schedule.tile.h_columns, width - first);
@@ -140,13 +166,11 @@ class Products {
         }
       }
     }
-    const Weights weights[] = {{m_.arrays.w_gate, m_.arrays.w_gate_scales, width},
-                               {m_.arrays.w_up, m_.arrays.w_up_scales, width}};
     const Storage* const biases[] = {m_.arrays.b_gate, m_.arrays.b_up};
     const size_t results = static_cast<size_t>(task.rows) * columns;
     std::vector<Number> of_projection[] = {{}, std::vector<Number>(results, 1)}, activated(columns);
     for (int32_t which = 0; which < m_.shape.projections; ++which) {
-      of_projection[which] = multiply(task, tokens(), weights[which], first, columns);
+      of_projection[which] = multiply(task, tokens(), which, weight_slot, first, columns);
     }
     for (int32_t i = 0; i < task.rows; ++i) {
       for (int32_t which = 0; which < m_.shape.projections; ++which) {
@@ -183,12 +207,11 @@ class Products {
     }
   }
 
-  void down(const Task& task) {
+  void down(const Task& task, int32_t weight_slot) {
     const int32_t first = task.column_tile * m_.schedule.tile.columns;
     const int32_t columns = std::min(task.column_tiles * m_.schedule.tile.columns, m_.shape.hidden - first);
-    const Weights weights{m_.arrays.w_down, m_.arrays.w_down_scales, m_.shape.hidden};
     const int64_t bias = int64_t{task.expert} * m_.shape.hidden + first;
-    const std::vector<Number> products = multiply(task, h(), weights, first, columns);
+    const std::vector<Number> products = multiply(task, h(), m_.shape.projections, weight_slot, first, columns);
     for (int32_t i = 0; i < task.rows; ++i) {
       const Number* sums = products.data() + int64_t{i} * columns;
       const RowTarget target{*m_.target_of(task.ring_slot, i)};
@@ -197,8 +220,8 @@ class Products {
     }
   }
 
-  void h_gradient(const Task& task) {
-    const Storage* weights = m_.arrays.w_down + task.expert * matrix_size();
+  void h_gradient(const Task& task, int32_t weight_slot) {
+    const Matrix weights = matrix_of(task, m_.shape.projections, weight_slot);
     for (int32_t tile = task.column_tile; tile < task.column_tile + task.column_tiles; ++tile) {
       const int32_t first = tile * m_.schedule.tile.columns;
       const int32_t end = std::min(first + m_.schedule.tile.columns, m_.shape.intermediate);
@@ -213,7 +236,8 @@ class Products {
         const Storage* gate_value = saved ? m_.saved_row(task.row_tile, i, 0) : gate;
         const Storage* up_value = up != nullptr && saved ? m_.saved_row(task.row_tile, i, 1) : up;
         for (int32_t c = first; c < end; ++c) {
-          const Number gradient = multiply_line(dy, weights + int64_t{c} * m_.shape.hidden, m_.shape.hidden);
+          const Number gradient = multiply_line(dy, weights.elements + c * weights.row_stride, m_.shape.hidden,
+                                                weights.column_stride);
           const Slopes<Number> slopes = slopes_of(m_.launch.activation, Precision::load(gate_value[c]),
                                                   up == nullptr ? Number{1} : Precision::load(up_value[c]));
           product += slopes.h * gradient;
@@ -226,7 +250,7 @@ class Products {
     }
   }
 
-  void token_gradient(const Task& task) {
+  void token_gradient(const Task& task, int32_t weight_slot) {
     const int32_t first = task.column_tile * m_.schedule.tile.columns;
     const int32_t end = std::min(first + task.column_tiles * m_.schedule.tile.columns, m_.shape.hidden);
     for (int32_t i = 0; i < task.rows; ++i) {
@@ -236,9 +260,9 @@ class Products {
       for (int32_t c = first; c < end; ++c) {
         Number sum = 0;
         for (int32_t which = 0; which < m_.shape.projections; ++which) {
-          const Storage* weights = (which == 0 ? m_.arrays.w_gate : m_.arrays.w_up) + task.expert * matrix_size();
-          const Storage* line = weights + int64_t{c} * m_.shape.intermediate;
-          sum += multiply_line(m_.projection_row(task.ring_slot, i, which), line, m_.shape.intermediate);
+          const Matrix weights = matrix_of(task, which, weight_slot);
+          sum += multiply_line(m_.projection_row(task.ring_slot, i, which), weights.elements + c * weights.row_stride,
+                               m_.shape.intermediate, weights.column_stride);
         }
         out[c] = Precision::store(sum);
       }

@@ -14,6 +14,7 @@
 #include "common/chunks.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
+#include "host/decode.h"
 #include "host/executor.h"
 #include "host/launch.h"
 #include "host/products.h"
@@ -108,8 +109,14 @@ class Rank {
         const Wait wait = wait_before(m_.shape, m_.schedule, task, nth);
         if (wait.index >= 0) signals_.wait(wait, site_of(task.gemm), worker);
       }
+      int32_t weight_slot = 0;
+      if constexpr (kDecodes<Precision>) {
+        // Pairs with the releases in decode().
+        signals_.wait(wait_before(walk.weights(), m_.schedule.dispatchers), site_of(task.gemm), worker);
+        weight_slot = walk.weights().weight_slot(m_.schedule);
+      }
       track.mark(wait_event_of(task.gemm), task);
-      products_.compute(task);
+      products_.compute(task, weight_slot);
       signals_.release(release_after(task));
       track.mark(event_of(task.gemm), task);
     }
@@ -262,12 +269,14 @@ class Rank {
     ChunkWalk walk(m_.shape, m_.schedule, counts.rows_per_expert.data(), dispatcher);
     SegmentWalk overwritten(m_.schedule, counts.rows_per_expert.data(), local);
     Segment segment{};  // that had the ring slot before
+    DecoderOf<Precision> decoder(m_, counts.rows_per_expert.data(), dispatcher);
     for (Chunk chunk; walk.next(chunk);) {
+      decoder.decode_up_to(chunk.expert, signals_, worker);
       // The slot is free once its last tile has left. Pairs with the release after its tasks, in take_tasks().
       const EventSubject subject{chunk.expert, chunk.row_tile, chunk.tile_row};
       const Wait wait = wait_before(m_.shape, m_.schedule, chunk);
       signals_.wait(wait, Site::kDispatch, worker);
-      if (kBackward && wait.index >= 0) {
+      if (m_.schedule.has_weight_gradients() && wait.index >= 0) {
         while (segment.first_tile + segment.tiles <= wait.index) overwritten.next(segment);
         signals_.wait(wait_for_weight_gradients(m_.shape, m_.schedule, segment.first_tile), Site::kDispatch, worker);
       }
@@ -294,6 +303,7 @@ class Rank {
       signals_.release(release_after(chunk));
       track.mark(EventKind::kDispatch, subject);
     }
+    decoder.decode_up_to(local, signals_, worker);
   }
 
   // A token as its owner has it, or as an earlier pull has kept it; scales where it has some.

@@ -67,6 +67,11 @@ struct RankMemory {
   float* scales_of_token(int32_t owner, const Region& region, int64_t tokens, int64_t number) const {
     return at<float>(owner, scales_of(region, tokens, shape.hidden)) + number * token_scales();
   }
+  // Gate (0), up (1) or down (projections) of the expert whose decoded weights are in a slot.
+  Storage* decoded_matrix(int32_t which, int32_t weight_slot) const {
+    const int64_t matrix = int64_t{shape.hidden} * shape.intermediate;
+    return here<Storage>(layout.decoded_weights) + (int64_t{which} * schedule.weight_slots + weight_slot) * matrix;
+  }
   uint32_t* target_of(int32_t ring_slot, int32_t tile_row) const {
     return here<uint32_t>(layout.row_targets) + ring_index(ring_slot, tile_row);
   }

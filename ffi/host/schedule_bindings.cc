@@ -45,7 +45,7 @@ Granularity granularity(const std::string& platform, bool gated, bool scaled) {
 }
 
 Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles,
-                      bool scaled) {
+                      bool scaled, int32_t weight_slots) {
   const auto chosen = [&](const char* name) { return py::int_(plan.attr(name)).cast<int32_t>(); };
   Schedule schedule{};
   schedule.unit_tiles = chosen("unit_tiles");
@@ -55,6 +55,7 @@ Schedule schedule_for(const Shape& shape, const std::string& platform, const py:
   schedule.keep_tokens = chosen("keep_tokens");
   schedule.segment_tiles = chosen("segment_tiles");
   schedule.saved_tiles = saved_tiles;
+  schedule.weight_slots = weight_slots;
   return complete(schedule, shape, granularity(platform, shape.projections > 1, scaled));
 }
 
@@ -76,7 +77,7 @@ void define_structs(py::module_& module) {
              "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated. "
              "Columns of h that share a scale share a tile.");
   module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
-             py::arg("saved_tiles") = 0, py::arg("scaled") = false,
+             py::arg("saved_tiles") = 0, py::arg("scaled") = false, py::arg("weight_slots") = 0,
              "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
@@ -84,14 +85,16 @@ void define_structs(py::module_& module) {
                 Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
                 Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
-                Field{"saved_tiles", &Schedule::saved_tiles, 0})
+                Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0})
       .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("row_multiple", &Schedule::row_multiple)
-      .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles);
+      .def_property_readonly("min_ring_tiles", &Schedule::min_ring_tiles)
+      .def_property_readonly("min_weight_slots", &Schedule::min_weight_slots);
   define_struct(module, "Unit", "Row tiles of one expert that are worked on together.", Field{"expert", &Unit::expert},
                 Field{"first_tile", &Unit::first_tile}, Field{"tiles", &Unit::tiles},
-                Field{"tile_of_expert", &Unit::tile_of_expert}, Field{"rows_of_expert", &Unit::rows_of_expert})
+                Field{"tile_of_expert", &Unit::tile_of_expert}, Field{"rows_of_expert", &Unit::rows_of_expert},
+                Field{"nth", &Unit::nth})
       .def("rows_of_tile", &Unit::rows_of_tile, py::arg("tile"), py::arg("tile_rows"));
   define_struct(module, "Task", "One output tile of one GEMM, or two of a narrow row tile.", Field{"gemm", &Task::gemm},
                 Field{"expert", &Task::expert}, Field{"row_tile", &Task::row_tile},
@@ -102,8 +105,13 @@ void define_structs(py::module_& module) {
   define_struct(module, "Segment", "Row tiles of one expert whose weight gradients are summed at once.",
                 Field{"expert", &Segment::expert}, Field{"first_tile", &Segment::first_tile},
                 Field{"tiles", &Segment::tiles}, Field{"tile_of_expert", &Segment::tile_of_expert},
-                Field{"rows_of_expert", &Segment::rows_of_expert}, Field{"part", &Segment::part},
+                Field{"rows_of_expert", &Segment::rows_of_expert}, Field{"nth", &Segment::nth},
+                Field{"part", &Segment::part},
                 Field{"sums_tile", &Segment::sums_tile});
+  define_struct(module, "DecodedExpert", "An expert whose weights lie in the ring of decoded ones.",
+                Field{"expert", &DecodedExpert::expert}, Field{"nth", &DecodedExpert::nth},
+                Field{"first_tile", &DecodedExpert::first_tile}, Field{"tiles", &DecodedExpert::tiles})
+      .def("weight_slot", &DecodedExpert::weight_slot, py::arg("schedule"));
   define_struct(module, "Chunk", "Rows that one dispatcher pulls at a time.", Field{"expert", &Chunk::expert},
                 Field{"row_tile", &Chunk::row_tile}, Field{"ring_slot", &Chunk::ring_slot},
                 Field{"first_row", &Chunk::first_row}, Field{"tile_row", &Chunk::tile_row},
@@ -157,6 +165,16 @@ std::vector<Segment> segments(const Schedule& schedule, const Rows& rows_per_exp
   return all_of<Segment>(SegmentWalk(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size())));
 }
 
+std::vector<DecodedExpert> decoded_experts(const Schedule& schedule, const Rows& rows_per_expert) {
+  check(schedule);
+  check(rows_per_expert);
+  std::vector<DecodedExpert> experts;
+  for (DecodedExpert next; next.advance(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size()));) {
+    experts.push_back(next);
+  }
+  return experts;
+}
+
 std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,
                           int32_t dispatcher) {
   check(shape, schedule, rows_per_expert);
@@ -189,6 +207,8 @@ void define_scheduler(py::module_& module) {
   module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
   module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),
              "The tasks of one worker, in stream order.");
+  module.def("decoded_experts", &decoded_experts, py::arg("schedule"), py::arg("rows_per_expert"),
+             "The experts that have rows, in the order in which their weights are decoded.");
   module.def("chunks", &chunks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"),
              py::arg("dispatcher"), "The chunks of one dispatcher, in stream order.");
   module.def("source_of_row", &source_of_row_in, py::arg("counts"), py::arg("row"), py::arg("first_source") = 0,
@@ -228,6 +248,14 @@ void define_protocol(py::module_& module) {
       },
       py::arg("shape"), py::arg("schedule"), py::arg("segment"),
       "The second wait of a backward pass before a chunk whose ring slot that segment had.");
+  module.def("wait_for_answers", [](const Shape& shape, const Schedule& schedule, int32_t row_tile) {
+    check(shape, schedule);
+    return wait_for_answers(shape, schedule, row_tile);
+  }, py::arg("shape"), py::arg("schedule"), py::arg("row_tile"), "All tasks of a row tile are done.");
+  module.def("wait_before", [](const DecodedExpert& weights, int32_t dispatchers) {
+    return wait_before(weights, dispatchers);
+  }, py::arg("weights"), py::arg("dispatchers"), "The wait for weights before every task that multiplies them.");
+  module.def("release_after", [](const DecodedExpert& weights) { return release_after(weights); }, py::arg("weights"));
   module.def("release_after", [](const Chunk& chunk) { return release_after(chunk); }, py::arg("chunk"));
   module.def("release_after", [](const Task& task) { return release_after(task); }, py::arg("task"));
   module.def("has_reached", &has_reached, py::arg("seen"), py::arg("target"));

@@ -96,6 +96,11 @@ class Shape:
         return dataclasses.replace(self, formats=self.formats.wide)
 
     @property
+    def decoded(self) -> "Shape":
+        """The same sizes and weights, with rows in the dtype of x: those of a backward pass beside frozen experts."""
+        return dataclasses.replace(self, formats=self.formats.decoded)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of a rank in a balanced forward pass."""
         return 2 * (self.projections + 1) * self.balanced_rows * self.hidden * self.intermediate
@@ -116,6 +121,7 @@ class Call:
       residuals: what the backward pass keeps of the forward pass.
       precision: which arrays have 8 bits, see `precision.py`; `None` where none has.
       quantizes: whether the experts come wide, and are rounded to 8 bits in the call.
+      biases: whether the experts have any.
     """
 
     implementation: ImplementationName
@@ -128,6 +134,7 @@ class Call:
     residuals: Residuals
     precision: Precision | None = None
     quantizes: bool = False
+    biases: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -138,6 +145,16 @@ class Call:
     def wide(self) -> "Call":
         """The same call without 8 bits: what a backward pass differentiates."""
         return dataclasses.replace(self, shape=self.shape.wide, precision=None, quantizes=False)
+
+    @property
+    def decoded(self) -> "Call":
+        """The same call with rows in the dtype of x: what a backward pass beside frozen experts differentiates."""
+        return dataclasses.replace(self, shape=self.shape.decoded, precision="w8a16", quantizes=False)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the experts come in fewer bits than x has, and so have no gradients."""
+        return self.precision is not None and not self.quantizes
 
     @property
     def group(self) -> ExpertGroup:

@@ -30,6 +30,7 @@ RANKS = st.integers(1, 8)
 TILE_ROWS = st.sampled_from([1, 2, 3, 8, 16])
 FORWARD = st.just(0)  # segment_tiles
 BACKWARD = st.integers(1, 6)
+NOT_DECODED = st.just(0)  # weight_slots
 both_passes = pytest.mark.parametrize("segment_tiles", [FORWARD, BACKWARD], ids=["forward", "backward"])
 
 
@@ -51,7 +52,7 @@ def with_fields(struct, **changes):
     names = ["ranks", "tokens", "hidden", "intermediate", "num_experts", "top_k", "projections"]
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
-        names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles"]
+        names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 
@@ -62,9 +63,16 @@ def filled_up(schedule, rows_per_expert: list[int]) -> list[int]:
 
 @st.composite
 def schedules(
-    draw, shape, *, workers=WORKERS, dispatchers=WORKERS, tile_rows=TILE_ROWS, segment_tiles=FORWARD | BACKWARD
+    draw,
+    shape,
+    *,
+    workers=WORKERS,
+    dispatchers=WORKERS,
+    tile_rows=TILE_ROWS,
+    segment_tiles=FORWARD | BACKWARD,
+    weight_slots=NOT_DECODED,
 ):
-    """Any legal schedule for a shape; as many ring tiles as are needed, or a few more."""
+    """Any legal schedule for a shape; as many ring tiles as are needed, or a few more. Slots of weights as drawn."""
     rows = draw(tile_rows)
     schedule = steps.Schedule(
         tile=steps.TileSizes(rows, draw(st.integers(4, 24)), draw(st.integers(4, 24))),
@@ -77,6 +85,7 @@ def schedules(
         narrow_rows=draw(st.just(0) | st.integers(0, rows)),
         keep_tokens=draw(st.integers(0, 1)),
         segment_tiles=draw(segment_tiles),
+        weight_slots=draw(weight_slots),
     )
     return with_fields(schedule, ring_tiles=least_ring(shape, schedule) + draw(st.integers(0, 3)))
 
@@ -203,7 +212,7 @@ def waits_of(problem: Problem) -> Callable[[Any], list[Any]]:
         if not isinstance(item, steps.Chunk):
             return steps.waits_before(shape, schedule, item)
         wait = steps.wait_before(shape, schedule, item)
-        if wait is None or not schedule.backward:
+        if wait is None or not schedule.backward or schedule.weight_slots:
             return [] if wait is None else [wait]
         return [wait, steps.wait_for_weight_gradients(shape, schedule, segment_of[wait.index])]
 

@@ -33,6 +33,7 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
     # three slots, those of rank 1 four.
     assert MegakernelMemory.of_rank(routing, SMALL, 0, keep_tokens=False) == MegakernelMemory(
         weights=2 * EXPERT,
+        weights_decoded=0,
         tokens_staged=2 * 2 * TOKEN,
         tokens_pulled=3 * TOKEN,
         tokens_kept=0,
@@ -49,6 +50,7 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
     )
     assert MegakernelMemory.of_rank(routing, SMALL, 1, keep_tokens=False) == MegakernelMemory(
         weights=1 * EXPERT,  # expert 3 has no rows
+        weights_decoded=0,
         tokens_staged=2 * 2 * TOKEN,
         tokens_pulled=4 * TOKEN,
         tokens_kept=0,
@@ -128,6 +130,8 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
                 add(owner, "lists_received", 4)
                 add(home, "answers_received", answer)
     for counts in ranks:
+        decoded = 2 * shape.wide.expert_bytes if shape.formats.decodes else 0
+        counts["weights_decoded"] = len(counts["weights"]) * decoded
         counts["weights"] = len(counts["weights"]) * shape.expert_bytes
     return ranks
 
@@ -140,7 +144,7 @@ def counted_slot_by_slot(ids: np.ndarray, shape: Shape, keep_tokens: bool) -> li
     top_k=st.integers(1, 4),
     kind=st.sampled_from(ROUTING_KINDS),
     keep_tokens=st.booleans(),
-    formats=st.sampled_from([BF16, IN_8_BITS]),
+    formats=st.sampled_from([BF16, IN_8_BITS, IN_8_BITS.decoded]),
 )
 def test_the_terms_equal_a_count_slot_by_slot_for_every_routing(
     seed, ranks, local_experts, tokens, top_k, kind, keep_tokens, formats

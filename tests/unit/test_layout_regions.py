@@ -30,11 +30,12 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     hidden, intermediate, projections = shape.hidden, shape.intermediate, shape.projections
     gradient_tiles = math.ceil(intermediate / schedule.tile.columns)
     sums = (projections + 1) * hidden * intermediate + projections * intermediate + hidden
+    decoded = schedule.weight_slots > 0
     several_segments = shape.ranks * shape.slots > schedule.segment_tiles * schedule.tile.rows
     return {
         "control": control_bytes,
         "flags": 2 * head.ranks * steps.flag_bytes,
-        "counters": 2 * (3 + 5 * head.row_tiles) * 4,
+        "counters": 2 * (3 + 6 * head.row_tiles) * 4,
         "rows_from": 2 * head.ranks * head.local_experts * 4,
         "source_slots": head.ranks * head.slots * 4,
         "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
@@ -50,11 +51,12 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "row_routing_weights": backward * ring_rows * number,
         "row_products": backward * ring_rows * gradient_tiles * number,
         "projections": backward * ring_rows * projections * intermediate * itemsize,
-        "weight_sums": backward * several_segments * sums * number,
+        "weight_sums": backward * (not decoded) * several_segments * sums * number,
+        "decoded_weights": (projections + 1) * schedule.weight_slots * hidden * intermediate * itemsize,
     }
 
 
-@given(problem=problems() | large_problems(), itemsize=itemsizes)
+@given(problem=problems(weight_slots=st.integers(0, 3)) | large_problems(), itemsize=itemsizes)
 @settings(max_examples=300)
 def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, itemsize):
     head = steps.needed_head(problem.shape, problem.schedule)
@@ -97,7 +99,7 @@ def test_offsets_of_words_and_lists_stay_inside_their_regions_at_any_size(proble
     head = steps.needed_head(problem.shape, problem.schedule)
     layout = steps.layout_of(problem.shape, problem.schedule, formats_of(2), head)
     last = head.ranks - 1
-    last_word = steps.word_of(layout, head, LAUNCH_NUMBERS[1], Signal.weight_gradients_written, head.row_tiles - 1)
+    last_word = steps.word_of(layout, head, LAUNCH_NUMBERS[1], Signal.weights_decoded, head.row_tiles - 1)
     assert last_word + 4 == sum(layout.head["counters"])
     last_flag = steps.word_of(layout, head, LAUNCH_NUMBERS[1], Signal.answers_ready, last)
     assert last_flag + steps.flag_bytes == sum(layout.head["flags"])

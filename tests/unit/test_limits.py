@@ -14,6 +14,7 @@ from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
 from jaxmoe.formats import Formats
 from jaxmoe.implementations.base import Inputs
 from jaxmoe.implementations.megakernel import layer, limits
+from jaxmoe.implementations.megakernel.schedule import weight_slots
 from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
@@ -168,8 +169,27 @@ def test_what_it_cannot_do_in_8_bits_is_said_with_what_to_do():
         for sizes in ({"hidden": 192}, {"intermediate": 64}):
             with pytest.raises(ValueError, match=r"on [cg]pu needs multiples of 128 in 8 bits.* implementation='xla'"):
                 limits.check_megakernel(dataclasses.replace(shape, **sizes), platform, resolve("silu"), PLAN)
-    with pytest.raises(NotImplementedError, match=r"precision='w8a16' decodes .* implementation='xla'"):
-        in_8_bits("w8a16")
+    decoded = in_8_bits("w8a16").shape
+    for platform in ("cpu", "gpu"):
+        limits.check_megakernel(dataclasses.replace(decoded, hidden=192), platform, resolve("silu"), PLAN)
+        with pytest.raises(ValueError, match=r"on [cg]pu needs multiples of 16 in 8 bits.* implementation='xla'"):
+            limits.check_megakernel(dataclasses.replace(decoded, hidden=136), platform, resolve("silu"), PLAN)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_too_few_slots_of_decoded_weights_are_refused_with_what_is_needed():
+    shape = dataclasses.replace(in_8_bits("w8a16").shape, num_experts=8)
+    for slots in (0, 3, 4):  # 0 is as many as are needed
+        plan = jaxmoe.KernelPlan(1, 2, 8, weight_slots=slots)
+        limits.check_megakernel(shape, "gpu", resolve("silu"), plan)
+        assert weight_slots(shape, plan) == max(slots, 3)
+    with pytest.raises(ValueError, match=r"plan has weight_slots=2, .* needs lag_units \+ 1 = 3, or 8, all experts"):
+        limits.check_megakernel(shape, "gpu", resolve("silu"), jaxmoe.KernelPlan(1, 2, 8, weight_slots=2))
+    backward = jaxmoe.KernelPlan(1, 2, 8, segment_tiles=1, weight_slots=4)
+    with pytest.raises(ValueError, match=r"plan.backward has weight_slots=4, .* 2 \* lag_units \+ 1 = 5"):
+        limits.check_megakernel(shape, "gpu", resolve("silu"), jaxmoe.KernelPlan(1, 0, 8, backward=backward))
+    wide = dataclasses.replace(PLAN, weight_slots=7)
+    assert weight_slots(shape.wide, wide) == 0
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])

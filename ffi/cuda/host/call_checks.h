@@ -23,7 +23,7 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
   for (const std::string& error : {call_error(call, attributes), limits_error(attributes)}) {
     if (!error.empty()) return error;
   }
-  const Element element = formats_of(call).answers.element;
+  const Element element = *element_of(call.type(ArrayName::kX));
   if (element != Element::kBf16 && element != Element::kF16) {
     return std::string("jaxmoe: x is ") + info_of(element).name + "; on GPUs it must be bfloat16 or float16.";
   }

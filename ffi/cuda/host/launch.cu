@@ -16,10 +16,13 @@ namespace jaxmoe {
 namespace {
 
 const KernelVariant& variant_for(Pass pass, const Formats& formats) {
-  static const std::array all = {forward_bf16(),      forward_f16(),      backward_bf16(),
-                                 backward_f16(),      forward_e4m3_bf16(), forward_e4m3_f16()};
+  static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
+                                 backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
+                                 forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
+                                 backward_decoded_f16()};
   const auto is_it = [&](const KernelVariant& each) {
-    return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element;
+    return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
+           each.decodes == formats.decodes();
   };
   return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
@@ -115,15 +118,22 @@ int64_t ring_rows_of(const LaunchParams& p) { return int64_t{p.schedule.ring_til
 
 void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) {
   const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
+  const bool decodes = p.schedule.decodes();
+  // What is multiplied: weights as the caller has them, or the ring of decoded ones.
+  const Format& format = decodes ? formats.tokens : formats.weights;
+  const std::byte* const ring = p.arenas[p.rank] + p.layout.decoded_weights.offset;
+  const auto matrices = [&](int32_t which, const void* as_they_lie) -> const void* {
+    return decodes ? ring + which * decoded_bytes(p.shape, p.schedule, formats) : as_they_lie;
+  };
   // Those with scales lie the other way round.
   const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
     if (formats.weights.is_scaled()) std::swap(rows, columns);
-    maker.make(map, name, formats.weights, matrices, {columns, rows, experts},
-               {line_of(formats.weights), kBoxWidth, 1});
+    maker.make(map, name, format, matrices, {columns, rows, decodes ? p.schedule.weight_slots : experts},
+               {line_of(format), kBoxWidth, 1});
   };
-  make(&p.w_gate_map, "w_gate", p.w_gate, hidden, intermediate);
-  make(&p.w_up_map, "w_up", p.gated ? p.w_up : p.w_gate, hidden, intermediate);
-  make(&p.w_down_map, "w_down", p.w_down, intermediate, hidden);
+  make(&p.w_gate_map, "w_gate", matrices(0, p.w_gate), hidden, intermediate);
+  make(&p.w_up_map, "w_up", p.gated ? matrices(1, p.w_up) : matrices(0, p.w_gate), hidden, intermediate);
+  make(&p.w_down_map, "w_down", matrices(p.shape.projections, p.w_down), intermediate, hidden);
 }
 
 // Result number `n`, of so many bytes where it is there.
@@ -204,6 +214,7 @@ std::string make_launch(const RankParams& rank, const Formats& formats, const La
         static_cast<LayerArrays<void, float>&>(p) = arrays;
         p.gated = rank.shape.projections > 1;
         p.weight_scale_rows = formats.weights.scale_rows;
+        p.weight_group_columns = formats.weights.group_columns;
         p.timeline = timeline;
         const std::string error = tiles_error(p);
         return error.empty() ? complete(p, formats) : error;

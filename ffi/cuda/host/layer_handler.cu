@@ -142,8 +142,8 @@ class CurrentDevice {
 
 // Workers of the kernel of a pass for these formats on the current device; the first call loads it.
 ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats) {
-  using Kernel = std::tuple<int, Pass, Element, Element>;
-  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element};
+  using Kernel = std::tuple<int, Pass, Element, Element, bool>;
+  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element, formats.decodes()};
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
@@ -193,7 +193,8 @@ ffi::Error on_device(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
 
 // With the workers that a call names, which may be none.
 LaunchSizes sizes_of(const LayerCall& call, const LayerAttributes& attributes) {
-  return {shape_of(call, attributes), schedule_of(attributes), formats_of(call)};
+  const Schedule schedule = schedule_of(attributes);
+  return {shape_of(call, attributes), schedule, formats_of(call, schedule)};
 }
 
 // With the workers of `device`, which is current.

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/layout.h"
 #include "common/scheduler.h"
@@ -24,6 +25,12 @@ namespace jaxmoe {
 inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
+// How far a dispatch warp is with decoding weights: the next expert, and the one that had its slot.
+struct DecodingProgress {
+  DecodedExpert next, had;
+};
+struct NoDecodingProgress {};
+
 template <class Variant>
 struct KernelStorage {
   // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
@@ -38,6 +45,8 @@ struct KernelStorage {
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
+  std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
+      decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
   TimelineStorage<Variant::config.timeline> timeline;
 };
 
@@ -47,6 +56,8 @@ struct Cta {
   using Params = typename Variant::Params;
   static constexpr KernelConfig config = Variant::config;
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
+  static constexpr bool kDecodes = Variant::Precision::kDecodes;
+  static constexpr bool kWeightGradients = kBackward && !kDecodes;
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 

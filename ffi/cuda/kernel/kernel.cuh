@@ -31,9 +31,9 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
   ends::prepare(cta);
-  if constexpr (Cta<Variant>::kBackward) {
+  if constexpr (Cta<Variant>::kWeightGradients) {
     ends::clear_unused_gradients(cta);
-  } else {
+  } else if constexpr (!Cta<Variant>::kBackward) {
     ends::clear_unused_saved(cta);
   }
 

@@ -22,7 +22,8 @@ inline constexpr int kMaxResults = 8;
 // Both passes. Elements are those of the variant's format.
 struct LaunchParams : RankParams, LayerArrays<void, float> {
   bool gated;  // experts have an up projection
-  int32_t weight_scale_rows;  // of weights in 8 bits: Format::scale_rows
+  int32_t weight_scale_rows;  // of weights with scales: Format::scale_rows
+  int32_t weight_group_columns;  // of weights in 4 bits: Format::group_columns; else 0
 
   // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128.
   CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}

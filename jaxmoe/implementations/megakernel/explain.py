@@ -5,6 +5,7 @@ import dataclasses
 from jaxmoe import native
 from jaxmoe.implementations.base import Call
 from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, unsplit_axes
+from jaxmoe.implementations.megakernel.layer import differentiates_decoded
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, pulls_per_token
 from jaxmoe.implementations.megakernel.schedule import (
@@ -16,15 +17,17 @@ from jaxmoe.implementations.megakernel.schedule import (
     tile_sizes,
 )
 
-_FROZEN = "implementation='xla' differentiates experts in 8 bits, decoded"
+# Which compiled code does not differentiate.
+_WITH_BIASES = "implementation='xla' differentiates experts in 8 bits that have biases, all of them decoded"
 
 
 def explain(call: Call) -> Explanation:
     """Returns the regions of the memory that peers reach, and the bytes that uniform routing sends."""
     plan: KernelPlan = call.plan
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
-    backward = backward_plan(plan, shape, call.platform)
-    frozen = call.precision is not None and not call.quantizes
+    differentiated = call.decoded if call.freezes else call.wide
+    backward = backward_plan(plan, differentiated.shape, call.platform)
+    elsewhere = call.freezes and not differentiates_decoded(call)
     tile_rows = tile_sizes(shape, call.platform).rows
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
     of_slots, of_ranks = pulls_per_token(shape)
@@ -36,12 +39,11 @@ def explain(call: Call) -> Explanation:
             call.implementation_reason,
             *precision_reasons(call),
             *plan.reasons,
-            *(f"backward pass: {reason}" for reason in (_FROZEN,) if frozen),
-            *(f"backward pass: {reason}" for reason in backward.reasons if not frozen),
+            *(f"backward pass: {reason}" for reason in ((_WITH_BIASES,) if elsewhere else backward.reasons)),
             *unsplit_axes(call),
         ),
         memory_bytes=_arena(call, plan),
-        backward_memory_bytes={} if frozen else _arena(call.wide, backward),
+        backward_memory_bytes={} if elsewhere else _arena(differentiated, backward),
         residual_bytes=residual_bytes(call, saved_row_tiles(shape, call.platform) * tile_rows),
         worst_case_bytes=sum(_arena(call, dataclasses.replace(plan, ring_tiles=most)).values()),
         # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.

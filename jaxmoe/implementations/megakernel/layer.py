@@ -8,7 +8,8 @@ The inputs of the activation are either kept from the forward pass (`residuals="
 
 In 8 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales are
 operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the same
-call as without 8 bits, those that came in 8 bits to another implementation's backward pass, which decodes them.
+call as without 8 bits, those that came in 8 bits to one that decodes them, a few at a time, and makes no gradients of
+them. With biases, which do have gradients, another implementation's backward pass decodes all of them.
 """
 
 import dataclasses
@@ -84,16 +85,23 @@ def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedF
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     inputs = saved.inputs
     dy = dy.astype(inputs.x.dtype)
-    if isinstance(inputs.experts.w_gate, BlockScaled):
-        dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
-    else:
+    if not call.freezes:
         dx, dweights, dexperts = _backward(call.wide, saved, dy)
+    elif differentiates_decoded(call):
+        dx, dweights, dexperts = _backward(call.decoded, saved, dy)
+    else:
+        dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)
+
+
+def differentiates_decoded(call: Call) -> bool:
+    """Whether compiled code has the backward pass beside experts in 8 bits: it makes no gradients of biases there."""
+    return call.freezes and not call.biases
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -116,15 +124,17 @@ def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array
     operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
-    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
-    wide = {name: operands[name].astype(inputs.experts.w_gate.dtype) for name in _present(inputs.experts)}
+    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands. Those in 8
+    # bits have none.
+    trained = [] if call.freezes else _present(inputs.experts)
+    wide = {name: operands[name].astype(inputs.experts.w_gate.dtype) for name in trained}
     differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
     results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
     saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
     plan = backward_plan(call.plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
     made = _launch(BACKWARD, call, schedule, operands, results)
-    gradients = {name: made[f"d{name}"] for name in wide}
+    gradients = {name: made.get(f"d{name}") for name in _present(inputs.experts)}
     return made["dx"], made["dtopk_weights"], dataclasses.replace(inputs.experts, **gradients)
 
 

@@ -23,6 +23,7 @@ SLOTS_END = 2**24
 GPU_MULTIPLE = 8
 # Experts in 8 bits: a scale for 128 columns of a row, which is a tile of the GEMMs.
 MULTIPLE_IN_8_BITS = 128
+MULTIPLE_TO_DECODE = 16
 DTYPES = {"cpu": ("bfloat16", "float16", "float32", "float64"), "gpu": ("bfloat16", "float16")}
 
 _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
@@ -60,9 +61,21 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
             f"moe_layer: plan has segment_tiles={plan.segment_tiles}: it is one for a backward pass. Pass it as "
             "jaxmoe.KernelPlan(..., backward=plan)."
         )
-    _check_ring("plan", plan, shape, platform)
-    if plan.backward is not None:
-        _check_ring("plan.backward", plan.backward, shape, platform)
+    for name, each in (("plan", plan), ("plan.backward", plan.backward)):
+        if each is not None:
+            _check_ring(name, each, shape, platform)
+            _check_weight_slots(name, each, shape)
+
+
+def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape) -> None:
+    if not plan.weight_slots or plan.weight_slots >= min(plan.fewest_weight_slots, shape.local_experts):
+        return
+    lags = "2 * lag_units" if plan.segment_tiles else "lag_units"
+    raise ValueError(
+        f"moe_layer: {name} has weight_slots={plan.weight_slots}, with which the kernel would wait for ever. With "
+        f"lag_units={plan.lag_units} it needs {lags} + 1 = {plan.fewest_weight_slots}, or {shape.local_experts}, all "
+        "experts of a rank. Raise weight_slots, leave it at 0 for the fewest, or lower lag_units."
+    )
 
 
 def _check_ring(name: str, plan: KernelPlan, shape: Shape, platform: str) -> None:
@@ -87,16 +100,13 @@ def _check_precision(shape: Shape, platform: str) -> None:
             "moe_layer: experts are in 4 bits, and implementation='megakernel' has no kernel for those yet. Pass "
             "implementation='xla', or experts in 8 bits: jaxmoe.quantize of the wide matrices."
         )
-    where = f"implementation='megakernel' on {platform}"
-    if not shape.formats.tokens.scale_rows:
-        raise NotImplementedError(
-            "moe_layer: precision='w8a16' decodes experts in 8 bits, which implementation='megakernel' does not. Pass "
-            "precision='fp8', or implementation='xla'."
-        )
-    if shape.hidden % MULTIPLE_IN_8_BITS or shape.intermediate % MULTIPLE_IN_8_BITS:
+    multiple, reason = MULTIPLE_IN_8_BITS, "that many columns of a row share a scale"
+    if shape.formats.decodes:
+        multiple, reason = MULTIPLE_TO_DECODE, "weights are decoded in pieces of 16 bytes"
+    if shape.hidden % multiple or shape.intermediate % multiple:
         raise ValueError(
-            f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; {where} needs multiples of "
-            f"{MULTIPLE_IN_8_BITS} in 8 bits: that many columns of a row share a scale. {_ANY_SIZE}"
+            f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; implementation='megakernel' on "
+            f"{platform} needs multiples of {multiple} in 8 bits: {reason}. {_ANY_SIZE}"
         )
 
 

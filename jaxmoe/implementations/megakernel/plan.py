@@ -29,6 +29,9 @@ class KernelPlan:
       segment_tiles: 0 for a forward pass. Of a backward pass, most row tiles of one expert whose weight gradients are
         summed at once; what an expert with more of them has summed so far goes through memory in float32. The rows of
         a segment stay in the rings until then, so ring_tiles is at least `segment_tiles + 2 * lag_units * unit_tiles`.
+      weight_slots: experts whose weights a rank holds decoded at a time, where they have fewer bits than they are
+        multiplied in (`precision="w8a16"`, and the backward pass beside experts in 8 bits); unused elsewhere. At least
+        `lag_units + 1`, in a backward pass `2 * lag_units + 1`, or as many as a rank has; 0 for the fewest.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 
@@ -42,6 +45,7 @@ class KernelPlan:
     chunk_rows: int = 8
     keep_tokens: bool = False
     segment_tiles: int = 0
+    weight_slots: int = 0
     backward: "KernelPlan | None" = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -53,6 +57,7 @@ class KernelPlan:
             "ring_tiles": (1, 2**31 - 1),
             "chunk_rows": (1, 32),
             "segment_tiles": (0, 2**15 - 1),
+            "weight_slots": (0, 2**15 - 1),
         }
         for name, (least, most) in bounds.items():
             value = integer(given := getattr(self, name))
@@ -67,6 +72,11 @@ class KernelPlan:
             )
         if self.backward is not None and self.segment_tiles:
             raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
+
+    @property
+    def fewest_weight_slots(self) -> int:
+        """Slots of decoded weights without which the kernel would wait for ever, unless each expert has one."""
+        return (2 if self.segment_tiles else 1) * self.lag_units + 1
 
     @property
     def fewest_ring_tiles(self) -> int:

@@ -5,7 +5,13 @@
 
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.schedule import most_row_tiles, rows_per_expert, tile_sizes, tiles_per_expert
+from jaxmoe.implementations.megakernel.schedule import (
+    decoded_expert_bytes,
+    most_row_tiles,
+    rows_per_expert,
+    tile_sizes,
+    tiles_per_expert,
+)
 
 # Token rows of one unit of the megakernel: half of the 50 MB of L2 that an H100 or H200 has, so that the weights which
 # the unit's tiles share stay there as well.
@@ -37,12 +43,17 @@ FEWEST_TILES_BEYOND_LAG = 16
 SEGMENT_BYTES = 1024 * 2**20
 FEWEST_SEGMENT_TILES = 4
 SEGMENT_TILES_ON_CPU = 3
+# Of decoded weights: one expert beyond those that tasks may wait for, which is decoded meanwhile, and the bytes of all
+# slots, at most, where a lag of one unit allows it.
+SLOTS_BEYOND_LAG = 1
+DECODED_BYTES = 1024 * 2**20
 
 
 def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     """Returns the plan of the forward pass, and with it that of the backward pass."""
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    weight_slots, lag_units, slot_reasons = _weight_slots(shape, lag_units, lags=1)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
     most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
     ring_tiles = max(min(wanted, most), 1)
@@ -53,21 +64,46 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     )
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason)
-    backward = _backward_plan(shape, platform)
-    return KernelPlan(unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, backward=backward, reasons=reasons)
+    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons)
+    return KernelPlan(
+        unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, weight_slots=weight_slots, reasons=reasons
+    )
 
 
 def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
-    """Returns the plan of the backward pass that goes with a plan of the forward pass; nothing of it has 8 bits."""
+    """Returns the plan of the backward pass that goes with a plan of the forward pass.
+
+    Args:
+      plan: of the forward pass.
+      shape: of the backward pass, whose rows have no 8 bits.
+      platform: it is compiled for.
+    """
     return plan.backward or _backward_plan(shape, platform)
 
 
+def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tuple[str, ...]]:
+    """Returns the slots of decoded weights, the lag that they allow, and why; no slots where nothing is decoded.
+
+    Args:
+      shape: of the pass.
+      lag_units: wanted.
+      lags: between the first GEMM of a unit and its last one.
+    """
+    if not shape.formats.decodes:
+        return 0, lag_units, ()
+    of_each = decoded_expert_bytes(shape)
+    room = max(DECODED_BYTES // of_each, lags + 1 + SLOTS_BEYOND_LAG)
+    lag_units = min(lag_units, max((room - 1 - SLOTS_BEYOND_LAG) // lags, 1))
+    slots = min(lags * lag_units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)
+    text = f"weight_slots={slots}: decoded weights of {of_each / 2**20:.3g} MiB an expert, for the units between its "
+    return slots, lag_units, (f"{text}first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile",)
+
+
 def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
-    shape = shape.wide
     segment_tiles, segment_reason = _segment_tiles(shape, platform)
     unit_tiles = min(_unit_tiles(shape, platform)[0], segment_tiles)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
+    weight_slots, lag_units, slot_reasons = _weight_slots(shape, lag_units, lags=2)
     beyond = max(2 * unit_tiles, 1 if platform == "cpu" else FEWEST_TILES_BEYOND_LAG)
     most, wanted = most_row_tiles(shape, platform), segment_tiles + 2 * lag_units * unit_tiles + beyond
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
@@ -80,6 +116,7 @@ def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
         chunk_rows,
         keep_tokens,
         segment_tiles,
+        weight_slots,
         reasons=(
             segment_reason,
             f"unit_tiles={unit_tiles}: as in the forward pass, within a segment",
@@ -87,6 +124,7 @@ def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
             f"ring_tiles={ring_tiles}: a segment, two lags and {beyond} more, of {most} row tiles that a rank can have",
             chunk_reason,
             keep_reason,
+            *slot_reasons,
         ),
     )
 

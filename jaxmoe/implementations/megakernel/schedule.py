@@ -84,7 +84,21 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
       plan: of one pass.
       saved_tiles: row tiles whose gate and up are kept for the backward pass.
     """
-    return native.schedule().schedule_for(native_shape(shape), platform, plan, saved_tiles, _scaled(shape))
+    return native.schedule().schedule_for(
+        native_shape(shape), platform, plan, saved_tiles, _scaled(shape), weight_slots(shape, plan)
+    )
+
+
+def weight_slots(shape: Shape, plan: KernelPlan) -> int:
+    """Returns the experts whose decoded weights a rank holds at a time; 0 where nothing is decoded."""
+    if not shape.formats.decodes:
+        return 0
+    return min(plan.weight_slots or plan.fewest_weight_slots, shape.local_experts)
+
+
+def decoded_expert_bytes(shape: Shape) -> int:
+    """Returns the bytes of an expert's matrices as they are multiplied."""
+    return shape.wide.expert_bytes
 
 
 def saved_row_tiles(shape: Shape, platform: str) -> int:

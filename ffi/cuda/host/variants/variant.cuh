@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/host/variants/variant.h"
+#include "cuda/kernel/gemm/precision/decoded.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 #include "cuda/kernel/kernel.cuh"
@@ -13,9 +14,11 @@ struct Forward {
   using Precision = Precision_;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  // Recording takes the math warps a few registers.
-  static constexpr KernelConfig config{.registers = kTimeline ? RoleRegisters{88, 208} : RoleRegisters{},
-                                       .timeline = kTimeline};
+  // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both there
+  // are none left.
+  static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
+  static constexpr KernelConfig config{.registers = kMoreForMath ? RoleRegisters{88, 208} : RoleRegisters{},
+                                       .timeline = kTimeline && !Precision::kDecodes};
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers. There are none left for recording.
@@ -41,8 +44,9 @@ KernelVariant variant_of(Kernel* kernel) {
   constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   using Precision = typename Variant::Precision;
-  return {Variant::kPass, Precision::kTokens.element, Precision::Wide::kElement, reinterpret_cast<const void*>(kernel),
-          kSharedBytes, Variant::config.timeline};
+  return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
+          Precision::kDecodes,  reinterpret_cast<const void*>(kernel), kSharedBytes,
+          Variant::config.timeline};
 }
 
 }  // namespace jaxmoe

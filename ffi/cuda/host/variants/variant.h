@@ -20,6 +20,7 @@ struct KernelVariant {
   Pass pass;                 // by which its parameters are ForwardParams or BackwardParams
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
+  bool decodes;              // weights have fewer bits than what is multiplied
   const void* kernel;
   std::size_t shared_bytes;  // of a block
   bool records_timeline;
@@ -29,7 +30,11 @@ KernelVariant forward_bf16();
 KernelVariant forward_f16();
 KernelVariant forward_e4m3_bf16();  // 8-bit tokens, h and weights; 16-bit x, biases and answers
 KernelVariant forward_e4m3_f16();
+KernelVariant forward_decoded_bf16();  // weights in 8 bits, everything else in 16
+KernelVariant forward_decoded_f16();
 KernelVariant backward_bf16();
 KernelVariant backward_f16();
+KernelVariant backward_decoded_bf16();  // no gradients of weights
+KernelVariant backward_decoded_f16();
 
 }  // namespace jaxmoe

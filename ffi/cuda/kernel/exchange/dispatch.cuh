@@ -1,5 +1,6 @@
 // Dispatch: pulls the rows of this rank's experts from the ranks that own the tokens into the ring, sorted by expert,
-// and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile.
+// and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile. Where weights
+// have to be decoded, the same warps do that (decode.cuh).
 //
 // A rank has 396 such warps. Each has 2 KiB in flight (copy_row), which together cover NVLink's latency.
 #pragma once
@@ -14,6 +15,7 @@
 #include "cuda/device/copies.cuh"
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/decode.cuh"
 #include "cuda/kernel/exchange/scaled_rows.cuh"
 
 namespace jaxmoe::dispatch {
@@ -125,8 +127,12 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   if (cta.is_latecomer()) return;  // chunks are dealt in advance
   ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, cta.block() * Roles::kDispatchWarps + dispatch_warp,
                  cta.shared.crew.dispatchers);
+  decode::DecoderOf<Variant> decoder(cta, dispatch_warp);
   OverwrittenSegments overwritten(cta);
-  for (Chunk chunk; walk.next(chunk);) {
+  for (Chunk chunk;;) {
+    const bool ends = !walk.next(chunk);
+    decoder.decode_up_to(ends ? p.shape.local_experts() : chunk.expert);
+    if (ends) break;
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
     // Read anew, or its address is held in a register that there is not.
@@ -153,7 +159,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     if (freed.index >= 0) {
       if (lane == 0) {
         cta.signals.wait_for_tasks(freed, Site::kDispatch, kLongNapNs);
-        if constexpr (Cta<Variant>::kBackward) overwritten.wait(freed.index);
+        if constexpr (Cta<Variant>::kWeightGradients) overwritten.wait(freed.index);
       }
       track.mark(EventKind::kWaitSlot, subject);
       __syncwarp();

@@ -25,7 +25,7 @@ namespace jaxmoe::math {
 template <class Variant>
 __device__ __forceinline__ int32_t rows_left(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
   int32_t rows = task.rows;
-  if constexpr (Cta<Variant>::kBackward) {
+  if constexpr (Cta<Variant>::kWeightGradients) {
     if (is_weight_gradient(task.gemm)) rows = epilogue::weight_rows_left(cta, task);
   }
   return rows - Roles::kWarpgroupRows * thread.warpgroup;
@@ -60,8 +60,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   track.start();
 
   // Recording leaves a backward pass no register for what epilogues could keep from one task to the next; sums beside
-  // products leave none to any.
-  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled();
+  // products leave none to any. With the code that decodes, whoever runs it, math has fewer as well.
+  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled() ||
+                                 Variant::Precision::kDecodes;
+  constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
@@ -71,9 +73,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const int32_t steps = Products::template with<DepthOf>(
         task.gemm, [&](auto depth) { return decltype(depth)::steps(p, task); });
     const int32_t rows = rows_left(cta, task, thread);
-    // Before the products, which hide how long that takes; a backward pass has no register to hold it meanwhile.
+    // Before the products, which hide how long that takes, where there is a register to hold it meanwhile.
     RowTarget target;
-    if constexpr (!kBackward) target = target_of(cta, task, thread.tile_row());
+    if constexpr (!kLateTargets) target = target_of(cta, task, thread.tile_row());
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
     ptx::Accumulators sums;
     const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
@@ -82,7 +84,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
     });
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
-    if constexpr (kBackward) target = target_of(cta, task, thread.tile_row());
+    if constexpr (kLateTargets) target = target_of(cta, task, thread.tile_row());
     // In a backward pass also without rows: stages and biases are left.
     if (kBackward || computed) {
       Products::template with<EpilogueOf>(task.gemm, [&](auto of_product) {

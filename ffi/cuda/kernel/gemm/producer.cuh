@@ -52,6 +52,16 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
   }
 }
 
+// Before a task that multiplies decoded weights. Pairs with the releases of all dispatchers in Decoder::decode_up_to();
+// returns how many experts this thread has now seen decoded, which are so in order.
+template <class Variant>
+__device__ __forceinline__ int32_t wait_for_weights(const Cta<Variant>& cta, const Task& task,
+                                                    const DecodedExpert& weights, int32_t decoded_experts) {
+  if (weights.nth < decoded_experts) return decoded_experts;
+  cta.signals.wait(wait_before(weights, cta.shared.crew.dispatchers), site_of(task.gemm));
+  return weights.nth + 1;
+}
+
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -65,13 +75,14 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   int32_t number = -1;
+  int32_t decoded_experts = 0;    // that have rows, and whose weights this thread has seen decoded
   int32_t complete_segment = -1;  // row tile of the segment whose gradients this thread has seen complete
   for (Task task;;) {
     // By now the math warps still have stages to multiply, which hides the way to L2 and back.
     number = next_number(cta, queued, number);
     if (!walk.seek(number, task)) break;
     track.mark(EventKind::kTakeTask, task);
-    const bool is_weight = Cta<Variant>::kBackward && is_weight_gradient(task.gemm);
+    const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
     if (!is_weight || complete_segment != task.row_tile) {
@@ -81,19 +92,22 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
         if (wait.index < 0) continue;
         cta.signals.wait_before_task(wait, site_of(task.gemm), wait.signal == Signal::kRowsArrived);
       }
+      if constexpr (Cta<Variant>::kDecodes) decoded_experts = wait_for_weights(cta, task, walk.weights(), decoded_experts);
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
     }
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
+    Task to_load = own;
+    if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     const bool own_b = Tiling::kBlocks == 1 || cta.is_narrow(task);
     const uint64_t b_policy = one_tile && !is_weight ? once : keep;
     ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
       using Product = decltype(product);
-      load_tile<Product>(cta, ring, position, own, own_b, b_policy, keep, track);
+      load_tile<Product>(cta, ring, position, to_load, own_b, b_policy, keep, track);
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
         load_projections(cta, ring, position, own, keep, track);
       }

@@ -93,6 +93,11 @@ using EightBitProducts = ProductTable<
     //      task                  A                B                                               depth                sums
     Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenOfBytes,       EightBitH, Promoted>,
     Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateOfBytes, Answers,   Promoted>>;
+// Weights of fewer bits, decoded the way that 8-bit ones lie.
+using DecodedProducts = ProductTable<
+    //      task                  A                         B                                             depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         H>,
+    Product<Gemm::kDown,          ByDepth<Hs>,              ByDepth<DownWeights>,                         Intermediate,   Answers>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -111,14 +116,26 @@ using Products = ProductTable<
     Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,   SegmentRows,    WeightGradients>,
     Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,     SegmentRows,    WeightGradients>,
     Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>, SegmentRows,    WeightGradients>>;
+// Weights that are not differentiated, decoded the way that 8-bit ones lie.
+using DecodedProducts = ProductTable<
+    //      task                  A                         B                                             depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         Projections>,
+    Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByWidth<DownWeights>,                         Hidden,         HGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByWidth<GateUpWeights>,                       EachProjection, TokenGradients>>;
 }  // namespace backward_pass
 // clang-format on
 
 // Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
 template <class Variant>
-using ProductsOf = std::conditional_t<
-    Variant::kPass == Pass::kBackward, backward_pass::Products,
+using ForwardProductsOf =
     std::conditional_t<Variant::Precision::kTokens.is_scaled(), forward_pass::EightBitProducts,
-                       forward_pass::Products>>;
+                       std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts,
+                                          forward_pass::Products>>;
+template <class Variant>
+using BackwardProductsOf =
+    std::conditional_t<Variant::Precision::kDecodes, backward_pass::DecodedProducts, backward_pass::Products>;
+template <class Variant>
+using ProductsOf = std::conditional_t<Variant::kPass == Pass::kBackward, BackwardProductsOf<Variant>,
+                                      ForwardProductsOf<Variant>>;
 
 }  // namespace jaxmoe

@@ -20,6 +20,7 @@ struct E4M3 {
   using Element = __nv_fp8_storage_t;
   using Wide = Wide_;
   static constexpr Format kTokens = kEightBitRows;
+  static constexpr bool kDecodes = false;
 
   static __device__ __forceinline__ void multiply_half(ptx::HalfAccumulators& sums, uint64_t a, uint64_t b, bool add) {
     ptx::multiply_e4m3(sums, a, b, add);
