@@ -56,8 +56,7 @@ def with_scale(matrix: Any, where: Any, number: float) -> Any:
 class Fp4Suite(QuantizedChecks):
     """Inherit and set `implementation`."""
 
-    # Formats and precisions that the implementation takes; it refuses the others by name.
-    kinds: ClassVar[tuple[str, ...]] = KINDS
+    # What the implementation takes; it refuses the others by name.
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
 
     def inputs_in_4_bits(self, seed: int, kind: str = "mxfp4", **options: Any) -> Arguments:
