@@ -88,7 +88,7 @@ def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None 
       shape: of the layer.
       mesh: of one axis.
       dtype: of the wide experts.
-      block: as of `jaxmoe.quantize`, of experts in 8 or 4 bits. They are made one by one on each rank: wide ones of all that a
+      block: as of `jaxmoe.quantize`, of experts in 8 or 4 bits. They are made one by one: wide ones of all that a
         rank has, twice as large and larger in between, may not fit beside them.
 
     Raises:

@@ -49,17 +49,13 @@ def test_a_layer_in_4_bits_can_be_exported_and_read_back():
     np.testing.assert_array_equal(again.call(*arguments[:4]), run(*arguments[:4]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("implementation", ["megakernel", None])
-def test_the_megakernel_refuses_4_bits_by_name(implementation, kind):
-    arguments = in_4_bits(make_inputs(0, **SIZES), kind)
-    for precision in ("w4a16", "fp8") if kind == "mxfp4" else ("w4a16",):
-        options: dict[str, Any] = {"axis_name": None, "implementation": implementation, "precision": precision}
-        if implementation is None:
-            assert jaxmoe.explain(*arguments[:4], **options).implementation == "xla"
-            continue
-        with pytest.raises(NotImplementedError, match=r"experts are in 4 bits.*'megakernel'.*implementation='xla'"):
-            jaxmoe.explain(*arguments[:4], **options)
+def test_the_megakernel_rounds_no_tokens_beside_4_bits_and_says_what_does():
+    arguments = in_4_bits(make_inputs(0, **SIZES))
+    options: dict[str, Any] = {"axis_name": None, "precision": "fp8"}
+    assert jaxmoe.explain(*arguments[:4], **options).implementation == "xla"
+    told = r"precision='fp8' rounds tokens beside experts in 4 bits.*'w4a16'.*implementation='xla'"
+    with pytest.raises(NotImplementedError, match=told):
+        jaxmoe.explain(*arguments[:4], **options, implementation="megakernel")
 
 
 X, IDS, WEIGHTS, WIDE, _ = make_inputs(0, tokens=16, hidden=64, intermediate=96, num_experts=8, top_k=2)
