@@ -25,6 +25,7 @@ enum class ArrayName : int32_t {
   kWDownScales,
   // Of weights in 4 bits, which lie the same way with two in a byte, the even row of the matrix in its lower half: a
   // float8_e8m0fnu for 32 rows of a matrix (MXFP4), or a float8_e4m3fn for 16 (NVFP4), [local_experts, columns, groups].
+  // Of MXFP4 the float32 scales have to be one: kernels do not read them all.
   kWGateGroupScales,
   kWUpGroupScales,
   kWDownGroupScales,

@@ -377,7 +377,7 @@ def test_gate_and_up_of_weights_in_8_bits_are_not_kept():
 def test_tokens_of_float64_are_refused_with_the_types_that_go():
     with jax.enable_x64(True):
         arguments = inputs(12, dtype=jnp.float64)
-        told = "x is float64; with weights in 8 bits it must be float32, bfloat16 or float16"
+        told = "x is float64; with weights that have scales it must be float32, bfloat16 or float16"
         with pytest.raises(jax.errors.JaxRuntimeError, match=told):
             run(arguments)
 

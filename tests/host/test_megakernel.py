@@ -18,7 +18,7 @@ from jaxmoe.implementations.base import Inputs
 from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.implementations.megakernel import limits
 from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE, timeout_seconds
-from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
+from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU, backward_plan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
@@ -297,9 +297,9 @@ def test_without_a_plan_for_it_the_backward_pass_has_the_default_one():
     text = jax.jit(jax.grad(lambda x: jnp.sum(run(arguments._replace(x=x))))).lower(arguments.x).as_text()
     told = jaxmoe.explain(*arguments[:4], mesh=mesh_of("expert"), implementation="megakernel")
     assert isinstance(told.call.plan, KernelPlan)
-    default = told.call.plan.backward
+    assert told.call.plan.backward is None
+    default = backward_plan(told.call.plan, told.call.shape, "cpu")
     carried = schedule_in(text, "jaxmoe_backward")
-    assert default is not None
     assert default.segment_tiles == SEGMENT_TILES_ON_CPU
     assert {name: getattr(carried, name) for name in CHOICES} == {name: getattr(default, name) for name in CHOICES}
 
@@ -333,8 +333,7 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     choices = "unit_tiles=2:", "lag_units=1:", f"ring_tiles={plan.ring_tiles}:", "chunk_rows=4:", "keep_tokens=False:"
     for part in ("backward pass: segment_tiles=3", *choices, "was asked for", "kept"):
         assert part in str(told)
-    backward = plan.backward
-    assert backward is not None
+    backward = backward_plan(plan, told.call.shape, "cpu")
     rows = backward.ring_tiles * tile_sizes(told.call.shape, "cpu").rows
     assert told.backward_memory_bytes["arena: rows"] == rows * 2 * 64 * 2  # tokens and gradients of their outputs
     assert told.backward_memory_bytes["arena: projections"] == rows * 2 * 96 * 2

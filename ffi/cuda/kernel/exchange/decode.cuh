@@ -3,17 +3,21 @@
 // beside the products of the experts before.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/formats.h"
 #include "common/layout.h"
 #include "common/protocol.h"
 #include "common/scheduler.h"
+#include "cuda/device/ptx/registers.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 
 namespace jaxmoe::decode {
 
@@ -53,97 +57,124 @@ __device__ __forceinline__ Matrix matrix_of(const Cta<Variant>& cta, int32_t whi
           width, depth, scale_rows, scale_columns};
 }
 
-// Formats of weights: a Vector of 16 elements as it lies, which four() takes apart into numbers of e4m3 that are kUnit
-// times too small, and the scale of the group that it is in, of vector number `vector` of a row.
+// Formats of weights. A lane takes 16 bytes of a matrix at a time, elements as they lie whatever row they are of:
+// group_scale() is what it loads beside them, and decode() makes kElements numbers of both.
 struct EightBits {
-  static constexpr int32_t kGroup = 16;  // there are none
-  using Vector = uint4;
-  static constexpr float kUnit = 1.0f;
-  static __device__ __forceinline__ float group_scale(const uint8_t*, int32_t) { return 1.0f; }
-  // Four elements in e4m3, numbers 4 * i and on.
-  static __device__ __forceinline__ uint32_t four(const Vector& vector, int i) {
-    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
-    return words[i];
+  static constexpr int kElements = 16;
+  using GroupScale = float;  // that of the block
+  static __device__ __forceinline__ GroupScale group_scale(const Matrix& matrix, int32_t vector) {
+    const auto in_row = static_cast<uint32_t>(matrix.depth) / kElements;
+    const uint32_t row = static_cast<uint32_t>(vector) / in_row, block = static_cast<uint32_t>(vector) % in_row *
+                                                                         kElements / matrix.scale_columns;
+    return __ldg(matrix.scales + row / matrix.scale_rows * ceil_div(matrix.depth, matrix.scale_columns) + block);
+  }
+  template <class Precision>
+  static __device__ __forceinline__ void decode(uint4* target, const uint4& elements, GroupScale scale, float) {
+    const uint32_t words[4] = {elements.x, elements.y, elements.z, elements.w};
+    uint32_t pairs[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto two = static_cast<__nv_fp8x2_storage_t>(words[i / 2] >> (i % 2 * 16));
+      const float2 numbers = __half22float2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3));
+      pairs[i] = Precision::pack(numbers.x * scale, numbers.y * scale);
+    }
+    target[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    target[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
   }
 };
 
-// The bits of E2M1 behind those of the sign are the exponent's lowest two and the mantissa's highest of an e4m3 number
-// that is 64 times smaller, subnormal ones too.
+// E2M1 by pairs of BF16: behind the sign, its bits are the exponent's lowest two and the mantissa's highest of a number
+// that is 2^126 times smaller, subnormal ones too. Times that, and times the scale of their group, is exact: 2 bits and
+// at most 4 of E4M3. Format says what a scale is, and whether matrices have one beside those of groups.
+template <class Format>
 struct FourBits {
-  using Vector = uint2;
-  static constexpr float kUnit = 64.0f;
-  static __device__ __forceinline__ uint32_t four(const Vector& vector, int i) {
-    const uint32_t word = i < 2 ? vector.x : vector.y;
-    const uint32_t even = spread(word), odd = spread(word >> 4);
-    return __byte_perm(even, odd, i % 2 == 0 ? 0x5140 : 0x7362);
+  static constexpr int kElements = 32;
+  using GroupScale = uint32_t;  // those of 32 elements
+  static __device__ __forceinline__ GroupScale group_scale(const Matrix& matrix, int32_t vector) {
+    return Format::load(matrix.groups, vector);
   }
-
- private:
-  static __device__ __forceinline__ uint32_t spread(uint32_t word) {
-    return (word & 0x07070707) << 2 | (word & 0x08080808) << 4;
-  }
-};
-struct Mxfp4 : FourBits {
-  static constexpr int32_t kGroup = group_columns_of(Element::kE8M0);
-  static __device__ __forceinline__ float group_scale(const uint8_t* groups, int32_t vector) {
-    const uint32_t byte = __ldg(groups + vector / 2);
-    return __uint_as_float(byte == 0 ? 0x00400000 : byte == 255 ? 0x7fc00000 : byte << 23);
-  }
-};
-struct Nvfp4 : FourBits {
-  static constexpr int32_t kGroup = group_columns_of(Element::kE4M3);
-  static __device__ __forceinline__ float group_scale(const uint8_t* groups, int32_t vector) {
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(__ldg(groups + vector), __NV_E4M3)));
-  }
-};
-
-// By a warp: a row of a matrix. Elements are read once, and results are left to L2. A number is its value times the scale
-// of its group, which is exact, times the other scale, rounded once.
-template <class Format, class Precision>
-__device__ __forceinline__ void decode_row(const Matrix& matrix, int32_t row) {
-  using Vector = typename Format::Vector;
-  constexpr int kLoadsInFlight = 4;
-  constexpr int kElements = 16;  // of a vector
-  const int32_t vectors = matrix.depth / kElements;
-  const int64_t first = int64_t{row} * vectors;
-  const Vector* const source = reinterpret_cast<const Vector*>(matrix.elements) + first;
-  uint4* const target = reinterpret_cast<uint4*>(matrix.decoded) + 2 * first;
-  const int32_t scale_row = row / matrix.scale_rows;  // of all of them: 0
-  const float* const scales = matrix.scales + scale_row * ceil_div(matrix.depth, matrix.scale_columns);
-  const int32_t vectors_of_scale = matrix.scale_columns / kElements;
-  const uint8_t* const groups = matrix.groups + first * kElements / Format::kGroup;
-#pragma unroll 1
-  for (int32_t start = ptx::read_lane(); start < vectors; start += 32 * kLoadsInFlight) {
-    Vector loaded[kLoadsInFlight];
-    float scale[kLoadsInFlight], group[kLoadsInFlight];
+  template <class Precision>
+  static __device__ __forceinline__ void decode(uint4* target, const uint4& elements, GroupScale groups, float scale) {
+    const uint32_t words[4] = {elements.x, elements.y, elements.z, elements.w};
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      const int32_t vector = start + 32 * i;
-      if (vector >= vectors) continue;
-      loaded[i] = __ldcs(source + vector);
-      scale[i] = __ldg(scales + vector / vectors_of_scale);
-      group[i] = Format::group_scale(groups, vector);
-    }
+    for (int word = 0; word < 4; ++word) {
+      const __nv_bfloat162 group = Format::scale(groups, 8 * word / Format::kGroup);
+      uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      const int32_t vector = start + 32 * i;
-      if (vector >= vectors) continue;
-      uint32_t pairs[8];
-#pragma unroll
-      for (int pair = 0; pair < 8; ++pair) {
-        const auto two =
-            static_cast<__nv_fp8x2_storage_t>(Format::four(loaded[i], pair / 2) >> (pair % 2 * 16));
-        const float2 numbers = __half22float2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3));
-        const auto number = [&](float in_units) { return in_units * Format::kUnit * group[i] * scale[i]; };
-        pairs[pair] = Precision::pack(number(numbers.x), number(numbers.y));
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t two = words[word] >> (8 * i);
+        const uint32_t apart = (two & 0xf) | (two & 0xf0) << 12;
+        const uint32_t bits = (apart & 0x00080008) << 12 | (apart & 0x00070007) << 6;
+        const __nv_bfloat162 unit = __halves2bfloat162(__ushort_as_bfloat16(0x7e80), __ushort_as_bfloat16(0x7e80));
+        const __nv_bfloat162 number = __hmul2(__hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), unit), group);
+        if constexpr (!Format::kHasOther && std::is_same_v<Precision, Bf16>) {
+          pairs[i] = reinterpret_cast<const uint32_t&>(number);
+        } else {
+          const float2 numbers = __bfloat1622float2(number);
+          pairs[i] = Precision::pack(numbers.x * scale, numbers.y * scale);
+        }
       }
-      target[2 * vector] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      target[2 * vector + 1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+      target[word] = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
   }
+};
+struct Mxfp4 {
+  static constexpr int32_t kGroup = group_columns_of(Element::kE8M0);
+  static constexpr bool kHasOther = false;
+  static __device__ __forceinline__ uint32_t load(const uint8_t* groups, int32_t vector) {
+    return __ldg(groups + vector);
+  }
+  static __device__ __forceinline__ __nv_bfloat162 scale(uint32_t byte, int) {
+    const uint32_t bits = byte == 0 ? 0x0040 : byte == 255 ? 0x7fc0 : byte << 7;
+    return __bfloat162bfloat162(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
+  }
+};
+struct Nvfp4 {
+  static constexpr int32_t kGroup = group_columns_of(Element::kE4M3);
+  static constexpr bool kHasOther = true;
+  static __device__ __forceinline__ uint32_t load(const uint8_t* groups, int32_t vector) {
+    return __ldg(reinterpret_cast<const uint16_t*>(groups) + vector);
+  }
+  static __device__ __forceinline__ __nv_bfloat162 scale(uint32_t bytes, int which) {
+    const auto byte = static_cast<__nv_fp8_storage_t>(bytes >> (8 * which));
+    return __float2bfloat162_rn(__half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3))));
+  }
+};
+
+// By a warp: every `parts`th piece of a matrix, from number `piece` on, which it leaves at that of the next matrix.
+// Elements are read once, and results are left to L2.
+template <class Format, class Precision>
+__device__ __forceinline__ void decode_pieces(const Matrix& matrix, int32_t& piece, const int32_t& parts) {
+  constexpr int kLoadsInFlight = 4;
+  constexpr int kPiece = 32 * kLoadsInFlight;
+  const int32_t vectors = matrix.width * (matrix.depth / 16) / (Format::kElements / 16);
+  const auto* const source = reinterpret_cast<const uint4*>(matrix.elements);
+  auto* const target = reinterpret_cast<uint4*>(matrix.decoded);
+  const float scale = __ldg(matrix.scales);  // of all, where elements have others too
+#pragma unroll 1
+  for (; piece * kPiece < vectors; piece += parts) {
+    const int32_t first = piece * kPiece + ptx::read_lane();
+    uint4 elements[kLoadsInFlight];
+    typename Format::GroupScale groups[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int32_t vector = first + 32 * i;
+      if (vector >= vectors) continue;
+      elements[i] = __ldcs(source + vector);
+      groups[i] = Format::group_scale(matrix, vector);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int32_t vector = first + 32 * i;
+      if (vector >= vectors) continue;
+      Format::template decode<Precision>(target + int64_t{vector} * (Format::kElements / 8), elements[i], groups[i],
+                                         scale);
+    }
+  }
+  piece -= ceil_div(vectors, kPiece);
 }
 
-// One dispatch warp's share of all decoding: every `dispatchers`th row of all matrices of an expert. How far it has come
+// One dispatch warp's share of all decoding: every `dispatchers`th piece of all matrices of an expert. How far it has come
 // lies in shared memory, since there are no registers for it beside those of dispatch.
 template <class Variant>
 class Decoder {
@@ -196,22 +227,16 @@ class Decoder {
 
   __device__ __forceinline__ void decode(int32_t expert, int32_t weight_slot) const {
     const auto& p = cta_.params;
-    int32_t row = cta_.block() * Roles::kDispatchWarps + warp_;
+    using Wide = typename Variant::Precision::Wide;
+    int32_t piece = cta_.block() * Roles::kDispatchWarps + warp_;
 #pragma unroll 1
     for (int32_t which = 0; which <= p.shape.projections; ++which) {
       const Matrix matrix = matrix_of(cta_, which, expert, weight_slot);
-      const auto decode_rows = [&](auto format) {
-#pragma unroll 1
-        for (; row < matrix.width; row += cta_.shared.crew.dispatchers) {
-          decode_row<decltype(format), typename Variant::Precision::Wide>(matrix, row);
-        }
-      };
       switch (p.weight_group_columns) {
-        case 0: decode_rows(EightBits{}); break;
-        case Mxfp4::kGroup: decode_rows(Mxfp4{}); break;
-        default: decode_rows(Nvfp4{});
+        case 0: decode_pieces<EightBits, Wide>(matrix, piece, cta_.shared.crew.dispatchers); break;
+        case Mxfp4::kGroup: decode_pieces<FourBits<Mxfp4>, Wide>(matrix, piece, cta_.shared.crew.dispatchers); break;
+        default: decode_pieces<FourBits<Nvfp4>, Wide>(matrix, piece, cta_.shared.crew.dispatchers);
       }
-      row -= matrix.width;
     }
   }
 
