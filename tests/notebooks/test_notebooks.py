@@ -24,6 +24,7 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TWENTY_LINES = ROOT / "notebooks" / "moe_in_twenty_lines.ipynb"
+FEW_BITS = ROOT / "notebooks" / "experts_in_few_bits.ipynb"
 TRAINING = ROOT / "notebooks" / "train_a_tiny_moe.ipynb"
 
 CELL_SECONDS = 120
@@ -120,7 +121,7 @@ def committed(path: Path) -> Any:
 
 
 def test_the_notebooks_of_these_tests_are_found():
-    assert {TWENTY_LINES, TRAINING} <= set(NOTEBOOKS)
+    assert {TWENTY_LINES, TRAINING, FEW_BITS} <= set(NOTEBOOKS)
 
 
 def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
@@ -189,6 +190,25 @@ def test_the_training_of_the_notebook_learns_the_language_alike_through_both_imp
         assert end < 1.25 * floor
     assert "less than 0.0001 apart at every step: True" in printed
     assert "{'jaxmoe_forward': 1, 'jaxmoe_backward': 1}" in printed
+
+
+def test_the_notebook_of_few_bits_shows_what_it_says_of_them():
+    printed = text(executed(FEW_BITS))
+    bits, weights = zip(
+        *(
+            map(float, match)
+            for match in re.findall(r"([\d.]+) bits a weight, +([\d.]+) % error of the weights", printed)
+        ),
+        strict=True,
+    )
+    assert list(bits) == pytest.approx([16, 8 + 32 / 128**2, 8 + 32 * 5 / (3 * 512), 4.25, 4.5], abs=2e-3)
+    bf16, blocks, channels, mxfp4, nvfp4 = weights
+    assert bf16 < 1 < channels < blocks < 5 < nvfp4 < mxfp4 < 20
+    tokens_too, tokens_wide, mx_tokens_too, mx_tokens_wide, _ = map(
+        float, re.findall(r"([\d.]+) % error of the output", printed)
+    )
+    assert tokens_wide < 0.8 * tokens_too
+    assert mx_tokens_wide < mx_tokens_too < 1.05 * mx_tokens_wide
 
 
 def main() -> None:
