@@ -39,9 +39,10 @@ class Experts:
     ((4, 32, 16), 4)
     """
 
-    w_gate: Float[Array, "experts hidden intermediate"]
-    w_up: Float[Array, "experts hidden intermediate"] | None
-    w_down: Float[Array, "experts intermediate hidden"]
+    # Any for the narrow types: code that works with wide matrices alone would have to rule them out at every use.
+    w_gate: Float[Array, "experts hidden intermediate"] | Any
+    w_up: Float[Array, "experts hidden intermediate"] | Any | None
+    w_down: Float[Array, "experts intermediate hidden"] | Any
     b_gate: Float[Array, "experts intermediate"] | None = None
     b_up: Float[Array, "experts intermediate"] | None = None
     b_down: Float[Array, "experts hidden"] | None = None

@@ -104,7 +104,7 @@ class LayerConfig(CallOptions):
 
 
 def experts_of(arrays: Mapping[str, Any]) -> Experts:
-    return Experts(**{name: arrays.get(name) for name in EXPERT_ARRAYS})  # pyright: ignore[reportArgumentType]
+    return Experts(**{name: arrays.get(name) for name in EXPERT_ARRAYS})
 
 
 @dataclasses.dataclass(frozen=True)
