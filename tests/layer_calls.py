@@ -5,6 +5,7 @@ here.
 """
 
 import functools
+import re
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import native
 from jaxmoe.options import Arguments
 from jaxmoe.plan import AnyPlan
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
@@ -171,3 +173,12 @@ class LayerChecks:
             for key, want in as_dict(truth).items():
                 error, allowed = relative_error(as_dict(value)[key], want), tolerance(rough[key], want, dtype)
                 assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
+
+
+def schedule_in(text: str, target: str) -> Any:
+    """The schedule that a call carries."""
+    line = next(line for line in text.splitlines() if f"@{target}(" in line)
+    (numbers,) = re.findall(r"schedule = dense<\[([-\d, ]+)\]>", line)
+    rows, h_columns, columns, *others = map(int, numbers.split(","))
+    steps = native.schedule()
+    return steps.Schedule(steps.TileSizes(rows, h_columns, columns), *others)

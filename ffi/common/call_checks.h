@@ -68,10 +68,11 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
       {Name::kWGate, Name::kWGateScales}, {Name::kWUp, Name::kWUpScales}, {Name::kWDown, Name::kWDownScales}};
   for (const auto& [matrix, scales] : kScales) expect(scales, has_scaled_weights(call) && call.has(matrix));
   // Gradients are those of 16-bit products: of weights with scales only a pass that decodes them has some, and none of the
-  // weights. Gate and up of them are not kept.
+  // weights. Gate and up of rounded tokens are not those of a backward pass, and not kept.
   const bool scaled = has_scaled_weights(call);
-  if (scaled) expect(Name::kGateUp, false);
-  if (scaled && !schedule.decodes()) expect(Name::kDy, false);
+  if (scaled && !schedule.decodes()) {
+    for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);
+  }
   // Weights in 4 bits are decoded.
   constexpr std::pair<Name, Name> kGroupScales[] = {{Name::kWGate, Name::kWGateGroupScales},
                                                     {Name::kWUp, Name::kWUpGroupScales},

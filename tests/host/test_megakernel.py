@@ -22,7 +22,7 @@ from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
-from tests.layer_calls import SIZES, cotangent, layer, mesh_of
+from tests.layer_calls import SIZES, cotangent, layer, mesh_of, schedule_in
 from tests.layer_suite import LayerSuite
 
 KernelPlan = jaxmoe.KernelPlan
@@ -146,15 +146,6 @@ def attributes_of(text: str, target: str) -> dict[str, str]:
 
 
 CHOICES = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "segment_tiles")
-
-
-def schedule_in(text: str, target: str) -> Any:
-    """The schedule that a call carries."""
-    line = next(line for line in text.splitlines() if f"@{target}(" in line)
-    (numbers,) = re.findall(r"schedule = dense<\[([-\d, ]+)\]>", line)
-    rows, h_columns, columns, *others = map(int, numbers.split(","))
-    steps = native.schedule()
-    return steps.Schedule(steps.TileSizes(rows, h_columns, columns), *others)
 
 
 def test_the_call_carries_the_schedule_of_the_plan_and_the_activation():
