@@ -1,7 +1,7 @@
 // Layers and their gradients back to back on the host executor, for ThreadSanitizer:
 // tests/host/test_thread_sanitizer.py compiles this together with the executor and runs it. The first argument says
-// which passes: forward, backward or both, in turn; or eight_bit, forward passes of weights in 8 bits. A second one
-// names a wait that one rank leaves out, which must be found.
+// which passes: forward, backward or both, in turn; or eight_bit, forward passes of weights in 8 bits; or decoded, both
+// passes of such weights beside wide tokens. A second one names a wait that one rank leaves out, which must be found.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -58,6 +58,15 @@ constexpr Schedule eight_bit_schedule() {
   return schedule;
 }
 
+// As few slots as there can be: each is decoded into many times.
+constexpr Schedule decoded(Schedule schedule) {
+  schedule.unit_tiles = 1;
+  schedule.lag_units = 0;
+  schedule.ring_tiles = schedule.segment_tiles > 0 ? 4 : 2;
+  schedule.weight_slots = 1;
+  return schedule;
+}
+
 // The launches that a run repeats.
 struct Plan {
   Shape shape;
@@ -73,6 +82,10 @@ Plan plan_named(const char* name) {
   if (std::strcmp(name, "eight_bit") == 0) {
     const Format weights{Element::kE4M3, kScaleColumns, kScaleColumns};
     return {eight_bit_shape(), Formats::eight_bit(Element::kF32, weights), {eight_bit_schedule()}};
+  }
+  if (std::strcmp(name, "decoded") == 0) {
+    const Format weights{Element::kE4M3, kAllOfThem, kAllOfThem};
+    return {kShape, Formats::decoded(Element::kF32, weights), {decoded(kForward), decoded(kBackward)}};
   }
   std::fprintf(stderr, "no passes are called %s\n", name);
   std::exit(2);
@@ -126,12 +139,12 @@ class RankArrays {
   }
 
  private:
-  using Row = typename Precision::Row;
+  using Weight = typename Precision::Weight;
 
-  const typename Row::Storage* weights(size_t count) {
+  const typename Weight::Storage* weights(size_t count) {
     const float* values = numbers(count);
-    std::vector<typename Row::Storage>& stored = weights_.emplace_back(count);
-    for (size_t i = 0; i < count; ++i) stored[i] = Row::store(values[i]);
+    std::vector<typename Weight::Storage>& stored = weights_.emplace_back(count);
+    for (size_t i = 0; i < count; ++i) stored[i] = Weight::store(values[i]);
     return stored.data();
   }
   float* numbers(size_t count) {
@@ -146,7 +159,7 @@ class RankArrays {
   std::mt19937 random_;
   std::vector<int32_t> ids_;
   std::list<std::vector<float>> numbers_;
-  std::list<std::vector<typename Row::Storage>> weights_;
+  std::list<std::vector<typename Weight::Storage>> weights_;
 };
 
 template <class Precision>
@@ -200,6 +213,8 @@ int main(int argc, char** argv) {
   }
   if (plan.formats.tokens.is_scaled()) {
     run<host::EightBit<host::F32>>(plan, disturbance);
+  } else if (plan.formats.decodes()) {
+    run<host::Decoded<host::F32>>(plan, disturbance);
   } else {
     run<host::F32>(plan, disturbance);
   }

@@ -16,6 +16,7 @@ SITES = {
     "forward": (*SHARED_SITES, "down"),
     "backward": (*SHARED_SITES, "h_gradient", "token_gradient", "weight_gradient"),
     "eight_bit": (*SHARED_SITES, "down"),
+    "decoded": ("decode", "gate_up", "dispatch", "token_gradient"),
 }
 
 
@@ -28,7 +29,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit"])
+@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit", "decoded"])
 def test_layers_and_gradients_back_to_back_have_no_data_race(executor, passes):
     result = run(executor, passes)
     assert result.returncode == 0, result.stderr
