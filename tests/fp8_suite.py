@@ -261,21 +261,7 @@ class Fp8Suite(QuantizedChecks):
     def test_scan_over_layers_in_8_bits_equals_the_loop_and_has_gradients_of_tokens(self):
         layers = [in_8_bits(self.inputs(20 + i)).experts for i in range(2)]
         arguments = self.inputs(16)
-        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
-        run = layer("one rank", **self.options(plan=None))
-
-        def summed(x):
-            step = lambda x, experts: (x + run(arguments._replace(x=x, experts=experts)), None)  # noqa: E731
-            y = jax.lax.scan(jax.checkpoint(step), x, stacked)[0]
-            return jnp.sum(y.astype(jnp.float32) ** 2), y
-
-        (_, y), dx = jax.jit(jax.value_and_grad(summed, has_aux=True))(arguments.x)
-        x = arguments.x
-        for experts in layers:
-            x = x + self.small_run(arguments._replace(x=x, experts=experts))
-        assert relative_error(y, x) < max(2e-3, 4 * float(jnp.finfo(self.dtype).eps))
-        assert np.isfinite(np.asarray(dx)).all()
-        assert relative_error(dx, 2 * y) > 0.1
+        self.assert_scan_equals_the_loop(layers, arguments, 2e-3)
 
     def test_shapes_are_known_without_arrays(self):
         arguments = in_8_bits(self.inputs(17))

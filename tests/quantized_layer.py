@@ -22,7 +22,7 @@ from jaxmoe.plan import AnyPlan
 from jaxmoe.quantization import quantize_rows
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests import layer_calls
-from tests.layer_calls import jitted
+from tests.layer_calls import jitted, layer
 
 # Wider than those of wide layers: columns that share a scale are 128.
 HIDDEN, INTERMEDIATE = 256, 128
@@ -168,3 +168,21 @@ class QuantizedChecks:
 
     def inputs(self, seed: int, **options: Any) -> Arguments:
         return make_inputs(seed, **{"dtype": self.dtype} | SIZES | options)
+
+    def assert_scan_equals_the_loop(self, layers: list[jaxmoe.Experts], arguments: Arguments, allowed: float) -> None:
+        """Of layers one after the other, each added to its tokens; and the gradient of tokens goes through all."""
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+        run = layer("one rank", **self.options(plan=None))
+
+        def summed(x):
+            step = lambda x, experts: (x + run(arguments._replace(x=x, experts=experts)), None)  # noqa: E731
+            y = jax.lax.scan(jax.checkpoint(step), x, stacked)[0]
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        (_, y), dx = jax.jit(jax.value_and_grad(summed, has_aux=True))(arguments.x)
+        x = arguments.x
+        for experts in layers:
+            x = x + self.small_run(arguments._replace(x=x, experts=experts))
+        assert relative_error(y, x) < max(allowed, 4 * float(jnp.finfo(self.dtype).eps))
+        assert np.isfinite(np.asarray(dx)).all()
+        assert relative_error(dx, 2 * y) > 0.1

@@ -67,8 +67,8 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
   constexpr std::pair<Name, Name> kScales[] = {
       {Name::kWGate, Name::kWGateScales}, {Name::kWUp, Name::kWUpScales}, {Name::kWDown, Name::kWDownScales}};
   for (const auto& [matrix, scales] : kScales) expect(scales, has_scaled_weights(call) && call.has(matrix));
-  // Gradients are those of 16-bit products: of weights with scales only a pass that decodes them has some, and none of the
-  // weights. Gate and up of rounded tokens are not those of a backward pass, and not kept.
+  // Gradients are those of 16-bit products: of weights with scales only a pass that decodes them has some, and none of
+  // the weights. Gate and up of rounded tokens are not those of a backward pass, and not kept.
   const bool scaled = has_scaled_weights(call);
   if (scaled && !schedule.decodes()) {
     for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);

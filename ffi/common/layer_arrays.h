@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/shape.h"
+
 namespace jaxmoe {
 
 // In the order of operands, then of results, of a call. A call names those that it has as the bits of a number.
@@ -18,14 +20,14 @@ enum class ArrayName : int32_t {
   kBGate,        // [local_experts, intermediate]
   kBUp,          // the same
   kBDown,        // [local_experts, hidden]
-  // float32 of weights in 8 bits or fewer, whose matrices then lie the other way round: [local_experts, columns, rows]. The
-  // scales have a row for each block of columns of a matrix, and a column for each block of its rows.
+  // float32 of weights in 8 bits or fewer, whose matrices then lie the other way round: [local_experts, columns,
+  // rows]. The scales have a row for each block of columns of a matrix, and a column for each block of its rows.
   kWGateScales,
   kWUpScales,
   kWDownScales,
   // Of weights in 4 bits, which lie the same way with two in a byte, the even row of the matrix in its lower half: a
-  // float8_e8m0fnu for 32 rows of a matrix (MXFP4), or a float8_e4m3fn for 16 (NVFP4), [local_experts, columns, groups].
-  // Of MXFP4 the float32 scales have to be one: kernels do not read them all.
+  // float8_e8m0fnu for 32 rows of a matrix (MXFP4), or a float8_e4m3fn for 16 (NVFP4): [local_experts, columns,
+  // groups]. Of MXFP4 the float32 scales have to be one: kernels do not read them all.
   kWGateGroupScales,
   kWUpGroupScales,
   kWDownGroupScales,
@@ -53,6 +55,12 @@ inline constexpr const char* kArrayNames[kNumArrays] = {
     "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down"};
 
 constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
+
+// Of what gate, up and down each have, that of matrix number `which`; of experts without up, down is the second one.
+template <class Each>
+JAXMOE_ANY constexpr Each of_matrix(int32_t which, int32_t projections, Each gate, Each up, Each down) {
+  return which == projections ? down : which == 0 ? gate : up;
+}
 
 // `T` is how an element is stored, `Sum` what sums are, `W` how an element of a weight matrix is stored.
 template <class T, class Sum, class W = T>

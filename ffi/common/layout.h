@@ -102,8 +102,8 @@ struct ArenaLayout {
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two
-  // [projections + 1][weight_slots, columns, rows] in the type of tokens: gate, up, down, each matrix the other way round
-  // than wide ones, as those in 8 bits lie.       dispatch -> gate_up, down, gradients; empty where nothing is decoded
+  // [projections + 1][weight_slots, columns, rows] in the type of tokens: gate, up, down, each matrix the other way
+  // round than wide ones, as those in 8 bits lie.  dispatch -> gate_up, down, gradients; empty where nothing is decoded
   Region decoded_weights;
   int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
 };

@@ -112,8 +112,8 @@ struct Release {
   uint32_t amount;
 };
 
-// All tasks of a row tile are done: nobody reads its slot of the rings any more. Of decoded weights, a slot is free where
-// that holds for every row tile of the expert that had it.
+// All tasks of a row tile are done: nobody reads its slot of the rings any more. Of decoded weights, a slot is free
+// where that holds for every row tile of the expert that had it.
 JAXMOE_ANY constexpr Wait wait_for_answers(const Shape& shape, const Schedule& schedule, int32_t row_tile) {
   return {Signal::kAnswersWritten, row_tile, static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
 }

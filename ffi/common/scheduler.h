@@ -300,8 +300,8 @@ class TaskWalk {
   // last.
   JAXMOE_ANY bool next_section() {
     section_tasks_ = 0;
-    if (kPass == Pass::kBackward && schedule_.has_weight_gradients() && nth_gemm_ == kGemmsOfUnit - 1 && !is_weight_gradient(gemm_) && has_unit_ &&
-        last_.segment_ends()) {
+    if (kPass == Pass::kBackward && schedule_.has_weight_gradients() && nth_gemm_ == kGemmsOfUnit - 1 &&
+        !is_weight_gradient(gemm_) && has_unit_ && last_.segment_ends()) {
       gemm_ = Gemm::kGateGradient;
       section_tasks_ = weight_tasks(shape_, schedule_.tile);
       return true;

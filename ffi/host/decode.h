@@ -52,13 +52,12 @@ class Decoder {
       const bool is_down = which == m_.shape.projections;
       const int32_t width = is_down ? m_.shape.hidden : m_.shape.intermediate;
       const int32_t depth = is_down ? m_.shape.intermediate : m_.shape.hidden;
-      const auto* const elements = is_down ? m_.arrays.w_down : which == 0 ? m_.arrays.w_gate : m_.arrays.w_up;
-      const float* const scales = is_down      ? m_.arrays.w_down_scales
-                                  : which == 0 ? m_.arrays.w_gate_scales
-                                               : m_.arrays.w_up_scales;
-      const uint8_t* const groups = is_down      ? m_.arrays.w_down_group_scales
-                                    : which == 0 ? m_.arrays.w_gate_group_scales
-                                                 : m_.arrays.w_up_group_scales;
+      const auto& a = m_.arrays;
+      const int32_t projections = m_.shape.projections;
+      const auto* const elements = of_matrix(which, projections, a.w_gate, a.w_up, a.w_down);
+      const float* const scales = of_matrix(which, projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
+      const uint8_t* const groups =
+          of_matrix(which, projections, a.w_gate_group_scales, a.w_up_group_scales, a.w_down_group_scales);
       const auto matrix =
           ScaledMatrix::of_expert(elements, scales, m_.formats.weights, next_.expert, width, depth);
       auto* const decoded = m_.decoded_matrix(which, slot);

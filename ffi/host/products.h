@@ -93,7 +93,8 @@ class Products {
     if constexpr (kDecodes<Precision>) {
       return {m_.decoded_matrix(which, weight_slot), 1, rows};
     } else {
-      const Storage* const all = is_down ? m_.arrays.w_down : which == 0 ? m_.arrays.w_gate : m_.arrays.w_up;
+      const auto& a = m_.arrays;
+      const Storage* const all = of_matrix(which, m_.shape.projections, a.w_gate, a.w_up, a.w_down);
       return {all + task.expert * matrix_size(), columns, 1};
     }
   }
@@ -103,10 +104,10 @@ class Products {
                                int32_t columns) const {
     if constexpr (Precision::kScaled) {
       const bool is_down = which == m_.shape.projections;
-      const auto* const all = is_down ? m_.arrays.w_down : which == 0 ? m_.arrays.w_gate : m_.arrays.w_up;
-      const float* const scales = is_down      ? m_.arrays.w_down_scales
-                                  : which == 0 ? m_.arrays.w_gate_scales
-                                               : m_.arrays.w_up_scales;
+      const auto& a = m_.arrays;
+      const auto* const all = of_matrix(which, m_.shape.projections, a.w_gate, a.w_up, a.w_down);
+      const float* const scales =
+          of_matrix(which, m_.shape.projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
       const auto matrix = ScaledMatrix::of_expert(all, scales, m_.formats.weights, task.expert,
                                                   is_down ? m_.shape.hidden : m_.shape.intermediate, rows.columns);
       return multiply_scaled(matrix, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {

@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
-from jaxmoe.bench.beside_programs import DATA_AXIS, DENSE_LAYERS, DENSE_WIDENING, PROGRAMS, Inputs, Outcome, Seen, where
+from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
+from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, Inputs, Outcome, Seen, where
 from jaxmoe.bench.beside_table import Result, header, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of
 from jaxmoe.bench.layer import make_mesh
@@ -95,7 +96,7 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
     # As many experts per rank in two groups as in one.
     of_groups = dataclasses.replace(shape, num_experts=shape.num_experts // 2)
-    weights = {groups: _make_weights(each, of_groups if groups else shape, dtype) for groups, each in meshes.items()}
+    weights = {groups: make_weights(each, of_groups if groups else shape, dtype) for groups, each in meshes.items()}
     blank = Result(
         program="",
         tokens=0,
@@ -152,7 +153,7 @@ class _Bench:
         self.names = [name for name in options.programs if PROGRAMS[name].groups == (DATA_AXIS in mesh.axis_names)]
         self.split = NamedSharding(mesh, P(mesh.axis_names))
         hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
-        self.inputs = weights(x=_tokens(self.split, (tokens * mesh.size, hidden), DTYPES[options.dtype]))
+        self.inputs = weights(x=make_tokens(self.split, (tokens * mesh.size, hidden), DTYPES[options.dtype]))
         self.compiled: dict[tuple[str, str], Any] = {}  # or why that could not be compiled
         self.layer_times: dict[Pass, Timed] = {}
         self.is_right = False  # the layer alone, compared with the reference
@@ -338,53 +339,13 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
             jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),
             jax.ShapeDtypeStruct(slots, jnp.int32),
             jax.ShapeDtypeStruct(slots, jnp.float32),
-            jax.eval_shape(functools.partial(_init, shape, dtype), jax.random.key(0)),
+            jax.eval_shape(functools.partial(init_experts, shape, dtype), jax.random.key(0)),
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
             precision=options.precision,
             **where(mesh),
         ).call.implementation
     except NotImplementedError as error:
         raise ValueError(f"cannot run: {error}") from error
-
-
-def _init(shape: LayerShape, dtype: Any, key: Any) -> jaxmoe.Experts:
-    return jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
-
-
-def _make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., Inputs]:
-    """Returns a function from tokens to inputs.
-
-    Raises:
-      ValueError: the dense layers cannot be split over the ranks.
-    """
-    ranks = mesh.shape[AXIS]
-    if shape.hidden % ranks:
-        raise ValueError(
-            f"hidden={shape.hidden}, by which weights of dense layers are split and activations exchanged, cannot be "
-            f"spread over {ranks} ranks. Choose a multiple of {ranks}."
-        )
-    split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
-    width = DENSE_WIDENING * shape.hidden
-
-    def make(key: jax.Array) -> tuple[Any, Any, Any]:
-        def normal(number: int, *sizes: int) -> jax.Array:
-            numbers = jax.random.normal(jax.random.fold_in(key, number), sizes, jnp.float32)
-            return (numbers * sizes[0] ** -0.5).astype(dtype)
-
-        experts = tuple(_init(shape, dtype, jax.random.fold_in(key, number)) for number in range(2))
-        dense = tuple(
-            (normal(2 * layer, shape.hidden, width), normal(2 * layer + 1, width, shape.hidden))
-            for layer in range(1, 1 + DENSE_LAYERS)
-        )
-        return normal(0, shape.hidden, shape.num_experts), experts, dense
-
-    router, experts, dense = jax.jit(make, out_shardings=(everywhere, split, split))(jax.random.key(1))
-    return functools.partial(Inputs, router=router, experts=experts, dense=dense)
-
-
-def _tokens(sharding: NamedSharding, sizes: tuple[int, int], dtype: Any) -> jax.Array:
-    make = jax.jit(lambda key: jax.random.normal(key, sizes, jnp.float32).astype(dtype), out_shardings=sharding)
-    return make(jax.random.key(0))
 
 
 @functools.lru_cache(maxsize=8)

@@ -90,7 +90,7 @@ def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
 
 def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
     split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-    weights = beside._make_weights(mesh, SHAPE, jnp.float32)
+    weights = beside.make_weights(mesh, SHAPE, jnp.float32)
     return weights(x=jax.device_put(jax.random.normal(jax.random.key(7), (32, SHAPE.hidden)), split))
 
 

@@ -18,7 +18,7 @@ from jaxmoe.implementations.megakernel.schedule import (
 )
 
 # Which compiled code does not differentiate.
-_WITH_BIASES = "implementation='xla' differentiates experts in 8 bits that have biases, all of them decoded"
+_WITH_BIASES = "implementation='xla' differentiates the layer: experts in 8 or 4 bits have biases"
 
 
 def explain(call: Call) -> Explanation:

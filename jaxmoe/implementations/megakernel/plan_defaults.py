@@ -6,7 +6,6 @@
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import (
-    decoded_expert_bytes,
     most_row_tiles,
     rows_per_expert,
     tile_sizes,
@@ -91,7 +90,7 @@ def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tu
     """
     if not shape.formats.decodes:
         return 0, lag_units, ()
-    of_each = decoded_expert_bytes(shape)
+    of_each = shape.wide.expert_bytes
     room = max(DECODED_BYTES // of_each, lags + 1 + SLOTS_BEYOND_LAG)
     lag_units = min(lag_units, max((room - 1 - SLOTS_BEYOND_LAG) // lags, 1))
     slots = min(lags * lag_units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)

@@ -99,11 +99,6 @@ def weight_slots(shape: Shape, plan: KernelPlan) -> int:
     return min(plan.weight_slots or plan.fewest_weight_slots, shape.local_experts)
 
 
-def decoded_expert_bytes(shape: Shape) -> int:
-    """Returns the bytes of an expert's matrices as they are multiplied."""
-    return shape.wide.expert_bytes
-
-
 def saved_row_tiles(shape: Shape, platform: str) -> int:
     """Returns the row tiles of a rank whose gate and up are kept from the forward to the backward pass.
 

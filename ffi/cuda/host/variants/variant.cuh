@@ -14,8 +14,8 @@ struct Forward {
   using Precision = Precision_;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both there
-  // are none left.
+  // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both
+  // there are none left.
   static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
   static constexpr KernelConfig config{.registers = kMoreForMath ? RoleRegisters{88, 208} : RoleRegisters{},
                                        .timeline = kTimeline && !Precision::kDecodes};

@@ -30,7 +30,7 @@ KernelVariant forward_bf16();
 KernelVariant forward_f16();
 KernelVariant forward_e4m3_bf16();  // 8-bit tokens, h and weights; 16-bit x, biases and answers
 KernelVariant forward_e4m3_f16();
-KernelVariant forward_decoded_bf16();  // weights in 8 bits, everything else in 16
+KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
 KernelVariant backward_bf16();
 KernelVariant backward_f16();

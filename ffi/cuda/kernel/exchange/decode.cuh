@@ -174,8 +174,8 @@ __device__ __forceinline__ void decode_pieces(const Matrix& matrix, int32_t& pie
   piece -= ceil_div(vectors, kPiece);
 }
 
-// One dispatch warp's share of all decoding: every `dispatchers`th piece of all matrices of an expert. How far it has come
-// lies in shared memory, since there are no registers for it beside those of dispatch.
+// One dispatch warp's share of all decoding: every `dispatchers`th piece of all matrices of an expert. How far it has
+// come lies in shared memory, since there are no registers for it beside those of dispatch.
 template <class Variant>
 class Decoder {
  public:

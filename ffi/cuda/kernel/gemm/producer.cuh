@@ -92,7 +92,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
         if (wait.index < 0) continue;
         cta.signals.wait_before_task(wait, site_of(task.gemm), wait.signal == Signal::kRowsArrived);
       }
-      if constexpr (Cta<Variant>::kDecodes) decoded_experts = wait_for_weights(cta, task, walk.weights(), decoded_experts);
+      if constexpr (Cta<Variant>::kDecodes) {
+        decoded_experts = wait_for_weights(cta, task, walk.weights(), decoded_experts);
+      }
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
     }

@@ -1,5 +1,5 @@
 // Precision policies of weights that are decoded before they are multiplied: everything as `Wide` has it, but that
-// dispatch makes matrices of its elements of weights in 8 bits (exchange/decode.cuh). See sixteen_bit.cuh.
+// dispatch makes matrices of its elements of weights in 8 or 4 bits (exchange/decode.cuh). See sixteen_bit.cuh.
 #pragma once
 
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"

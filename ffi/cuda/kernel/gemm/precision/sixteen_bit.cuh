@@ -1,7 +1,8 @@
 // Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
 // offers: Element, that of what is multiplied; kTokens, how tokens are published and pulled; kDecodes, whether weights
-// have fewer bits than what is multiplied (decoded.cuh); Wide, the policy of x, biases and answers; multiply() on slices of 16 along K, pack() and unpack() of pairs. A policy that is its own Wide
-// also has its element's name for the host (kElement).
+// have fewer bits than what is multiplied (decoded.cuh); Wide, the policy of x, biases and answers; multiply() on slices
+// of 16 along K, pack() and unpack() of pairs. A policy that is its own Wide also has its element's name for the host
+// (kElement).
 #pragma once
 
 #include <cuda_bf16.h>

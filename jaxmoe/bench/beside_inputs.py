@@ -1,0 +1,57 @@
+"""The arrays of the programs of `python -m jaxmoe.bench beside`: random weights of all their layers, and tokens."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.bench.beside_programs import DENSE_LAYERS, DENSE_WIDENING, Inputs
+from jaxmoe.bench.inputs import AXIS
+from jaxmoe.bench.shapes import LayerShape
+
+
+def init_experts(shape: LayerShape, dtype: Any, key: Any) -> jaxmoe.Experts:
+    """Returns random experts of a layer."""
+    return jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
+
+
+def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., Inputs]:
+    """Returns a function from tokens to inputs.
+
+    Raises:
+      ValueError: the dense layers cannot be split over the ranks.
+    """
+    ranks = mesh.shape[AXIS]
+    if shape.hidden % ranks:
+        raise ValueError(
+            f"hidden={shape.hidden}, by which weights of dense layers are split and activations exchanged, cannot be "
+            f"spread over {ranks} ranks. Choose a multiple of {ranks}."
+        )
+    split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
+    width = DENSE_WIDENING * shape.hidden
+
+    def make(key: jax.Array) -> tuple[Any, Any, Any]:
+        def normal(number: int, *sizes: int) -> jax.Array:
+            numbers = jax.random.normal(jax.random.fold_in(key, number), sizes, jnp.float32)
+            return (numbers * sizes[0] ** -0.5).astype(dtype)
+
+        experts = tuple(init_experts(shape, dtype, jax.random.fold_in(key, number)) for number in range(2))
+        dense = tuple(
+            (normal(2 * layer, shape.hidden, width), normal(2 * layer + 1, width, shape.hidden))
+            for layer in range(1, 1 + DENSE_LAYERS)
+        )
+        return normal(0, shape.hidden, shape.num_experts), experts, dense
+
+    router, experts, dense = jax.jit(make, out_shardings=(everywhere, split, split))(jax.random.key(1))
+    return functools.partial(Inputs, router=router, experts=experts, dense=dense)
+
+
+def make_tokens(sharding: NamedSharding, sizes: tuple[int, int], dtype: Any) -> jax.Array:
+    """Returns random tokens."""
+    make = jax.jit(lambda key: jax.random.normal(key, sizes, jnp.float32).astype(dtype), out_shardings=sharding)
+    return make(jax.random.key(0))
