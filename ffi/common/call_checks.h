@@ -73,11 +73,11 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
   if (scaled && !schedule.decodes()) {
     for (Name name : {Name::kDy, Name::kGateUp}) expect(name, false);
   }
-  // Weights in 4 bits are decoded.
+  // Weights in 4 bits are decoded, ahead of the tasks that multiply them or by these.
   constexpr std::pair<Name, Name> kGroupScales[] = {{Name::kWGate, Name::kWGateGroupScales},
                                                     {Name::kWUp, Name::kWUpGroupScales},
                                                     {Name::kWDown, Name::kWDownGroupScales}};
-  const bool four_bit = scaled && schedule.decodes() && call.has(Name::kWGateGroupScales);
+  const bool four_bit = scaled && call.has(Name::kWGateGroupScales);
   for (const auto& [matrix, scales] : kGroupScales) expect(scales, four_bit && call.has(matrix));
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
@@ -126,7 +126,10 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
     expect({Name::kWDownScales},
            experts * blocks(hidden, weights.scale_rows) * blocks(intermediate, weights.scale_columns));
     // Decoding takes 16 bytes at a time, or whole groups.
-    const int64_t multiple = four_bit ? weights.group_columns : schedule.decodes() ? 16 : kScaleColumns;
+    const int64_t multiple = four_bit && schedule.decodes() ? weights.group_columns
+                             : four_bit                    ? kDepthInRegisters
+                             : schedule.decodes()          ? 16
+                                                           : kScaleColumns;
     fit = fit && hidden % multiple == 0 && intermediate % multiple == 0;
     if (four_bit) {
       expect({Name::kWGateGroupScales, Name::kWUpGroupScales, Name::kWDownGroupScales}, matrix / weights.group_columns);
@@ -202,7 +205,8 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
     return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) +
            " and weights without scales, which need no decoding. It must be 0.";
   }
-  if (has_scaled_weights(call) && !schedule.decodes() && schedule.tile.h_columns % kScaleColumns != 0) {
+  const bool rounds_rows = has_scaled_weights(call) && !formats_of(call, schedule).decodes();
+  if (rounds_rows && schedule.tile.h_columns % kScaleColumns != 0) {
     return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +
            " of a tile; with weights in 8 bits it must be a multiple of " + std::to_string(kScaleColumns) +
            ", so that the columns of a scale are in one tile.";

@@ -53,6 +53,8 @@ inline constexpr int32_t kAllOfThem = INT32_MAX;
 inline constexpr int32_t kScaleColumns = 128;
 // Elements of a row of weights in 4 bits that share a scale, by what that is: those of MXFP4 and of NVFP4.
 constexpr int32_t group_columns_of(Element group_scale) { return group_scale == Element::kE8M0 ? 32 : 16; }
+// Weights in 4 bits that are decoded where they are multiplied: the depth of all matrices is a multiple of this.
+inline constexpr int32_t kDepthInRegisters = 64;
 inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 
 // Of a layer.

@@ -151,12 +151,14 @@ inline Format weight_format_of(const LayerCall& call) {
   return format;
 }
 
-// Of a schedule that decodes weights, rows stay as wide as x.
+// Of a schedule that decodes weights, rows stay as wide as x; and beside weights in 4 bits, which one without slots for
+// decoded ones decodes as well.
 inline Formats formats_of(const LayerCall& call, const Schedule& schedule) {
   const Element wide = *element_of(call.type(ArrayName::kX));
   if (!has_scaled_weights(call)) return Formats::of(wide);
   const Format weights = weight_format_of(call);
-  return schedule.decodes() ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
+  const bool decodes = schedule.decodes() || weights.element == Element::kE2M1;
+  return decodes ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
 }
 
 template <class T, class Sum, class W = T>

@@ -80,11 +80,13 @@ struct Schedule {
   // Row tiles, the first ones of a rank, whose gate and up the forward pass leaves to the backward pass, which computes
   // those of the others again. 0: of all.
   int32_t saved_tiles;
-  // Experts whose weights a ring holds, decoded from fewer bits than they are multiplied in. 0: weights are multiplied
-  // as the caller has them. A backward pass that decodes weights makes no gradients of them, nor of biases.
+  // Experts whose weights a ring holds, decoded from fewer bits than they are multiplied in. 0: there is no ring. What
+  // is multiplied is then as the caller has it, but for weights in 4 bits beside wider rows, which the tasks decode that
+  // multiply them. A backward pass that decodes weights makes no gradients of them, nor of biases.
   int32_t weight_slots;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
+  // Ahead of the tasks that multiply them.
   JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
   JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && !decodes(); }
   // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with

@@ -1,6 +1,6 @@
-// Decoding of weights that have fewer bits than they are multiplied with: expert by expert, ahead of the tasks that
-// multiply them, into a ring of matrices. Caller: dispatch of host/rank.h, where each dispatcher decodes its share of an
-// expert before it pulls rows of it.
+// Decoding of weights that have fewer bits than they are multiplied with. Ahead of the tasks that multiply them, expert
+// by expert into a ring of matrices: by dispatch of host/rank.h, where each dispatcher decodes its share of an expert
+// before it pulls rows of it. Or, without a ring, by these tasks (host/products.h).
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,60 @@
 
 namespace jaxmoe::host {
 
-// One dispatcher's part of all decoding.
+// A matrix of an expert, [width, depth]: number `which` of gate, up and down.
+template <class Precision>
+class PackedMatrix {
+ public:
+  PackedMatrix(const RankMemory<Precision>& memory, int32_t which, int32_t expert)
+      : format_(memory.formats.weights), expert_(expert) {
+    const bool is_down = which == memory.shape.projections;
+    width_ = is_down ? memory.shape.hidden : memory.shape.intermediate;
+    depth_ = is_down ? memory.shape.intermediate : memory.shape.hidden;
+    const auto& a = memory.arrays;
+    const int32_t projections = memory.shape.projections;
+    elements_ = of_matrix(which, projections, a.w_gate, a.w_up, a.w_down);
+    scales_ = of_matrix(which, projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
+    groups_ = of_matrix(which, projections, a.w_gate_group_scales, a.w_up_group_scales, a.w_down_group_scales);
+  }
+
+  int32_t width() const { return width_; }
+
+  // One line of it. `whole`: with all scales; otherwise with those of groups alone, which leaves what can be stored
+  // exactly, and scale_of_sums() to multiply sums with.
+  void decode(int32_t line, bool whole, typename Precision::Storage* decoded) const {
+    const auto matrix = ScaledMatrix::of_expert(elements_, scales_, format_, expert_, width_, depth_);
+    for (int32_t c = 0; c < depth_; ++c) {
+      const int64_t index = (int64_t{expert_} * width_ + line) * depth_ + c;
+      decoded[c] = Precision::store(element(index) * (whole ? matrix.scale_of(line, c) : 1.0f));
+    }
+  }
+  // Of a format that has one for all of a matrix.
+  float scale_of_sums() const { return scales_[expert_]; }
+
+ private:
+  // The index-th of all experts, times the scale of its group where it has one. Exact.
+  float element(int64_t index) const {
+    if (format_.group_columns == 0) return E4M3::load(elements_[index]);
+    const uint8_t scale = groups_[index / format_.group_columns];
+    const float value = load_4_bits(elements_[index / 2] >> index % 2 * 4);
+    return value * (format_.group_scale == Element::kE8M0 ? load_power_of_two(scale) : E4M3::load(scale));
+  }
+
+  const Format format_;
+  const int32_t expert_;
+  int32_t width_, depth_;
+  const uint8_t* elements_;
+  const float* scales_;
+  const uint8_t* groups_;
+};
+
+// One dispatcher's part of all decoding ahead.
 template <class Precision>
 class Decoder {
  public:
   Decoder(const RankMemory<Precision>& memory, const int32_t* rows_per_expert, int32_t dispatcher)
-      : m_(memory), dispatcher_(dispatcher), rows_per_expert_(rows_per_expert), has_next_(advance(next_)) {}
+      : m_(memory), dispatcher_(dispatcher), rows_per_expert_(rows_per_expert),
+        has_next_(memory.schedule.decodes() && advance(next_)) {}
 
   // Experts up to and with that one.
   void decode_up_to(int32_t expert, Signals& signals, int32_t worker) {
@@ -44,41 +92,19 @@ class Decoder {
     }
   }
 
-  // Every `dispatchers`th row of all matrices.
+  // Every `dispatchers`th line of all matrices.
   void decode() const {
     const int32_t slot = next_.weight_slot(m_.schedule);
-    int32_t row = dispatcher_;
+    int32_t line = dispatcher_;
     for (int32_t which = 0; which <= m_.shape.projections; ++which) {
-      const bool is_down = which == m_.shape.projections;
-      const int32_t width = is_down ? m_.shape.hidden : m_.shape.intermediate;
-      const int32_t depth = is_down ? m_.shape.intermediate : m_.shape.hidden;
-      const auto& a = m_.arrays;
-      const int32_t projections = m_.shape.projections;
-      const auto* const elements = of_matrix(which, projections, a.w_gate, a.w_up, a.w_down);
-      const float* const scales = of_matrix(which, projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
-      const uint8_t* const groups =
-          of_matrix(which, projections, a.w_gate_group_scales, a.w_up_group_scales, a.w_down_group_scales);
-      const auto matrix =
-          ScaledMatrix::of_expert(elements, scales, m_.formats.weights, next_.expert, width, depth);
+      const PackedMatrix<Precision> matrix(m_, which, next_.expert);
+      const int64_t depth = int64_t{m_.shape.hidden} * m_.shape.intermediate / matrix.width();
       auto* const decoded = m_.decoded_matrix(which, slot);
-      for (; row < width; row += m_.schedule.dispatchers) {
-        for (int32_t c = 0; c < depth; ++c) {
-          const int64_t index = (int64_t{next_.expert} * width + row) * depth + c;
-          decoded[int64_t{row} * depth + c] =
-              Precision::store(element(elements, groups, index) * matrix.scale_of(row, c));
-        }
+      for (; line < matrix.width(); line += m_.schedule.dispatchers) {
+        matrix.decode(line, true, decoded + line * depth);
       }
-      row -= width;
+      line -= matrix.width();
     }
-  }
-
-  // The index-th of all experts, times the scale of its group where it has one. Exact.
-  float element(const uint8_t* elements, const uint8_t* groups, int64_t index) const {
-    const Format& format = m_.formats.weights;
-    if (format.group_columns == 0) return E4M3::load(elements[index]);
-    const uint8_t scale = groups[index / format.group_columns];
-    const float value = load_4_bits(elements[index / 2] >> index % 2 * 4);
-    return value * (format.group_scale == Element::kE8M0 ? load_power_of_two(scale) : E4M3::load(scale));
   }
 
   const RankMemory<Precision>& m_;

@@ -15,6 +15,7 @@
 
 #include "common/activation.h"
 #include "common/scheduler.h"
+#include "host/decode.h"
 #include "host/rank_memory.h"
 #include "host/scaled_rows.h"
 
@@ -29,7 +30,7 @@ class Products {
  public:
   explicit Products(const RankMemory<Precision>& memory) : m_(memory) {}
 
-  // `weight_slot` is that of decoded weights; others need none.
+  // `weight_slot` is that of weights that are decoded ahead; others need none.
   void compute(const Task& task, int32_t weight_slot) {
     if (task.gemm == Gemm::kGateUp) return gate_up(task, weight_slot);
     if (task.gemm == Gemm::kDown) return down(task, weight_slot);
@@ -115,6 +116,9 @@ class Products {
                 m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
       });
     } else {
+      if constexpr (kDecodes<Precision>) {
+        if (!m_.schedule.decodes()) return multiply_packed(task, rows, which, first, columns);
+      }
       const Matrix matrix = matrix_of(task, which, weight_slot);
       std::vector<Number> sums(static_cast<size_t>(task.rows) * columns);
       for (int32_t i = 0; i < task.rows; ++i) {
@@ -130,6 +134,23 @@ class Products {
       }
       return sums;
     }
+  }
+
+  // The same with columns that are decoded here, where a GPU has them in registers. The scale of all of a matrix is that
+  // of the sums: what is multiplied is exact.
+  std::vector<Number> multiply_packed(const Task& task, const Factor& rows, int32_t which, int32_t first,
+                                      int32_t columns) const {
+    const PackedMatrix<Precision> matrix(m_, which, task.expert);
+    std::vector<Number> sums(static_cast<size_t>(task.rows) * columns);
+    std::vector<Storage> line(rows.columns);
+    for (int32_t c = 0; c < columns; ++c) {
+      matrix.decode(first + c, false, line.data());
+      for (int32_t i = 0; i < task.rows; ++i) {
+        sums[int64_t{i} * columns + c] =
+            multiply_line(row_of(rows, task, i), line.data(), rows.columns) * matrix.scale_of_sums();
+      }
+    }
+    return sums;
   }
 
   // Adds row[k] * matrix[k, first + c] for all k to sums[c], for one row and `columns` columns of a matrix whose columns

@@ -110,7 +110,7 @@ class Rank {
         if (wait.index >= 0) signals_.wait(wait, site_of(task.gemm), worker);
       }
       int32_t weight_slot = 0;
-      if constexpr (kDecodes<Precision>) {
+      if (m_.schedule.decodes()) {
         // Pairs with the releases in decode().
         signals_.wait(wait_before(walk.weights(), m_.schedule.dispatchers), site_of(task.gemm), worker);
         weight_slot = walk.weights().weight_slot(m_.schedule);

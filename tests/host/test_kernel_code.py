@@ -94,8 +94,12 @@ def decodes(kernel: str) -> bool:
     return "Decoded" in named(kernel)
 
 
+def in_registers(kernel: str) -> bool:
+    return "Packed" in named(kernel)
+
+
 def test_products_are_those_of_hopper_alone(kernels, has_timeline):
-    wide = [kernel for kernel in kernels if not in_8_bits(kernel)]
+    wide = [kernel for kernel in kernels if not in_8_bits(kernel) and not in_registers(kernel)]
     # Forward and backward, wide and decoded weights, BF16 and F16.
     assert len(wide) == (4 if has_timeline else 8)
     for kernel in wide:
@@ -120,10 +124,16 @@ def test_products_in_8_bits_are_halves_that_begin_at_zero_every_128_of_the_depth
         assert not re.search(r"\b(HMMA|HGMMA|LDL|STL)\b", kernel)
 
 
+def test_products_of_weights_decoded_in_registers_are_those_of_a_warp(kernels):
+    (kernel,) = filter(in_registers, kernels)
+    assert set(re.findall(r"\bHMMA\.(\S+)", kernel)) == {"16816.F32.BF16"}
+    assert not re.search(r"\b(HGMMA|QGMMA|LDL|STL)\b", kernel)
+
+
 def test_only_a_kernel_with_a_timeline_reads_the_clock(kernels, has_timeline):
     """Without one nothing of it is left; the timer of the bounded waits is another register."""
     for kernel in kernels:
-        # Forward kernels with 8 bits have no registers for it.
-        has_none = in_8_bits(kernel) or (decodes(kernel) and "moe_forward" in named(kernel))
+        # Forward kernels with 8 bits, and those that decode, have no registers for it.
+        has_none = in_8_bits(kernel) or in_registers(kernel) or (decodes(kernel) and "moe_forward" in named(kernel))
         assert bool(re.search(r"\bSR_CLOCK", kernel)) == (has_timeline and not has_none)
         assert "SR_GLOBALTIMER" in kernel

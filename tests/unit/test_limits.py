@@ -182,14 +182,14 @@ def test_too_few_slots_of_decoded_weights_are_refused_with_what_is_needed():
     for slots in (0, 3, 4):  # 0 is as many as are needed
         plan = jaxmoe.KernelPlan(1, 2, 8, weight_slots=slots)
         limits.check_megakernel(shape, "gpu", resolve("silu"), plan)
-        assert weight_slots(shape, plan) == max(slots, 3)
+        assert weight_slots(shape, "gpu", plan) == max(slots, 3)
     with pytest.raises(ValueError, match=r"plan has weight_slots=2, .* needs lag_units \+ 1 = 3, or 8, all experts"):
         limits.check_megakernel(shape, "gpu", resolve("silu"), jaxmoe.KernelPlan(1, 2, 8, weight_slots=2))
     backward = jaxmoe.KernelPlan(1, 2, 8, segment_tiles=1, weight_slots=4)
     with pytest.raises(ValueError, match=r"plan.backward has weight_slots=4, .* 2 \* lag_units \+ 1 = 5"):
         limits.check_megakernel(shape, "gpu", resolve("silu"), jaxmoe.KernelPlan(1, 0, 8, backward=backward))
     wide = dataclasses.replace(PLAN, weight_slots=7)
-    assert weight_slots(shape.wide, wide) == 0
+    assert weight_slots(shape.wide, "gpu", wide) == 0
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])

@@ -27,6 +27,11 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
   if (element != Element::kBf16 && element != Element::kF16) {
     return std::string("jaxmoe: x is ") + info_of(element).name + "; on GPUs it must be bfloat16 or float16.";
   }
+  const Schedule schedule = schedule_of(attributes);
+  if (formats_of(call, schedule).decodes() && !schedule.decodes() && element != Element::kBf16) {
+    return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
+           "; without slots for decoded weights it must be bfloat16.";
+  }
   return "";
 }
 

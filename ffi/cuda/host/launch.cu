@@ -15,14 +15,16 @@
 namespace jaxmoe {
 namespace {
 
-const KernelVariant& variant_for(Pass pass, const Formats& formats) {
+// `ahead`: weights that are decoded are so into a ring.
+const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) {
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
-                                 backward_decoded_f16()};
+                                 backward_decoded_f16(), forward_packed_bf16()};
+  const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
-           each.decodes == formats.decodes();
+           each.decoding == decoding;
   };
   return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
@@ -54,8 +56,8 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-std::string prepare_kernel(Pass pass, const Formats& formats, int32_t* workers) {
-  const KernelVariant& variant = variant_for(pass, formats);
+std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers) {
+  const KernelVariant& variant = variant_for(pass, formats, ahead);
   // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
   cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(variant.shared_bytes));
@@ -125,11 +127,15 @@ void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) 
   const auto matrices = [&](int32_t which, const void* as_they_lie) -> const void* {
     return decodes ? ring + which * decoded_bytes(p.shape, p.schedule, formats) : as_they_lie;
   };
+  using Packed = PackedTile<Tiling::kColumns>;
+  const bool packed = format.element == Element::kE2M1;
+  const int32_t line = packed ? 2 * Packed::kLineBytes : line_of(format);
+  const int32_t box_columns = packed ? Packed::kBoxColumns : kBoxWidth;
   // Those with scales lie the other way round.
   const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
     if (formats.weights.is_scaled()) std::swap(rows, columns);
     maker.make(map, name, format, matrices, {columns, rows, decodes ? p.schedule.weight_slots : experts},
-               {line_of(format), kBoxWidth, 1});
+               {line, box_columns, 1});
   };
   make(&p.w_gate_map, "w_gate", matrices(0, p.w_gate), hidden, intermediate);
   make(&p.w_up_map, "w_up", p.gated ? matrices(1, p.w_up) : matrices(0, p.w_gate), hidden, intermediate);
@@ -224,14 +230,14 @@ std::string make_launch(const RankParams& rank, const Formats& formats, const La
 
 int32_t timeline_blocks(const Schedule& schedule, const Formats& formats) {
   const Pass pass = schedule.backward() ? Pass::kBackward : Pass::kForward;
-  return variant_for(pass, formats).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
+  return variant_for(pass, formats, schedule.decodes()).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
         const Pass pass = params.schedule.backward() ? Pass::kBackward : Pass::kForward;
-        const KernelVariant& variant = variant_for(pass, ready.formats);
+        const KernelVariant& variant = variant_for(pass, ready.formats, params.schedule.decodes());
         const LaunchShape shape(variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
         return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);

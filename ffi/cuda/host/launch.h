@@ -22,8 +22,9 @@ struct LaunchSizes {
 };
 
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
-// for these formats and sets its attributes. Returns what went wrong, empty where nothing did.
-std::string prepare_kernel(Pass pass, const Formats& formats, int32_t* workers);
+// for these formats and sets its attributes. `ahead`: weights that are decoded are so into a ring
+// (Schedule::decodes()). Returns what went wrong, empty where nothing did.
+std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers);
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {

@@ -141,9 +141,10 @@ class CurrentDevice {
 };
 
 // Workers of the kernel of a pass for these formats on the current device; the first call loads it.
-ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats) {
-  using Kernel = std::tuple<int, Pass, Element, Element, bool>;
-  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element, formats.decodes()};
+// `ahead` as for prepare_kernel().
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats, bool ahead) {
+  using Kernel = std::tuple<int, Pass, Element, Element, bool, bool>;
+  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element, formats.decodes(), ahead};
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
@@ -162,7 +163,7 @@ ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats) 
             std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
   }
   int32_t workers = 0;
-  if (const std::string error = prepare_kernel(pass, formats, &workers); !error.empty()) {
+  if (const std::string error = prepare_kernel(pass, formats, ahead, &workers); !error.empty()) {
     return ffi::Unexpected(ffi::Error::Internal(error));
   }
   const std::lock_guard lock(mutex);
@@ -202,7 +203,7 @@ ffi::ErrorOr<LaunchSizes> sizes_on(int device, const LayerCall& call, const Laye
   LaunchSizes sizes = sizes_of(call, attributes);
   Schedule& schedule = sizes.schedule;
   const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats);
+  ffi::ErrorOr<int32_t> workers = workers_of(device, pass, sizes.formats, sizes.schedule.decodes());
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (schedule.workers > *workers) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(schedule.workers) +

@@ -33,7 +33,8 @@ std::optional<CUtensorMapDataType> copied_as(Element element) {
   switch (element) {
     case Element::kBf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case Element::kF16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    case Element::kE4M3: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case Element::kE4M3:
+    case Element::kE2M1: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default: return std::nullopt;
   }
 }
@@ -53,7 +54,10 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
                             " (innermost first, " + info_of(element).name + ")";
   const std::optional<CUtensorMapDataType> type = copied_as(element);
   if (!type) return given + ". The copy engine is given no such elements.";
-  const int64_t element_bytes = info_of(element).bits / 8;
+  // Those of 4 bits are copied as bytes that hold two, lines of them not swizzled (stage.cuh).
+  const bool packed = info_of(element).bits == 4;
+  const int64_t element_bytes = packed ? 1 : info_of(element).bits / 8;
+  const int64_t of_byte = packed ? 2 : 1;
   if (extents.size() != box.size() || extents.size() < 1 || extents.size() > kMaxRank) {
     return given + ". It needs as many box sizes as extents, one to five of each.";
   }
@@ -67,9 +71,9 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   for (const int32_t extent : box) {
     if (extent < 1 || extent > kMaxBoxExtent) return given + ". Box sizes have to be in 1 .. 256.";
   }
-  if (*box.begin() * element_bytes > kSwizzleBytes) return given + ". A row of a box has to be at most 128 bytes.";
-  if (*extents.begin() * element_bytes % kAlignment != 0) {
-    const int64_t multiple = kAlignment / element_bytes;
+  if (*box.begin() * element_bytes / of_byte > kSwizzleBytes) return given + ". A row of a box has to be at most 128 bytes.";
+  const int64_t multiple = kAlignment * of_byte / element_bytes;
+  if (*extents.begin() % multiple != 0) {
     return given + ". The innermost extent has to be a multiple of " + std::to_string(multiple) + "; pad it to " +
            std::to_string(ceil_div(*extents.begin(), multiple) * multiple) + ".";
   }
@@ -80,6 +84,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
 
   std::vector<cuuint64_t> sizes(extents.begin(), extents.end());
   std::vector<cuuint32_t> box_sizes(box.begin(), box.end());
+  sizes[0] /= of_byte;
+  box_sizes[0] /= of_byte;
   std::vector<cuuint64_t> strides;  // of all dimensions but the innermost
   cuuint64_t bytes = static_cast<cuuint64_t>(element_bytes);
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) strides.push_back(bytes *= sizes[i]);
@@ -87,8 +93,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
   const CUresult status = encode(
       map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
-      box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+      packed ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
            "). Strides have to be multiples of 16 bytes and below 2^40.";

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "common/tiling.h"
 #include "cuda/device/pipeline.cuh"
@@ -40,7 +41,10 @@ struct GemmShape {
   static_assert(Tiling::kColumns == 256, "one 64 x 256 product per warpgroup");
   static_assert(Tiling::kBlocks == 1 || Tiling::kBlocks == 2);
 
-  using Stage = jaxmoe::Stage<OperandTile<Element, Tiling::kRows>, OperandTile<Element, Tiling::kColumns>>;
+  using Rows = OperandTile<Element, Tiling::kRows>;
+  using Stage = std::conditional_t<Variant::Precision::kPacked,
+                                   jaxmoe::Stage<TwoPanels<Rows>, PackedTile<Tiling::kColumns>>,
+                                   jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 
   // Where each math warp turns 8 rows x 256 columns (or 16 x 128) of accumulators into rows in memory order. The first
@@ -54,6 +58,11 @@ struct GemmShape {
 
     // The first line.
     __device__ __forceinline__ std::byte* of_warp(int warp) { return bytes + warp * kLineBytes; }
+
+    // All of it in halves, for warpgroups whose warps fill lines together (epilogues/across.cuh).
+    __device__ __forceinline__ std::byte* of_warpgroup(int warpgroup) {
+      return bytes + warpgroup * (kLines * kMathWarps * kLineBytes / Roles::kMathWarpgroups);
+    }
   };
 
   // At the start of dynamic shared memory, which has to be aligned to 1024 bytes.

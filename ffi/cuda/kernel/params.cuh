@@ -25,7 +25,8 @@ struct LaunchParams : RankParams, LayerArrays<void, float> {
   int32_t weight_scale_rows;  // of weights with scales: Format::scale_rows
   int32_t weight_group_columns;  // of weights in 4 bits: Format::group_columns; else 0
 
-  // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128.
+  // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128. So they are of
+  // packed ones, with boxes of {128, 128, 1}.
   CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}
   CUtensorMap w_up_map;    // the same; that of w_gate where there is no up projection
   CUtensorMap w_down_map;  // [local_experts, intermediate, hidden], box {64, 64, 1}

@@ -9,8 +9,9 @@ from jaxmoe.implementations.base import integer
 class KernelPlan:
     """Choices of the `"megakernel"` implementation.
 
-    Any legal values give the same bits, but for `segment_tiles`: the gradients of weights and biases are summed segment
-    by segment, so another one rounds them otherwise.
+    Any legal values give the same bits, but for two: `segment_tiles`, since the gradients of weights and biases are
+    summed segment by segment, so another one rounds them otherwise; and `weight_slots` being 0 or not, since weights
+    that are decoded in registers are multiplied in another order.
 
     The rows of a rank's experts are cut into row tiles (256 rows on a GPU). Tiles of one expert form units, and with a
     lag of one unit the GEMMs come in the order `gate_up(u0) gate_up(u1) down(u0) gate_up(u2) down(u1) ...`. Rows and
@@ -30,8 +31,11 @@ class KernelPlan:
         summed at once; what an expert with more of them has summed so far goes through memory in float32. The rows of
         a segment stay in the rings until then, so ring_tiles is at least `segment_tiles + 2 * lag_units * unit_tiles`.
       weight_slots: experts whose weights a rank holds decoded at a time, where they have fewer bits than they are
-        multiplied in (`precision="w8a16"`, and the backward pass beside experts in 8 bits); unused elsewhere. At least
-        `lag_units + 1`, in a backward pass `2 * lag_units + 1`, or as many as a rank has; 0 for the fewest.
+        multiplied in (`precision="w8a16"` and `"w4a16"`, and the backward pass beside experts in 8 or 4 bits); unused
+        elsewhere. At least `lag_units + 1`, in a backward pass `2 * lag_units + 1`, or as many as a rank has. 0: none.
+        Weights in 4 bits are then decoded by the warps that multiply them, in registers, which is faster where experts
+        have few rows; what cannot do that (other formats, a backward pass or one that is kept for it, on GPUs
+        float16) takes the fewest.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 

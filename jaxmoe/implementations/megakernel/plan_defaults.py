@@ -6,6 +6,7 @@
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import (
+    decodes_in_registers,
     most_row_tiles,
     rows_per_expert,
     tile_sizes,
@@ -45,6 +46,8 @@ SEGMENT_TILES_ON_CPU = 3
 # Of decoded weights: one expert beyond those that tasks may wait for, which is decoded meanwhile, and the bytes of all
 # slots, at most, where a lag of one unit allows it.
 SLOTS_BEYOND_LAG = 1
+# Weights in 4 bits are decoded where they are multiplied, once for each row tile, where experts have no more rows.
+IN_REGISTERS_TO_ROWS = 256
 DECODED_BYTES = 1024 * 2**20
 
 
@@ -52,7 +55,7 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     """Returns the plan of the forward pass, and with it that of the backward pass."""
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
-    weight_slots, lag_units, slot_reasons = _weight_slots(shape, lag_units, lags=1)
+    weight_slots, lag_units, slot_reasons = _forward_slots(shape, platform, lag_units)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
     most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
     ring_tiles = max(min(wanted, most), 1)
@@ -78,6 +81,14 @@ def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
       platform: it is compiled for.
     """
     return plan.backward or _backward_plan(shape, platform)
+
+
+def _forward_slots(shape: Shape, platform: str, lag_units: int) -> tuple[int, int, tuple[str, ...]]:
+    rows = rows_per_expert(shape)
+    if decodes_in_registers(shape, platform) and rows <= IN_REGISTERS_TO_ROWS:
+        text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
+        return 0, lag_units, (text,)
+    return _weight_slots(shape, lag_units, lags=1)
 
 
 def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tuple[str, ...]]:

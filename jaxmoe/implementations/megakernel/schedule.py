@@ -14,6 +14,9 @@ from jaxmoe.formats import ALL, Format, Formats, bits
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 
+# The depth of all matrices is a multiple of it (kDepthInRegisters in ffi/common/formats.h).
+DEPTH_IN_REGISTERS = 64
+
 
 def tile_sizes(shape: Shape, platform: str) -> Any:
     """Returns into what tiles the work of a platform is cut, `TileSizes` of `ffi/common/shape.h`; not to be chosen.
@@ -88,15 +91,31 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
       saved_tiles: row tiles whose gate and up are kept for the backward pass.
     """
     return native.schedule().schedule_for(
-        native_shape(shape), platform, plan, saved_tiles, _scaled(shape), weight_slots(shape, plan)
+        native_shape(shape),
+        platform,
+        plan,
+        saved_tiles,
+        _scaled(shape),
+        weight_slots(shape, platform, plan, saved_tiles),
     )
 
 
-def weight_slots(shape: Shape, plan: KernelPlan) -> int:
-    """Returns the experts whose decoded weights a rank holds at a time; 0 where nothing is decoded."""
-    if not shape.formats.decodes:
+def weight_slots(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> int:
+    """Returns the experts whose decoded weights a rank holds at a time.
+
+    0 where nothing is decoded, or weights are where they are multiplied. Arguments are those of `schedule_of`.
+    """
+    in_registers = not plan.segment_tiles and not saved_tiles and decodes_in_registers(shape, platform)
+    if not shape.formats.decodes or (in_registers and not plan.weight_slots):
         return 0
     return min(plan.weight_slots or plan.fewest_weight_slots, shape.local_experts)
+
+
+def decodes_in_registers(shape: Shape, platform: str) -> bool:
+    """Whether a forward pass that keeps nothing can do without slots for decoded weights."""
+    wide = platform == "cpu" or shape.formats.tokens.dtype == jnp.bfloat16
+    whole = shape.hidden % DEPTH_IN_REGISTERS == 0 and shape.intermediate % DEPTH_IN_REGISTERS == 0
+    return bits(shape.formats.weights.dtype) == 4 and shape.formats.decodes and wide and whole
 
 
 def saved_row_tiles(shape: Shape, platform: str) -> int:

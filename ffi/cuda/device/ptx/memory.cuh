@@ -53,4 +53,19 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
+// Nothing that the launch writes; values stay as they are where `there` is not set. Without a branch, after which the
+// compiler would wait for what was loaded.
+__device__ __forceinline__ void load_if(bool there, uint32_t& value, const uint32_t* address) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc.u32 %0, [%1];\n}"
+      : "+r"(value)
+      : "l"(address), "r"(static_cast<int>(there)));
+}
+__device__ __forceinline__ void load_if(bool there, uint32_t* values, const uint4* address) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3])
+      : "l"(address), "r"(static_cast<int>(there)));
+}
+
 }  // namespace jaxmoe::ptx

@@ -28,7 +28,15 @@ __device__ __forceinline__ void store_tiles(void* row, const uint32_t (&tiles)[4
                : "memory");
 }
 
-// The way back.
+// The same, turned: row l % 8 in memory is column l % 8 of a tile.
+__device__ __forceinline__ void store_turned_tiles(void* row, const uint32_t (&tiles)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+               : "memory");
+}
+
+// The way back, as they lie.
 __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])

@@ -61,6 +61,12 @@ __device__ __forceinline__ void store_bytes(void* target, const void* source, ui
                : "memory");
 }
 
+// Brings `bytes` bytes of global memory into L2, no more; both the address and the size are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes)
+               : "memory");
+}
+
 // A box of shared memory, swizzled as loads leave it, to a tensor; what lies outside the tensor is not written.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, int32_t x, int32_t y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

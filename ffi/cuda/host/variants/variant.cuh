@@ -4,6 +4,7 @@
 #include "cuda/host/variants/variant.h"
 #include "cuda/kernel/gemm/precision/decoded.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
+#include "cuda/kernel/gemm/precision/packed.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 #include "cuda/kernel/kernel.cuh"
 
@@ -15,10 +16,13 @@ struct Forward {
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
   // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both
-  // there are none left.
+  // there are none left. Nor where they decode themselves, and have sums of 128 rows beside it.
   static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
-  static constexpr KernelConfig config{.registers = kMoreForMath ? RoleRegisters{88, 208} : RoleRegisters{},
-                                       .timeline = kTimeline && !Precision::kDecodes};
+  static constexpr RoleRegisters kRegisters = Precision::kPacked ? RoleRegisters{72, 216}
+                                              : kMoreForMath     ? RoleRegisters{88, 208}
+                                                                 : RoleRegisters{};
+  static constexpr KernelConfig config{.registers = kRegisters,
+                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers. There are none left for recording.
@@ -45,8 +49,8 @@ KernelVariant variant_of(Kernel* kernel) {
   static_assert(kSharedBytes <= kMaxSharedBytes);
   using Precision = typename Variant::Precision;
   return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
-          Precision::kDecodes,  reinterpret_cast<const void*>(kernel), kSharedBytes,
-          Variant::config.timeline};
+          Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
+          reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline};
 }
 
 }  // namespace jaxmoe

@@ -15,12 +15,19 @@ inline constexpr bool kTimeline = true;
 inline constexpr bool kTimeline = false;
 #endif
 
+// What a kernel does with weights that have fewer bits than what they are multiplied with.
+enum class Decoding {
+  kNone,
+  kAhead,        // into a ring, expert by expert (kernel/exchange/decode.cuh)
+  kInRegisters,  // when they are multiplied (kernel/gemm/packed.cuh)
+};
+
 // A kernel as the host starts it.
 struct KernelVariant {
   Pass pass;                 // by which its parameters are ForwardParams or BackwardParams
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
-  bool decodes;              // weights have fewer bits than what is multiplied
+  Decoding decoding;
   const void* kernel;
   std::size_t shared_bytes;  // of a block
   bool records_timeline;
@@ -32,6 +39,7 @@ KernelVariant forward_e4m3_bf16();  // 8-bit tokens, h and weights; 16-bit x, bi
 KernelVariant forward_e4m3_f16();
 KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
+KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
 KernelVariant backward_bf16();
 KernelVariant backward_f16();
 KernelVariant backward_decoded_bf16();  // no gradients of weights

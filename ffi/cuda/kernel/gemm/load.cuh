@@ -47,7 +47,9 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
   // A block without rows has no use for B, but its copy of a shared one arrives all the same.
   const bool any_b = boxes > 0 || !own_b;
-  const uint32_t bytes = (whole ? sizeof(Stage::a) : boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
+  constexpr int kPanels = Stage::A::kPanels;
+  static_assert(kPanels == 1 || kInTiles<A>);
+  const uint32_t bytes = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
   const A a{first_row_of<A>(cta, task)};
   const B b = B::columns_of(p, task);
 
@@ -81,12 +83,19 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
           ptx::load_box(stage.a.box(box), &map, full, a_policy, at...);
         });
       }
-    } else if (whole) {
-      ptx::load_box(stage.a.lines, &(p.*A::Tensor::kMap), full, a_policy, k, a.first);
     } else {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        auto& lines = stage.a.panel(panel).lines;
+        const int32_t x = k + panel * Stage::A::kLine;
+        if (whole) {
+          ptx::load_box(lines, &(p.*A::Tensor::kMap), full, a_policy, x, a.first);
+          continue;
+        }
 #pragma unroll 1
-      for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
-        ptx::load_box(stage.a.lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, k, a.first + row);
+        for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
+          ptx::load_box(lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, x, a.first + row);
+        }
       }
     }
     position.advance();

@@ -9,6 +9,7 @@
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/gemm/epilogues/across.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
 #include "cuda/kernel/gemm/epilogues/eight_bit_h.cuh"
 #include "cuda/kernel/gemm/epilogues/h.cuh"
@@ -21,19 +22,21 @@
 
 namespace jaxmoe::math {
 
-// Rows of the tile, counted from the first of this warpgroup; none or negative: it has nothing to compute.
+// Rows of the tile, counted from the first of this warpgroup; none or negative: it has nothing to compute. Warpgroups
+// that decode share a tile by its columns.
 template <class Variant>
 __device__ __forceinline__ int32_t rows_left(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
   int32_t rows = task.rows;
   if constexpr (Cta<Variant>::kWeightGradients) {
     if (is_weight_gradient(task.gemm)) rows = epilogue::weight_rows_left(cta, task);
   }
-  return rows - Roles::kWarpgroupRows * thread.warpgroup;
+  return Variant::Precision::kPacked ? rows : rows - Roles::kWarpgroupRows * thread.warpgroup;
 }
 
 // Whether rows go to other ranks.
 template <class Epilogue>
 inline constexpr bool is_answer = std::is_same_v<Epilogue, epilogue::Answers> ||
+                                  std::is_same_v<Epilogue, epilogue::AcrossAnswers> ||
                                   std::is_same_v<Epilogue, epilogue::TokenGradients>;
 
 // The target of this thread's row of a tile whose rows go to the ranks that own the tokens. It was written before
@@ -44,6 +47,13 @@ __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Ta
       task.gemm, [](auto epilogue) { return is_answer<decltype(epilogue)>; });
   if (!has_target || tile_row >= task.rows) return {RowTarget::kNone};
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row_of<Variant>(task, tile_row))};
+}
+
+// The row of a tile that this thread stores, the first one where there are several.
+template <class Variant>
+__device__ __forceinline__ int32_t stored_row(const MathThread& thread) {
+  if constexpr (Variant::Precision::kPacked) return epilogue::Lines::row_of(thread);
+  return thread.tile_row();
 }
 
 template <class Variant>
@@ -62,8 +72,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   // Recording leaves a backward pass no register for what epilogues could keep from one task to the next; sums beside
   // products leave none to any. With the code that decodes, whoever runs it, math has fewer as well.
   constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled() ||
-                                 Variant::Precision::kDecodes;
-  constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes;
+                                 Variant::Precision::kDecodes || Variant::Precision::kPacked;
+  constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
@@ -75,7 +85,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const int32_t rows = rows_left(cta, task, thread);
     // Before the products, which hide how long that takes, where there is a register to hold it meanwhile.
     RowTarget target;
-    if constexpr (!kLateTargets) target = target_of(cta, task, thread.tile_row());
+    if constexpr (!kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
     ptx::Accumulators sums;
     const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
@@ -84,7 +94,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
     });
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
-    if constexpr (kLateTargets) target = target_of(cta, task, thread.tile_row());
+    if constexpr (kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
     // In a backward pass also without rows: stages and biases are left.
     if (kBackward || computed) {
       Products::template with<EpilogueOf>(task.gemm, [&](auto of_product) {

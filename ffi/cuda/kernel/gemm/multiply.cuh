@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/config.cuh"
+#include "cuda/kernel/gemm/packed.cuh"
 
 namespace jaxmoe {
 
@@ -60,17 +62,21 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);
     return false;
   }
-  const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
-  for (int32_t step = 0; step < depth_steps; ++step) {
-    track.stall([&] { ring.wait(position); });
-    accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
-        sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, position,
-        [&] { meanwhile(step); }, release);
-    position.advance();
+  if constexpr (std::is_same_v<typename Factors::Accumulate, FromPacked>) {
+    accumulate.multiply_tile(sums, ring, position, thread.lane, depth_steps, meanwhile, track);
+  } else {
+    const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
+    for (int32_t step = 0; step < depth_steps; ++step) {
+      track.stall([&] { ring.wait(position); });
+      accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
+          sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, position,
+          [&] { meanwhile(step); }, release);
+      position.advance();
+    }
+    accumulate.end(sums, position, release);
   }
-  accumulate.end(sums, position, release);
   return true;
 }
 

@@ -94,6 +94,43 @@ struct InHalves {
   const int32_t first, second;
 };
 
+// The same of columns packed two numbers to a byte, in boxes of half a tile (PackedTile).
+template <class Tensor>
+struct PackedColumns {
+  static constexpr ptx::Major kMajor = ptx::Major::kDepth;
+  static constexpr int32_t kHalf = Tiling::kColumns / 2;
+
+  template <class Params>
+  static __device__ __forceinline__ PackedColumns columns_of(const Params&, const Task& task) {
+    return {task.column_tile * Tiling::kColumns};
+  }
+  template <class Params, class Copy>
+  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t, int32_t k, int box,
+                                       const Copy& copy) const {
+    Tensor::load(p, task, 0, k / 2, first + kHalf * box, copy);
+  }
+
+  const int32_t first;
+};
+template <class Tensor>
+struct PackedInHalves {
+  static constexpr ptx::Major kMajor = ptx::Major::kDepth;
+
+  template <class Params>
+  static __device__ __forceinline__ PackedInHalves columns_of(const Params& p, const Task& task) {
+    const InHalves<Tensor> halves = InHalves<Tensor>::columns_of(p, task);
+    return {halves.first, halves.second};
+  }
+  template <class Params, class Copy>
+  __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t, int32_t k, int box,
+                                       const Copy& copy) const {
+    // The second matrix of experts without up is the first one (LaunchParams::w_up_map).
+    Tensor::load(p, task, box, k / 2, box == 0 ? first : second, copy);
+  }
+
+  const int32_t first, second;
+};
+
 // Depths. steps() of a task are the stages that it multiplies, of kDepth elements along K each; for_each_step() calls
 // body(part, k) with what they begin with.
 template <int32_t Shape::*kExtent, int32_t kDepth = Tiling::kDepth>
@@ -109,9 +146,9 @@ struct Along {
 };
 using Hidden = Along<&Shape::hidden>;
 using Intermediate = Along<&Shape::intermediate>;
-// Of 8-bit elements twice as many fit in a stage.
-using HiddenOfBytes = Along<&Shape::hidden, 2 * Tiling::kDepth>;
-using IntermediateOfBytes = Along<&Shape::intermediate, 2 * Tiling::kDepth>;
+// Of elements of 8 bits or fewer twice as many fit in a stage.
+using HiddenByTwo = Along<&Shape::hidden, 2 * Tiling::kDepth>;
+using IntermediateByTwo = Along<&Shape::intermediate, 2 * Tiling::kDepth>;
 
 // That of gate, then that of up.
 struct EachProjection {

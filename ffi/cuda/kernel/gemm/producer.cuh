@@ -62,6 +62,24 @@ __device__ __forceinline__ int32_t wait_for_weights(const Cta<Variant>& cta, con
   return weights.nth + 1;
 }
 
+// Has the scales that math warps will load on their own, and wait for, brought into L2: those of a tile's columns lie
+// side by side.
+template <class Variant>
+__device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, const Task& own) {
+  const auto& p = cta.params;
+  if (own.rows == 0) return;
+  const bool down = own.gemm == Gemm::kDown, halves = p.gated && !down;
+  const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
+  const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
+  const int32_t row_bytes = depth / p.weight_group_columns;
+  const int32_t columns = halves ? Tiling::kColumns / 2 : Tiling::kColumns;
+  const int32_t first = own.column_tile * columns;
+  const int64_t offset = (int64_t{own.expert} * width + first) * row_bytes;
+  const uint32_t bytes = at_most(width - first, columns) * row_bytes;
+  ptx::prefetch_bytes((down ? p.w_down_group_scales : p.w_gate_group_scales) + offset, bytes);
+  if (halves) ptx::prefetch_bytes(p.w_up_group_scales + offset, bytes);
+}
+
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -101,6 +119,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
+    if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.

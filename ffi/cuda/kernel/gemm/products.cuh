@@ -9,6 +9,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/gemm/accumulate.cuh"
 #include "cuda/kernel/gemm/operands.cuh"
+#include "cuda/kernel/gemm/packed.cuh"
 
 namespace jaxmoe {
 
@@ -70,6 +71,8 @@ namespace epilogue {
 struct H;                // activation: h, to its ring; gate and up, where a backward pass wants them
 struct EightBitH;        // activation, rounding to 8 bits: h and its scales, to the ring
 struct Answers;          // to the ranks that own the tokens
+struct AcrossH;          // as H and Answers, of sums of which a thread has columns of several rows
+struct AcrossAnswers;
 struct Projections;      // gate and up, to their ring
 struct HGradients;       // with gate and up: their gradients and h, to the rings
 struct TokenGradients;   // to the ranks that own the tokens, with the gradients of routing weights
@@ -90,14 +93,19 @@ using Products = ProductTable<
     Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,     Intermediate,   Answers>>;
 // Tokens, h and weights in 8 bits.
 using EightBitProducts = ProductTable<
-    //      task                  A                B                                               depth                sums
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenOfBytes,       EightBitH, Promoted>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateOfBytes, Answers,   Promoted>>;
+    //      task                  A                B                                               depth              sums
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenByTwo,       EightBitH, Promoted>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateByTwo, Answers,   Promoted>>;
 // Weights of fewer bits, decoded the way that 8-bit ones lie.
 using DecodedProducts = ProductTable<
     //      task                  A                         B                                             depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         H>,
     Product<Gemm::kDown,          ByDepth<Hs>,              ByDepth<DownWeights>,                         Intermediate,   Answers>>;
+// Weights in 4 bits, decoded in registers.
+using PackedProducts = ProductTable<
+    //      task                  A                B                                depth              sums
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       AcrossH,       FromPacked>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, FromPacked>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -129,8 +137,9 @@ using DecodedProducts = ProductTable<
 template <class Variant>
 using ForwardProductsOf =
     std::conditional_t<Variant::Precision::kTokens.is_scaled(), forward_pass::EightBitProducts,
+                       std::conditional_t<Variant::Precision::kPacked, forward_pass::PackedProducts,
                        std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts,
-                                          forward_pass::Products>>;
+                                          forward_pass::Products>>>;
 template <class Variant>
 using BackwardProductsOf =
     std::conditional_t<Variant::Precision::kDecodes, backward_pass::DecodedProducts, backward_pass::Products>;

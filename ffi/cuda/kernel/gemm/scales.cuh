@@ -19,13 +19,45 @@ namespace jaxmoe {
 
 static __device__ const float kNoScale = 1.0f;
 
+// The columns of a task's product that a warp decodes, in two blocks of 16, and where the scales of their groups lie.
+template <class Variant>
+__device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task& task, int warp,
+                                            FromPacked::Scales& noted) {
+  const auto& p = cta.params;
+  constexpr int32_t kBlock = 16, kHalf = Tiling::kColumns / 2;
+  const bool down = task.gemm == Gemm::kDown;
+  const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
+  const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
+  const int32_t row_bytes = depth / p.weight_group_columns;
+  const uint8_t* const first = down ? p.w_down_group_scales : p.w_gate_group_scales;
+  const bool halves = p.gated && !down;  // gate and up of the same columns
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    const int32_t in_tile = halves ? kBlock * warp : kBlock * (2 * warp + block);
+    const int32_t column = task.column_tile * (halves ? kHalf : Tiling::kColumns) + in_tile;
+    const uint8_t* const matrix = halves && block > 0 ? p.w_up_group_scales : first;
+    noted.groups[block] = matrix + (int64_t{task.expert} * width + column) * row_bytes;
+    noted.columns[block] = width - column;
+    noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
+  }
+  noted.row_bytes = row_bytes;
+  int16_t row_blocks = 1;
+  while (8 * row_blocks < task.rows) row_blocks *= 2;
+  noted.row_blocks = row_blocks;
+  noted.sixteen = p.weight_group_columns == 16;
+}
+
 // Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring were
 // written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
 template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
                                                      const MathThread& thread) {
   auto& noted = cta.shared.scales[thread.warp];
-  if constexpr (!std::is_empty_v<Scales>) {
+  if constexpr (std::is_same_v<Scales, FromPacked::Scales>) {
+    __syncwarp();  // nobody reads those of the task before
+    if (thread.lane == 0) find_groups(cta, task, thread.warp, noted);
+    __syncwarp();
+  } else if constexpr (!std::is_empty_v<Scales>) {
     const auto& p = cta.params;
     const bool down = task.gemm == Gemm::kDown;
     const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;

@@ -2,6 +2,7 @@
 // lays it down and the tensor cores read it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/tiling.h"
@@ -38,7 +39,37 @@ struct OperandTile {
 
   __device__ __forceinline__ Element* box(int box) { return lines[kBoxWidth * box]; }
 
+  static constexpr int kPanels = 1;
+  __device__ __forceinline__ OperandTile& panel(int) { return *this; }
+
   Element lines[kWidth][kLine];  // box by box
+};
+
+// A factor along the depth, two lines deep: all first lines, then all second ones.
+template <class Panel>
+struct TwoPanels {
+  static constexpr int kPanels = 2;
+  static constexpr int kLineBytes = Panel::kLineBytes, kLine = Panel::kLine, kBoxBytes = Panel::kBoxBytes;
+
+  __device__ __forceinline__ Panel& panel(int panel) { return panels[panel]; }
+  __device__ __forceinline__ const Panel& panel(int panel) const { return panels[panel]; }
+
+  Panel panels[kPanels];
+};
+
+// `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes of
+// one column, and nothing is swizzled: warps read 16 lines at a time, half of each, which costs two of their turns at
+// shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the halves together.
+template <int kWidth>
+struct PackedTile {
+  static constexpr int kLineBytes = 64;
+  static constexpr int kBoxColumns = 128;
+  static constexpr int kBoxes = kWidth / kBoxColumns;
+  static constexpr uint32_t kBoxBytes = kBoxColumns * kLineBytes;
+
+  __device__ __forceinline__ std::byte* box(int box) { return lines[kBoxColumns * box]; }
+
+  std::byte lines[kWidth][kLineBytes];
 };
 
 template <class A_, class B_>

@@ -21,6 +21,7 @@ struct E4M3 {
   using Wide = Wide_;
   static constexpr Format kTokens = kEightBitRows;
   static constexpr bool kDecodes = false;
+  static constexpr bool kPacked = false;
 
   static __device__ __forceinline__ void multiply_half(ptx::HalfAccumulators& sums, uint64_t a, uint64_t b, bool add) {
     ptx::multiply_e4m3(sums, a, b, add);

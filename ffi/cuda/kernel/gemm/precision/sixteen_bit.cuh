@@ -1,6 +1,6 @@
 // Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
 // offers: Element, that of what is multiplied; kTokens, how tokens are published and pulled; kDecodes, whether weights
-// have fewer bits than what is multiplied (decoded.cuh); Wide, the policy of x, biases and answers; multiply() on slices
+// are decoded before they are loaded (decoded.cuh), and kPacked, whether after it (packed.cuh); Wide, the policy of x, biases and answers; multiply() on slices
 // of 16 along K, pack() and unpack() of pairs. A policy that is its own Wide also has its element's name for the host
 // (kElement).
 #pragma once
@@ -21,6 +21,7 @@ struct Bf16 {
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kBf16;
   static constexpr Format kTokens{kElement};
   static constexpr bool kDecodes = false;
+  static constexpr bool kPacked = false;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
@@ -42,6 +43,7 @@ struct F16 {
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kF16;
   static constexpr Format kTokens{kElement};
   static constexpr bool kDecodes = false;
+  static constexpr bool kPacked = false;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {

@@ -1,0 +1,189 @@
+// What becomes of the sums of packed weights (gemm/packed.cuh), of which a thread has columns of several rows: h, and
+// answers. The four warps of a warpgroup fill lines together, 32 rows at a time, and each stores a quarter of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/activation.h"
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/kernel/gemm/epilogues/answers.cuh"
+#include "cuda/kernel/gemm/epilogues/h.cuh"
+#include "cuda/kernel/gemm/packed.cuh"
+
+namespace jaxmoe::epilogue {
+
+// Where lines are filled. A line is a row of the warpgroup's columns, 128 at most; 16 bytes behind each let 8 of them
+// lie in 8 different groups of banks.
+struct Lines {
+  static constexpr int kRows = 32;
+  static constexpr int kRowsOfWarp = kRows / Roles::kWarpgroupWarps;
+  static constexpr int kColumns = Tiling::kColumns / Roles::kMathWarpgroups;
+  static constexpr int kStride = kColumns * 2 + 16;
+
+  // The row that a lane stores in a pass over the tile, counted from the pass's first; lanes 8 and on repeat it, unused.
+  static __device__ __forceinline__ int32_t row_of(const MathThread& thread) {
+    return kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps) + thread.lane % kRowsOfWarp;
+  }
+};
+
+// All warps of a warpgroup. Barrier 1 is combine's.
+__device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
+  constexpr int kThreads = Roles::kWarpgroupWarps * Roles::kWarpThreads;
+  static_assert(Roles::kMathWarpgroups == 2);
+  __syncwarp();
+  if (thread.warpgroup == 0) {
+    ptx::named_barrier<2, kThreads>();
+  } else {
+    ptx::named_barrier<3, kThreads>();
+  }
+}
+
+// For each 32 rows of the tile: fill(lines, first row block, rows left), target(row) and what has been filled goes there, `columns`
+// of it, of which `bytes` belong to the result.
+template <class Variant, class Fill, class Target>
+__device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                             int32_t first_column, int32_t columns, const Fill& fill,
+                                             const Target& target) {
+  static_assert(2 * Lines::kRows * Lines::kStride <= sizeof(typename GemmShape<Variant>::Staging));
+  std::byte* const lines = cta.shared.gemm.staging.of_warpgroup(thread.warpgroup);
+#pragma unroll
+  for (int pass = 0; pass < Tiling::kRows / Lines::kRows; ++pass) {
+    const int32_t first_row = pass * Lines::kRows;
+    if (first_row >= task.rows) break;
+    ptx::wait_stores_read<0>();
+    meet_warpgroup(thread);
+    fill(lines, pass * (Lines::kRows / 8), task.rows - first_row);
+    ptx::fence_proxy_async_shared();
+    meet_warpgroup(thread);
+    const int32_t row = first_row + Lines::row_of(thread);
+    if (thread.lane < Lines::kRowsOfWarp && row < task.rows && columns > 0) {
+      if (auto* const to = target(row); to != nullptr) {
+        ptx::store_bytes(to + first_column, lines + (row - first_row) * Lines::kStride, columns * sizeof(*to));
+      }
+    }
+    ptx::commit_stores();
+  }
+}
+
+// Scale and bias of the columns g and g + 8 of a block of this thread's, of which the matrix has `count`.
+struct ColumnTerms {
+  float scale;
+  float bias[2];
+
+  template <class Variant>
+  static __device__ __forceinline__ ColumnTerms of(const Cta<Variant>&, const void* biases, const float* scales,
+                                                   int32_t expert, int32_t first, int32_t count) {
+    using Element = typename Variant::Precision::Wide::Element;
+    ColumnTerms terms{__ldg(scales + expert) * GroupScales::kToSums, {0.0f, 0.0f}};
+    if (biases == nullptr) return terms;
+    const auto* const of_expert = static_cast<const Element*>(biases) + int64_t{expert} * count;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (first + 8 * i < count) terms.bias[i] = static_cast<float>(of_expert[first + 8 * i]);
+    }
+    return terms;
+  }
+  // Sum number i of a thread's four of a block: columns g, g, g + 8, g + 8.
+  __device__ __forceinline__ float complete(float sum, int i) const { return sum * scale + bias[i / 2]; }
+};
+
+// Fills `rows` lines, 32 at most, with transform(sum, number of the sum, block): 32 columns of each warp.
+template <class Variant, class Transform>
+__device__ __forceinline__ void fill_whole(const ptx::Accumulators& sums, const MathThread& thread, std::byte* lines,
+                                           int first_block, int32_t rows, const Transform& transform) {
+  using Wide = typename Variant::Precision::Wide;
+  std::byte* const address = lines + thread.lane % 8 * Lines::kStride +
+                             2 * (32 * (thread.warp % Roles::kWarpgroupWarps) + 8 * (thread.lane / 8));
+#pragma unroll
+  for (int i = 0; i < Lines::kRows / 8; ++i) {
+    if (8 * i >= rows) break;
+    uint32_t tiles[4];
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      const int block = tile / 2, half = tile % 2;
+      const float* const pair = sums.values + 4 * (16 * block + first_block + i) + 2 * half;
+      tiles[tile] = Wide::pack(transform(pair[0], 2 * half, block), transform(pair[1], 2 * half, block));
+    }
+    ptx::store_turned_tiles(address + 8 * i * Lines::kStride, tiles);
+  }
+}
+
+// The target of the row that this thread stores first was looked up before the products; those of others here.
+struct AcrossAnswers {
+  template <class Variant>
+  static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                             RowTarget target, ptx::Accumulators& sums) {
+    const auto& p = cta.params;
+    const TileColumns tile = answer_columns_of(cta, task);
+    const int32_t first = tile.first + Lines::kColumns * thread.warpgroup;
+    const int32_t first_of_thread = tile.first + 32 * thread.warp + thread.lane / 4;
+    const ColumnTerms terms[2] = {
+        ColumnTerms::of(cta, p.b_down, p.w_down_scales, task.expert, first_of_thread, tile.count),
+        ColumnTerms::of(cta, p.b_down, p.w_down_scales, task.expert, first_of_thread + 16, tile.count)};
+    const auto fill = [&](std::byte* lines, int first_block, int32_t rows) {
+      fill_whole<Variant>(sums, thread, lines, first_block, rows,
+                          [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
+    };
+    store_across(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
+      if (row < Lines::kRows) return answer_of(cta, target);
+      return answer_of(cta, {__ldcg(cta.template at<uint32_t>(p.layout.row_targets) + ring_row_of<Variant>(task, row))});
+    });
+  }
+};
+
+struct AcrossH {
+  template <class Variant>
+  static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                             RowTarget, ptx::Accumulators& sums) {
+    using Wide = typename Variant::Precision::Wide;
+    const auto& p = cta.params;
+    const TileColumns tile = h_columns_of(cta, task);
+    const auto target = [&](int32_t row) {
+      return cta.template at<typename Wide::Element>(p.layout.h) +
+             ring_row_of<Variant>(task, row) * p.shape.intermediate;
+    };
+    const int32_t columns = p.gated ? Lines::kColumns / 2 : Lines::kColumns;  // of the warpgroup
+    const int32_t first = tile.first + columns * thread.warpgroup;
+    const int32_t first_of_thread = tile.first + (p.gated ? 16 : 32) * thread.warp + thread.lane / 4;
+    const ColumnTerms gate = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread, tile.count);
+    const ColumnTerms second = p.gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first_of_thread, tile.count)
+                                       : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread + 16, tile.count);
+    with_activation_kind(p.activation.kind, [&](auto kind) {
+      const auto activate = [&](float gate_value, float up_value) {
+        return activate_as<decltype(kind)::value>(p.activation, gate_value, up_value);
+      };
+      const auto fill = [&](std::byte* lines, int first_block, int32_t rows) {
+        if (!p.gated) {
+          fill_whole<Variant>(sums, thread, lines, first_block, rows, [&](float sum, int i, int block) {
+            return activate((block == 0 ? gate : second).complete(sum, i), 1.0f);
+          });
+          return;
+        }
+        // 16 columns of each warp, of 16 rows at a time.
+        std::byte* const address = lines + (thread.lane % 8 + 8 * (thread.lane / 16)) * Lines::kStride +
+                                   2 * (16 * (thread.warp % Roles::kWarpgroupWarps) + 8 * (thread.lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < Lines::kRows / 8; i += 2) {
+          if (8 * i >= rows) break;
+          uint32_t tiles[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const int half = t % 2;
+            const float* const gates = sums.values + 4 * (first_block + i + t / 2) + 2 * half;
+            const float* const ups = gates + 4 * 16;
+            tiles[t] = Wide::pack(activate(gate.complete(gates[0], 2 * half), second.complete(ups[0], 2 * half)),
+                                  activate(gate.complete(gates[1], 2 * half), second.complete(ups[1], 2 * half)));
+          }
+          ptx::store_turned_tiles(address + 8 * i * Lines::kStride, tiles);
+        }
+      };
+      store_across(cta, task, thread, first, at_most(tile.count - first, columns), fill, target);
+    });
+  }
+};
+
+}  // namespace jaxmoe::epilogue
