@@ -40,6 +40,7 @@ class Pipeline {
     __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this round of the ring
     __device__ void advance() { ++steps; }
     __device__ Position before() const { return {steps - 1}; }
+    __device__ Position after() const { return {steps + 1}; }
   };
 
   // One thread of the block, followed by fence_mbarrier_init() and a barrier of the block (the cluster, if it has
@@ -69,6 +70,11 @@ class Pipeline {
   // Pairs with commit() and the copies it announced.
   __device__ void wait(Position position) const {
     while (!ptx::mbarrier_try_wait(full(position), position.parity())) {}
+  }
+
+  // A look ahead, by each lane for itself: where it says so, wait() is not needed.
+  __device__ bool looks_full(Position position) const {
+    return ptx::mbarrier_test(full(position), position.parity());
   }
 
   // Whether wait() would return at once; the same answer in all lanes of a warp.

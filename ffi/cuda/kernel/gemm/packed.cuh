@@ -104,14 +104,16 @@ class FromPacked {
                                                 const Meanwhile& meanwhile, const Track& track) {
     const auto multiply = [&](auto row_blocks) {
       constexpr int kRowBlocks = decltype(row_blocks)::value;
+      bool full = false;  // the stage of the step, as was seen while the one before was multiplied
       for (int32_t step = 0; step < steps; ++step) {
-        track.stall([&] { ring.wait(position); });
-        const int32_t steps_of_load = scales_.sixteen ? 2 : 4;
-        if (step > 0 && step % steps_of_load == 0) {
+        if (!full) track.stall([&] { ring.wait(position); });
+        const int log_steps = scales_.sixteen ? 1 : 2;  // that a load is for
+        if (step > 0 && (step & ((1 << log_steps) - 1)) == 0) {
           take_groups();
-          load_groups(step / steps_of_load + 1);
+          load_groups((step >> log_steps) + 1);
         }
         const auto& stage = ring.stage(position);
+        full = step + 1 < steps && ring.looks_full(position.after());
         multiply_rows<at_most(kRowBlocks, 8)>(sums, stage);
         if constexpr (kRowBlocks > 8) multiply_rows<8, 8>(sums, stage);
         ring.release(position, lane);
