@@ -1,5 +1,6 @@
 """Every test runs on 8 virtual CPU devices, with the shapes in jaxmoe's signatures checked at every call."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -59,6 +60,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if "gpu" in item.keywords:
                     item.add_marker(skip)
+
+
+# What JAX keeps of all programs that were compiled before makes a full collection take seconds; the benchmark asks for
+# one after each line. Set aside after every test, it is looked through once: a quarter of the time of all tests.
+gc.set_threshold(50_000, 10, 10)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
