@@ -41,7 +41,7 @@ demo: environment
 # All tests run on virtual CPU devices; where there is a GPU, those of tests/gpu run on it after that, in one process,
 # since each would reserve most of the GPU's memory. ARGS are for the former and leave the latter out.
 test: environment
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
 
 notebooks: environment

@@ -36,6 +36,16 @@ settings.load_profile("jaxmoe")
 pytest.register_assert_rewrite("tests.unit.flax_layers", "tests.unit.layout_model")
 
 
+# Files that take longest. Processes share the tests by files, in the order in which they come here (the Makefile's
+# --no-loadscope-reorder): a long one that came last would run while the other processes have nothing to do.
+LONGEST_FIRST = (
+    *("unit/test_bench.py", "unit/test_bench_beside.py", "unit/test_bench_backward.py", "unit/test_xla.py"),
+    *("unit/test_bench_in_8_bits.py", "host/test_thread_sanitizer.py", "unit/test_fp8.py", "unit/test_demo.py"),
+    *("host/test_kernel_code.py", "unit/test_layers.py", "host/test_executor.py", "host/test_megakernel.py"),
+    "notebooks/test_notebooks.py",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="run the first of each N tests of a file, in their order"
@@ -53,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.append(item)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     if any("gpu" in item.keywords for item in items):
         found = [device.device_kind for device in jax.devices()]
         if jax.default_backend() != "gpu":
