@@ -31,6 +31,7 @@ help:
 	@echo
 	@echo 'Variables: PYTHON=<interpreter>  VENV=<folder, .venv>  ARGS=<options>  WORKERS=<test processes>'
 	@echo '           JAXMOE_CUDA=auto|on|off  JAXMOE_NVCC=<path>  JAXMOE_TIMELINE=on|off  (ffi/build.md)'
+	@echo '           JAXMOE_UV=<path of uv, which installs packages sooner than pip>'
 
 environment:
 	@$(call ENVIRONMENT,$(EXTRAS))
