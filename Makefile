@@ -31,6 +31,7 @@ help:
 	@echo
 	@echo 'Variables: PYTHON=<interpreter>  VENV=<folder, .venv>  ARGS=<options>  WORKERS=<test processes>'
 	@echo '           JAXMOE_CUDA=auto|on|off  JAXMOE_NVCC=<path>  JAXMOE_TIMELINE=on|off  (ffi/build.md)'
+	@echo '           JAXMOE_UV=<path of uv, which installs packages sooner than pip>'
 
 environment:
 	@$(call ENVIRONMENT,$(EXTRAS))
@@ -41,7 +42,7 @@ demo: environment
 # All tests run on virtual CPU devices; where there is a GPU, those of tests/gpu run on it after that, in one process,
 # since each would reserve most of the GPU's memory. ARGS are for the former and leave the latter out.
 test: environment
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
 
 notebooks: environment

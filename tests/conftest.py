@@ -1,5 +1,6 @@
 """Every test runs on 8 virtual CPU devices, with the shapes in jaxmoe's signatures checked at every call."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -35,6 +36,16 @@ settings.load_profile("jaxmoe")
 pytest.register_assert_rewrite("tests.unit.flax_layers", "tests.unit.layout_model")
 
 
+# Files that take longest. Processes share the tests by files, in the order in which they come here (the Makefile's
+# --no-loadscope-reorder): a long one that came last would run while the other processes have nothing to do.
+LONGEST_FIRST = (
+    *("unit/test_bench.py", "unit/test_bench_beside.py", "unit/test_bench_backward.py", "unit/test_xla.py"),
+    *("unit/test_bench_in_8_bits.py", "host/test_thread_sanitizer.py", "unit/test_fp8.py", "unit/test_demo.py"),
+    *("host/test_kernel_code.py", "unit/test_layers.py", "host/test_executor.py", "host/test_megakernel.py"),
+    "notebooks/test_notebooks.py",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="run the first of each N tests of a file, in their order"
@@ -52,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.append(item)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     if any("gpu" in item.keywords for item in items):
         found = [device.device_kind for device in jax.devices()]
         if jax.default_backend() != "gpu":
@@ -59,6 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if "gpu" in item.keywords:
                     item.add_marker(skip)
+
+
+# What JAX keeps of all programs that were compiled before makes a full collection take seconds; the benchmark asks for
+# one after each line. Set aside after every test, it is looked through once: a quarter of the time of all tests.
+gc.set_threshold(50_000, 10, 10)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

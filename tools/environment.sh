@@ -7,7 +7,8 @@
 #   tools/environment.sh fingerprints   print what the two stamps would hold
 #
 # Read from the environment: VENV (folder), PYTHON (interpreter; empty: the newest suitable one), EXTRAS (extras of
-# pyproject.toml), CXX, and JAXMOE_CUDA, JAXMOE_NVCC and JAXMOE_TIMELINE, which ffi/build.md explains.
+# pyproject.toml), CXX, JAXMOE_CUDA, JAXMOE_NVCC and JAXMOE_TIMELINE, which ffi/build.md explains, and JAXMOE_UV (path of
+# uv, which installs the packages in a few seconds, by its own settings instead of pip's; empty: pip does).
 #
 # Two steps with a stamp each: packages (depends on pyproject.toml and EXTRAS) and the extension (depends on ffi/, the
 # build's variables and the packages). Stamps hold checksums, not times, so that a checkout that touches files rebuilds
@@ -206,15 +207,24 @@ make_environment() {
 
 install_packages() {
     "$VENV/bin/python" tools/requirements.py "$EXTRAS" >"$VENV/requirements.txt" || exit 1
+    if [ -n "${JAXMOE_UV:-}" ]; then
+        if "$JAXMOE_UV" pip install --python "$VENV/bin/python" -r "$VENV/requirements.txt" >>"$LOG" 2>&1; then
+            printf '%-12s %s\n' packages "those for '$EXTRAS' were installed by $JAXMOE_UV"
+            return
+        fi
+        printf '%-12s %s\n' packages "JAXMOE_UV=$JAXMOE_UV cannot install them ($LOG says why): pip does"
+    fi
+    # Not compiled to bytecode, half of pip's time: most of it is never imported, the rest is compiled by the first import.
     step packages "installing jax and the packages for '$EXTRAS'; minutes when they have to be downloaded" \
-        "$VENV/bin/python" -m pip install -r "$VENV/requirements.txt"
+        "$VENV/bin/python" -m pip install --no-compile -r "$VENV/requirements.txt"
 }
 
 # Without isolation and without dependencies: both were installed by the step before. Verbose, for the compiler's output
-# in the log. The build folder stays, so that only what changed is compiled again.
+# in the log. The build folder stays, so that only what changed is compiled again, and what nvcc said of each object.
 install_extension() {
     step extension "building jaxmoe._native, and jaxmoe._cuda where a CUDA compiler is found" \
         env SKBUILD_BUILD_DIR="$(cd "$VENV" && pwd)/build" \
+        CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-sh;$PWD/tools/keep_output.sh}" \
         "$VENV/bin/python" -m pip install --verbose --no-build-isolation --no-deps --editable .
     sed -n 's/^.*jaxmoe: CUDA part \(.*\)$/\1/p' "$LOG" | tail -n 1 | xargs -r -d '\n' printf '%-12s %s\n' 'CUDA part'
 }

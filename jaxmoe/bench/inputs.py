@@ -99,6 +99,7 @@ def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None 
     return make_experts(shape, mesh, dtype, block)()
 
 
+@functools.lru_cache(maxsize=8)
 def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None) -> Any:
     """Returns a compiled function without arguments that makes `random_experts`."""
     local_experts = shape.num_experts // mesh.size
@@ -184,8 +185,12 @@ def weight_copies(read_bytes: int) -> int:
 
 def copies_of(weights: Any, count: int) -> list[Any]:
     """Returns a pytree of arrays and further copies of it, `count` in all, at different addresses."""
-    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-    return [weights, *(copy(weights) for _ in range(count - 1))]
+    return [weights, *(_copy(weights) for _ in range(count - 1))]
+
+
+@jax.jit
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def arguments_of_call(sets: Sequence[Arguments], weights: Sequence[Any], call: int) -> Arguments:

@@ -132,6 +132,21 @@ def test_an_environment_that_is_up_to_date_is_recognised_without_starting_python
     assert machine.run(EXTRAS="demo", JAXMOE_CUDA="off").returncode == 1, "another build was asked for"
 
 
+def test_what_a_compiler_says_of_an_object_that_it_makes_is_kept_beside_it(tmp_path):
+    said = tmp_path / "a.o.said"
+    said.write_text("of the object before")
+
+    def compile_with(script: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", str(ROOT / "tools/keep_output.sh"), "sh", "-c", script, "-c", "a.cu", "-o", "a.o"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    done = compile_with("echo a remark >&2")
+    assert (done.returncode, done.stdout, said.read_text()) == (0, "a remark\n", "a remark\n")
+    done = compile_with("echo an error; exit 3")
+    assert (done.returncode, done.stdout) == (3, "an error\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_extras_of_extras_are_followed_and_unknown_ones_are_refused():
     def ask(extras: str) -> subprocess.CompletedProcess[str]:
         script = str(ROOT / "tools/requirements.py")

@@ -276,13 +276,13 @@ def test_a_case_without_memory_fails_alone(monkeypatch, tmp_path, capsys):
 
 
 def test_a_shape_that_an_implementation_cannot_run_fails_alone(tmp_path, capsys):
-    many = shapes.Case("many", LayerShape(hidden=16, intermediate=16, num_experts=8192, top_k=2))
+    many = shapes.Case("many", LayerShape(hidden=16, intermediate=16, num_experts=4100, top_k=2))
     odd = shapes.Case("odd", LayerShape(hidden=16, intermediate=16, num_experts=6, top_k=2))
     status, results = run(options(many, odd, OTHER, implementations=("megakernel",)), tmp_path / "results")
     assert status == 1
     assert [result["shape"] for result in results] == ["other"]
     out = capsys.readouterr().out
-    assert re.search(r"^many +24 +4 forward +megakernel +- +cannot run: moe_layer: .*8192", out, re.M)
+    assert re.search(r"^many +24 +4 forward +megakernel +- +cannot run: moe_layer: .*4100", out, re.M)
     assert re.search(r"^odd +24 +4 forward +inputs +- +cannot run: 6 experts cannot be spread over 4 ranks", out, re.M)
 
 
