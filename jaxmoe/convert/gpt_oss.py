@@ -52,7 +52,7 @@ def stacked(block: Block, num_experts: int, hidden: int, dtype: Any) -> Experts:
     fields: dict[str, Any] = {}
     for name, (tensor, rows) in ROWS.items():
         out, inner = SIDES[f"w_{name}"]
-        lies = _Rows(block, f"experts.{tensor}", rows, num_experts, sizes[str(out)], sizes[str(inner)])
+        lies = _Rows(block, f"experts.{tensor}", rows, num_experts, sizes[out], sizes[inner])
         fields[f"w_{name}"] = lies.packed(name, out, inner) if packed else lies.wide(name, out, inner, dtype)
         fields[f"b_{name}"] = lies.bias(name, out, dtype)
     return Experts(**fields)
@@ -88,6 +88,7 @@ class _Rows:
                 E8M0,
                 ("experts", *sides),
                 lambda expert: scales[expert][self.rows].view(E8M0),
+                may_stay_whole=True,
             ),
         )
         return MXFP4(*stacks)

@@ -48,9 +48,10 @@ def from_hf(
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
     from files that are mapped and not loaded, and is on its devices before the next shard is begun. So a process reads
-    the experts of its own devices only, and its host holds at most one shard, of one array, at a time:
-    `experts of a device x hidden x intermediate` numbers (BF16, 32 experts of DeepSeek-V3 on each device: 0.9 GB). That
-    is what NumPy allocates; the system's file cache, which gives way, holds what was read from files.
+    the experts of its own devices only, and its host holds at most two shards, the one that is made and the one that
+    was sent before it: `2 x experts of a device x hidden x intermediate` numbers (32 experts of DeepSeek-V3 on each
+    device: 0.9 GB in FP8). That is what NumPy allocates; what was read from files is in the system's file cache, which
+    gives way.
 
     Args:
       tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as

@@ -5,8 +5,8 @@ what is in 8 or 4 bits stays as it lies, since that is the layout of `BlockScale
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from jaxmoe.convert.tensors import Block
 from jaxmoe.four_bit import MXFP4, NVFP4
 
 # Of each matrix of `Experts`, what its outputs and inputs are.
-SIDES: dict[str, tuple[Dimension, Dimension]] = {
+SIDES: dict[str, tuple[Literal["hidden", "intermediate"], Literal["hidden", "intermediate"]]] = {
     "w_gate": ("intermediate", "hidden"),
     "w_up": ("intermediate", "hidden"),
     "w_down": ("hidden", "intermediate"),
@@ -39,18 +39,31 @@ class Part:
     Args:
       suffix: behind the name of the matrix.
       types: what it may be in a file, and what becomes of each: bytes are read as that type, numbers converted.
-      shape: of a matrix `[out, in]`.
-      words: the same in words.
+      block: outputs and inputs of the matrix that share an element; `None` where it is one number.
       advice: where it is of another type.
       written: what `to_hf` makes of it; `None` leaves it.
     """
 
     suffix: str
     types: Mapping[Any, Any]
-    shape: Callable[[int, int], tuple[int, ...]]
-    words: str
+    block: tuple[int, int] | None
     advice: str = ""
     written: Any = None
+
+    def shape(self, out: int, inner: int) -> tuple[int, ...]:
+        """Returns the shape that it has for a matrix `[out, in]`."""
+        return () if self.block is None else (-(-out // self.block[0]), -(-inner // self.block[1]))
+
+    @property
+    def words(self) -> str:
+        """The same in words."""
+        if self.block is None:
+            return "one number"
+        sides = [
+            side if size == 1 else f"ceil({side} / {size})"
+            for side, size in zip(("out", "in"), self.block, strict=True)
+        ]
+        return f"[{', '.join(sides)}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,28 +83,11 @@ class Format:
     unused: Part | None = None
 
 
-def _whole(out: int, inner: int) -> tuple[int, ...]:
-    return out, inner
-
-
-def _packed(out: int, inner: int) -> tuple[int, ...]:
-    return out, inner // 2
-
-
-def _blocks(out: int, inner: int) -> tuple[int, ...]:
-    return -(-out // BLOCK), -(-inner // BLOCK)
-
-
-def _scalar(out: int, inner: int) -> tuple[int, ...]:
-    del out, inner
-    return ()
-
-
-_IN_8_BITS = Part("weight", {E4M3: E4M3}, _whole, "[out, in]", "Bytes are read as such by view(jnp.float8_e4m3fn).")
-_IN_BLOCKS = f"[ceil(out / {BLOCK}), ceil(in / {BLOCK})]"
 _E8M0_TYPES = {E8M0: E8M0, U8: E8M0}
+_E4M3_ADVICE = "Bytes are read as such by view(jnp.float8_e4m3fn)."
+_IN_8_BITS = Part("weight", {E4M3: E4M3}, (1, 1), _E4M3_ADVICE)
 
-WIDE = Format("16 or 32 bits", None, (Part("weight", WIDE_TYPES, _whole, "[out, in]"),))
+WIDE = Format("16 or 32 bits", None, (Part("weight", WIDE_TYPES, (1, 1)),))
 # Scales are what values are multiplied with, in spite of their name.
 FP8 = Format(
     "FP8 in blocks",
@@ -101,8 +97,7 @@ FP8 = Format(
         Part(
             "weight_scale_inv",
             {F32: F32, BF16: F32, E8M0: E8M0},
-            _blocks,
-            _IN_BLOCKS,
+            (BLOCK, BLOCK),
             "Bytes of E8M0 (the exponent + 127) are read as such by view(jnp.float8_e8m0fnu).",
             written=F32,
         ),
@@ -111,20 +106,15 @@ FP8 = Format(
 FP8_E8M0 = Format(
     "FP8 in blocks with powers of two",
     BlockScaled,
-    (_IN_8_BITS, Part("scale", _E8M0_TYPES, _blocks, _IN_BLOCKS, E8M0_ADVICE)),
+    (_IN_8_BITS, Part("scale", _E8M0_TYPES, (BLOCK, BLOCK), E8M0_ADVICE)),
 )
+# Two values in a byte.
 FP4_E8M0 = Format(
     "MXFP4",
     MXFP4,
     (
-        Part("weight", {I8: U8, U8: U8}, _packed, "[out, in / 2], two values in a byte", written=I8),
-        Part(
-            "scale",
-            _E8M0_TYPES,
-            lambda out, inner: (out, inner // MXFP4.group),
-            f"[out, in / {MXFP4.group}]",
-            E8M0_ADVICE,
-        ),
+        Part("weight", {I8: U8, U8: U8}, (1, 2), written=I8),
+        Part("scale", _E8M0_TYPES, (1, MXFP4.group), E8M0_ADVICE),
     ),
 )
 # As NVIDIA's ModelOpt writes it, in whichever family.
@@ -132,17 +122,11 @@ FP4_MODELOPT = Format(
     "NVFP4",
     NVFP4,
     (
-        Part("weight", {U8: U8, I8: U8}, _packed, "[out, in / 2], two values in a byte"),
-        Part(
-            "weight_scale",
-            {E4M3: E4M3},
-            lambda out, inner: (out, inner // NVFP4.group),
-            f"[out, in / {NVFP4.group}]",
-            "Bytes are read as such by view(jnp.float8_e4m3fn).",
-        ),
-        Part("weight_scale_2", {F32: F32}, _scalar, "[], one number"),
+        Part("weight", {U8: U8, I8: U8}, (1, 2)),
+        Part("weight_scale", {E4M3: E4M3}, (1, NVFP4.group), _E4M3_ADVICE),
+        Part("weight_scale_2", {F32: F32}, None),
     ),
-    unused=Part("input_scale", {F32: F32}, _scalar, "[], one number"),
+    unused=Part("input_scale", {F32: F32}, None),
 )
 FLOAT_SCALES = (WIDE, FP8, FP4_MODELOPT)
 E8M0_SCALES = (WIDE, FP8_E8M0, FP4_E8M0, FP4_MODELOPT)
@@ -189,14 +173,13 @@ def stacked(
       TypeError, ValueError: a tensor is missing, or is not what it must be.
     """
     out, inner = SIDES[field]
-    if out is None or inner is None:
-        raise AssertionError("both sides of a matrix are split alike")
+    size = sizes[out], sizes[inner]
 
     def stack(part: Part) -> Stack:
-        shape = part.shape(sizes[out], sizes[inner])
+        shape = part.shape(*size)
         found = block.same_dtype(names, part.suffix, part.types, part.words, part.advice)
         for name in names:
-            block.check(f"{name}.{part.suffix}", shape, f"{part.words} with out={sizes[out]}, in={sizes[inner]}")
+            block.check(f"{name}.{part.suffix}", shape, f"{part.words} with out={size[0]}, in={size[1]}")
         becomes = part.types[found]
         read = found.itemsize == 1 and becomes != found
 
@@ -205,15 +188,20 @@ def stacked(
             array = array.view(becomes) if read else array
             return array.T if kind.type is None else array
 
-        sides: tuple[Dimension, ...] = (out, inner)[: len(shape)]
-        if kind.type is None:
-            shape_of_element, sides = shape[::-1], sides[::-1]
-            becomes = becomes if dtype is None else np.dtype(dtype)
-        else:
-            shape_of_element = shape
-        dimensions: tuple[Dimension, ...] = ("experts" if split else None, *sides)
-        name = f"{'experts' if split else 'shared'}.{field}"
-        return Stack(name, (len(names), *shape_of_element), becomes, dimensions, element)
+        # Scales of blocks that a split would cut stay whole.
+        sides: list[Dimension] = []
+        if part.block is not None:
+            each = zip((out, inner), size, part.block, strict=True)
+            sides = [side if count % shared == 0 else None for side, count, shared in each]
+        order = slice(None, None, -1 if kind.type is None else 1)
+        return Stack(
+            f"{'experts' if split else 'shared'}.{field}",
+            (len(names), *shape[order]),
+            becomes if kind.type is not None or dtype is None else np.dtype(dtype),
+            ("experts" if split else None, *sides[order]),
+            element,
+            may_stay_whole=part is not kind.parts[0],
+        )
 
     stacks = [stack(part) for part in kind.parts]
     has_unused = kind.unused is not None and f"{names[0]}.{kind.unused.suffix}" in block

@@ -31,6 +31,7 @@ class Stack:
       dimensions: what each dimension counts.
       element: returns expert e of it, of shape `shape[1:]`: a view of a file where that is possible. Its numbers are
         converted where its dtype is another one.
+      may_stay_whole: along dimensions that a mesh axis does not divide, as scales may; else that is an error.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stack:
     dtype: Any
     dimensions: tuple[Dimension, ...]
     element: Callable[[int], np.ndarray]
+    may_stay_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +88,19 @@ class Placing:
         """
         if self.mesh is None:
             return None
-        names = [self.axes.get(dimension or "", ()) for dimension in stack.dimensions]
-        for size, over, dimension in zip(stack.shape, names, stack.dimensions, strict=True):
+        spec: list[tuple[str, ...] | None] = []
+        for size, dimension in zip(stack.shape, stack.dimensions, strict=True):
+            over = self.axes.get(dimension or "", ())
             ranks = math.prod(self.mesh.shape[name] for name in over)
-            if size % ranks:
+            divides = size % ranks == 0
+            if not divides and not (stack.may_stay_whole and dimension != "experts"):
                 raise ValueError(
                     f"from_hf: {stack.name}, {list(stack.shape)}, cannot be split over {ranks} ranks of mesh axis "
                     f"{', '.join(map(repr, over))} along {dimension} ({size} % {ranks} = {size % ranks}). Choose an "
                     f"axis whose size divides {size}."
                 )
-        return NamedSharding(self.mesh, PartitionSpec(*(over or None for over in names)))
+            spec.append(over if over and divides else None)
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def shards(self, stack: Stack) -> list[tuple[tuple[slice, ...], list[Any]]]:
         """Returns the different parts of an array that this process holds, and the devices of each."""
@@ -127,12 +132,12 @@ class Placing:
                 of_expert = shard[number, ...]
                 _copy(of_expert, stack.element(expert)[(*index[1:], ...)])
                 done(of_expert.nbytes)
-            # Copied, also where a CPU could use the memory of NumPy: then no array keeps a mapped file open.
-            arrays = [jax.device_put(shard, device, may_alias=False) for device in devices]
-            # Until then the shard is in use.
+            # A CPU may go on using the memory of NumPy, so every shard has its own.
+            arrays = [jax.device_put(shard, device) for device in devices]
             jax.block_until_ready(arrays)
             on_devices += arrays
             del shard
+            # JAX lets go of what it has copied when the next shard is sent (jax 0.12): there are two at a time.
         sharding = self.sharding(stack)
         if sharding is None:
             return on_devices[0]
