@@ -119,7 +119,7 @@ class Placing:
         return sum(sizes) * np.dtype(stack.dtype).itemsize
 
     def place(self, stack: Stack, done: Callable[[int], object]) -> Shaped[Array, "..."]:
-        """Returns an array on its devices. A shard is on its way to them before the next one is made.
+        """Returns an array on its devices. A shard is there before the next one is made.
 
         Args:
           stack: the array.

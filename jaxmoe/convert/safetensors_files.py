@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
     stop: int
 
 
-class SafetensorsFiles(Mapping[str, np.ndarray]):
+class SafetensorsFiles(Mapping[str, Any]):
     """The tensors of one or several files. `files[name]` is read-only and costs no memory until it is read.
 
     Files are opened when one of their tensors is asked for, so that of a large checkpoint only those with a layer's
