@@ -99,13 +99,18 @@ def stem_of(tensors: Collection[str], family: str, layer: int, prefix: str | Non
             f"from_hf: there are {len(found)} routers of layer {layer}: {', '.join(found[:4])}. Pass prefix=, what "
             f"comes before {wanted!r}."
         )
-    others = families_of(tensors, layer)
     layers = sorted({_layer(stem) for stem in stems})
     raise ValueError(
         f"from_hf: no tensor is named {wanted!r}, the router of layer {layer} where family={family!r}. "
-        + (f"The names are those of {' or '.join(map(repr, others))}. " if others else "")
+        f"{other_families(tensors, family, layer)} "
         + (f"Layers that have one: {', '.join(map(str, layers))}." if layers else "No layer has one.")
     )
+
+
+def other_families(tensors: Iterable[str], family: str, layer: int) -> str:
+    """Returns a sentence that says whose names a layer has, where it is not the family's; else nothing."""
+    fits = families_of(tensors, layer)
+    return "" if family in fits or not fits else f"The names are those of {' or '.join(map(repr, fits))}."
 
 
 def families_of(tensors: Iterable[str], layer: int) -> list[str]:

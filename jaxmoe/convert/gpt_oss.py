@@ -39,11 +39,11 @@ def stacked(block: Block, num_experts: int, hidden: int, dtype: Any) -> Experts:
     packed = f"experts.{INTO}" not in block
     if packed:
         types, words = (U8, I8), "[experts, 2 * intermediate, hidden / 32, 16]"
-        found = block.checked(f"experts.{INTO}_blocks", types, (num_experts, None, hidden // 32, BLOCK_BYTES), words)
-        twice = found.shape[1]
+        shape = (num_experts, None, hidden // MXFP4.group, BLOCK_BYTES)
+        twice = block.shape(f"experts.{INTO}_blocks", types, shape, words)[1]
     else:
         shape, words = (num_experts, hidden, None), "[experts, hidden, 2 * intermediate]"
-        twice = block.checked(f"experts.{INTO}", WIDE_TYPES, shape, words).shape[2]
+        twice = block.shape(f"experts.{INTO}", WIDE_TYPES, shape, words)[2]
     if twice % 2:
         raise ValueError(
             f"from_hf: tensor {block.name(f'experts.{INTO}')!r} has {twice} rows for gate and up, which must be even."

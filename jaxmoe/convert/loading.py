@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxmoe.convert import gpt_oss
-from jaxmoe.convert.families import Family, families_of, family_named, stem_of
+from jaxmoe.convert.families import Family, family_named, other_families, stem_of
 from jaxmoe.convert.matrices import WIDE_TYPES, format_of, stacked
 from jaxmoe.convert.placing import Placing, Stack
 from jaxmoe.convert.progress import Progress, reporter
@@ -98,7 +98,7 @@ def from_hf(
         raise TypeError(
             f"from_hf: tensors is a {type(tensors).__name__}; it must be a path, or a mapping of names to arrays."
         )
-    block = Block(tensors, stem_of(tensors, family, layer, prefix))
+    block = Block(tensors, stem_of(tensors, family, layer, prefix), lambda: other_families(tensors, family, layer))
     weights = _described(block, table, dtype)
     _check_all_read(block, tensors, family, layer)
 
@@ -118,8 +118,8 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
     def experts(field: str, names: Sequence[str], split: bool) -> Experts:
         kind = format_of(block, f"{names[0]}.{family.matrices[0]}", family.formats)
         weight, *_ = kind.parts
-        gate = block.checked(f"{names[0]}.{family.matrices[0]}.weight", weight.types, (None, None), weight.words)
-        sizes = {"hidden": hidden, "intermediate": gate.shape[0]}
+        of_gate = block.shape(f"{names[0]}.{family.matrices[0]}.weight", weight.types, (None, None), weight.words)
+        sizes = {"hidden": hidden, "intermediate": of_gate[0]}
         fields: dict[str, Any] = {}
         for name, matrix in zip(FIELDS, family.matrices, strict=True):
             of_each = [f"{expert}.{matrix}" for expert in names]
@@ -161,9 +161,8 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
 def _check_all_read(block: Block, tensors: Mapping[str, Any], family: str, layer: int) -> None:
     """Raises where the block has tensors that the family does not: the layer would compute something else."""
     if unread := block.unread():
-        fits = [name for name in families_of(tensors, layer) if name != family]
         raise ValueError(
             f"from_hf: {len(unread)} tensors of the layer belong to nothing that family={family!r} has: "
             f"{', '.join(unread[:4])}{', ...' if len(unread) > 4 else ''}. "
-            + (f"Their names are those of {' or '.join(map(repr, fits))}." if fits else "Is it another family?")
+            f"{other_families(tensors, family, layer) or 'Is it another family?'}"
         )

@@ -58,7 +58,7 @@ class Part:
     def words(self) -> str:
         """The same in words."""
         if self.block is None:
-            return "one number"
+            return "[], one number"
         sides = [
             side if size == 1 else f"ceil({side} / {size})"
             for side, size in zip(("out", "in"), self.block, strict=True)

@@ -1,6 +1,6 @@
 """The tensors of one block of a checkpoint: found by name, checked, and counted, so that none is overlooked."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,10 @@ import numpy as np
 class Block:
     """What a mapping of names to arrays has below one stem, such as `model.layers.3.mlp.`."""
 
-    def __init__(self, tensors: Mapping[str, Any], stem: str) -> None:
+    def __init__(self, tensors: Mapping[str, Any], stem: str, hint: Callable[[], str] = str) -> None:
+        """`hint` is asked for what else to say where a tensor is missing."""
         self._tensors = tensors
-        self._stem = stem
+        self._stem, self._hint = stem, hint
         self._names = {name for name in tensors if name.startswith(stem)}
         # Of each tensor that was asked for: a mapping may load it every time.
         self._asked: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -49,7 +50,7 @@ class Block:
             beside = self._beside(name)
             raise ValueError(
                 f"from_hf: tensor {name!r} is missing; it must be {needed}."
-                f"{f' Beside it there are {beside}.' if beside else ''}"
+                f"{f' Beside it there are {beside}.' if beside else ''} {self._hint()}".rstrip()
             )
         array = self._tensors[name]
         try:
@@ -71,7 +72,7 @@ class Block:
           TypeError: one is of none of the types, or of another one than the first.
         """
         allowed = [np.dtype(kind) for kind in types]
-        needed = f"{' or '.join(map(str, allowed))} {words}"
+        needed = f"{', '.join(map(str, allowed[:-1]))}{' or ' if allowed[1:] else ''}{allowed[-1]} {words}"
         first = self.dtype(f"{names[0]}.{suffix}", needed)
         if first not in allowed:
             raise TypeError(
@@ -97,21 +98,28 @@ class Block:
                 f"from_hf: tensor {self.name(below)!r} has shape {list(found)}; it must be {list(shape)}: {needed}."
             )
 
-    def checked(
+    def shape(
         self, below: str, types: Iterable[Any], shape: tuple[int | None, ...], words: str, advice: str = ""
-    ) -> np.ndarray:
-        """Returns a tensor of one of the types; `None` in its shape is any size.
+    ) -> tuple[int, ...]:
+        """Returns the shape of a tensor of one of the types; `None` in what it must be is any size.
 
         Raises:
           TypeError, ValueError: it is missing, or is not what it must be.
         """
         stem, _, suffix = below.rpartition(".")
         self.same_dtype([stem], suffix, types, words, advice)
-        array = self.array(below)
-        fits = len(array.shape) == len(shape) and all(b in (None, a) for a, b in zip(array.shape, shape, strict=True))
-        if not fits or 0 in array.shape:
-            raise ValueError(f"from_hf: tensor {self.name(below)!r} has shape {list(array.shape)}; it must be {words}.")
-        return array
+        found = self._asked[self.name(below)][1]
+        fits = len(found) == len(shape) and all(b in (None, a) for a, b in zip(found, shape, strict=True))
+        if not fits or 0 in found:
+            raise ValueError(f"from_hf: tensor {self.name(below)!r} has shape {list(found)}; it must be {words}.")
+        return found
+
+    def checked(
+        self, below: str, types: Iterable[Any], shape: tuple[int | None, ...], words: str, advice: str = ""
+    ) -> np.ndarray:
+        """Returns a tensor, checked as by `shape`."""
+        self.shape(below, types, shape, words, advice)
+        return self.array(below)
 
     def array(self, below: str) -> np.ndarray:
         """Returns a tensor that has been checked."""

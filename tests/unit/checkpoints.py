@@ -3,8 +3,9 @@
 Everything here is written down a second time, from the published descriptions: nothing of `jaxmoe.convert` is used.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -300,6 +301,34 @@ CASES: dict[str, Callable[[], Case]] = {
     "deepseek_v3 in NVFP4": lambda: deepseek_v3("deepseek_v3", nvfp4, 13, of_shared=wide),
     "deepseek_v4 in NVFP4": lambda: deepseek_v4(14, by_token=False, matrix=nvfp4),
 }
+
+
+class Counting(Mapping[str, Any]):
+    """A mapping that counts how often the content of a tensor was read."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.tensors, self.reads = tensors, collections.Counter[str]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        return _Counted(self, name)
+
+
+class _Counted:
+    """An array of which nothing is known but its shape and dtype until NumPy reads it."""
+
+    def __init__(self, counting: Counting, name: str) -> None:
+        self.counting, self.name = counting, name
+        self.shape, self.dtype = counting.tensors[name].shape, counting.tensors[name].dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.counting.reads[self.name] += 1
+        return np.asarray(self.counting.tensors[self.name])
 
 
 def run(weights: Any, case: Case, x: Any, token_ids: Any) -> Any:
