@@ -6,6 +6,7 @@ Every tensor of the layer is found and checked by name, type and shape before an
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def from_hf(
 
     Args:
       tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as
-        well: for many layers it opens files once), or a mapping of names to arrays.
+        well: for many layers it opens files once), or a mapping of names to arrays, which threads may ask for.
       family: `"mixtral"`, `"qwen3_moe"`, `"qwen3_next"`, `"deepseek_v3"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`.
         `jaxmoe.RouterConfig` has a classmethod for most of their routers.
       layer: its number in the names.
@@ -103,10 +104,13 @@ def from_hf(
     _check_all_read(block, tensors, family, layer)
 
     stacks = [leaf for leaf in jax.tree.leaves(weights) if isinstance(leaf, Stack)]
-    with reporter(progress, f"layer {layer}", sum(placing.local_bytes(stack) for stack in stacks)) as done:
-        return jax.tree.map(
-            lambda leaf: placing.place(leaf, done) if isinstance(leaf, Stack) else placing.replicate(leaf), weights
-        )
+    all_bytes = sum(placing.local_bytes(stack) for stack in stacks)
+    with reporter(progress, f"layer {layer}", all_bytes) as done, ThreadPoolExecutor() as pool:
+
+        def placed(leaf: Stack | np.ndarray) -> jax.Array:
+            return placing.place(leaf, done, pool) if isinstance(leaf, Stack) else placing.replicate(leaf)
+
+        return jax.tree.map(placed, weights)
 
 
 def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeights:

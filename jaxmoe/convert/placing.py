@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Literal
 
 import jax
@@ -118,20 +120,19 @@ class Placing:
         sizes = [math.prod(part.stop - part.start for part in index) for index, _ in self.shards(stack)]
         return sum(sizes) * np.dtype(stack.dtype).itemsize
 
-    def place(self, stack: Stack, done: Callable[[int], object]) -> Shaped[Array, "..."]:
+    def place(self, stack: Stack, done: Callable[[int], object], pool: Executor) -> Shaped[Array, "..."]:
         """Returns an array on its devices. A shard is there before the next one is made.
 
         Args:
           stack: the array.
           done: called with the bytes of each part of an element that has been read.
+          pool: of threads: NumPy copies and transposes in all of them at once.
         """
         on_devices = []
         for index, devices in self.shards(stack):
             shard = np.empty([part.stop - part.start for part in index], stack.dtype)
-            for number, expert in enumerate(range(index[0].start, index[0].stop)):
-                of_expert = shard[number, ...]
-                _copy(of_expert, stack.element(expert)[(*index[1:], ...)])
-                done(of_expert.nbytes)
+            for count in pool.map(functools.partial(_fill, stack, index, shard), range(len(shard))):
+                done(count)
             # A CPU may go on using the memory of NumPy, so every shard has its own.
             arrays = [jax.device_put(shard, device) for device in devices]
             jax.block_until_ready(arrays)
@@ -151,7 +152,14 @@ class Placing:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), array.__getitem__)
 
 
-def _copy(to: np.ndarray, source: np.ndarray) -> None:
+def _fill(stack: Stack, index: tuple[slice, ...], shard: np.ndarray, number: int) -> int:
+    """Writes one expert into a shard of an array, and returns its bytes."""
+    of_expert = shard[number, ...]
+    copy(of_expert, stack.element(index[0].start + number)[(*index[1:], ...)])
+    return of_expert.nbytes
+
+
+def copy(to: np.ndarray, source: np.ndarray) -> None:
     """Writes an array into another of the same shape, converting where the dtypes differ."""
     if to.dtype == source.dtype:
         # As integers: NumPy copies its own types faster than those that others have added.

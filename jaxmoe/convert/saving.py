@@ -12,6 +12,7 @@ from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.convert import gpt_oss
 from jaxmoe.convert.families import Family, family_named
 from jaxmoe.convert.matrices import F32, SIDES, Format
+from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
 from jaxmoe.four_bit import NVFP4, FourBit
@@ -47,10 +48,11 @@ def to_hf(
     table = family_named("to_hf", family)
     _check(weights, table, family)
     stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
-    return {
-        f"{stem}{name}": np.ascontiguousarray(array).reshape(array.shape)
-        for name, array in _tensors(weights, table, family, np.dtype(scale_dtype))
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in _tensors(weights, table, family, np.dtype(scale_dtype)):
+        tensors[f"{stem}{name}"] = np.empty(array.shape, array.dtype)
+        copy(tensors[f"{stem}{name}"], array)
+    return tensors
 
 
 def _check(weights: Any, table: Family, family: str) -> None:
@@ -121,7 +123,7 @@ def _experts(
             arrays[kind.unused.suffix] = np.asarray(input_scales[f"{field}.{name}"])
         for suffix, array in arrays.items():
             for expert, of_expert in enumerate(names):
-                yield f"{of_expert}.{of_matrix}.{suffix}", array[expert]
+                yield f"{of_expert}.{of_matrix}.{suffix}", array[expert, ...]
 
 
 def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:

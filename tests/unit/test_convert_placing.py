@@ -20,16 +20,21 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe in NVFP4", "gpt_oss", "deepseek_v3 in FP8", "gpt_oss in BF16"])
+MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"expert": 8}, {}),
+    ({"data": 2, "expert": 4}, {}),
+    ({"a": 2, "b": 4}, {"axis_name": ("b", "a")}),
+    ({"expert": 4, "tensor": 2}, {"intermediate_axis": "tensor"}),
+    ({"fsdp": 2, "tensor": 2, "expert": 2}, {"hidden_axis": "fsdp", "intermediate_axis": "tensor"}),
+    ({"tensor": 2, "data": 4}, {"axis_name": None, "intermediate_axis": ("tensor",)}),
+]
+
+
 @pytest.mark.parametrize(
-    ("axes", "options"),
+    ("name", "axes", "options"),
     [
-        ({"expert": 8}, {}),
-        ({"data": 2, "expert": 4}, {}),
-        ({"a": 2, "b": 4}, {"axis_name": ("b", "a")}),
-        ({"expert": 4, "tensor": 2}, {"intermediate_axis": "tensor"}),
-        ({"fsdp": 2, "tensor": 2, "expert": 2}, {"hidden_axis": "fsdp", "intermediate_axis": "tensor"}),
-        ({"tensor": 2, "data": 4}, {"axis_name": None, "intermediate_axis": ("tensor",)}),
+        *(("mixtral", *mesh) for mesh in MESHES),
+        *((name, *MESHES[4]) for name in ("deepseek_v3 in FP8", "qwen3_moe in NVFP4", "gpt_oss", "gpt_oss in BF16")),
     ],
 )
 def test_every_device_gets_its_part_of_what_one_device_gets(name, axes, options):
