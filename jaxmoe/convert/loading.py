@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxmoe.convert import gpt_oss
 from jaxmoe.convert.families import Family, family_named, other_families, stem_of
-from jaxmoe.convert.matrices import WIDE_TYPES, format_of, stacked
+from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked
 from jaxmoe.convert.placing import Placing, Stack
 from jaxmoe.convert.progress import Progress, reporter
 from jaxmoe.convert.safetensors_files import open_safetensors
@@ -24,7 +24,6 @@ from jaxmoe.convert.tensors import Block
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
 
-FIELDS = ("w_gate", "w_up", "w_down")
 I64 = np.dtype(np.int64)
 
 
@@ -45,7 +44,8 @@ def from_hf(
 
     Experts stay in the bits that the checkpoint has them in: BF16; FP8 in blocks of 128 x 128 as `jaxmoe.BlockScaled`;
     the MXFP4 of gpt-oss and DeepSeek-V4 as `jaxmoe.MXFP4`; the NVFP4 that NVIDIA's ModelOpt writes, in any family, as
-    `jaxmoe.NVFP4`. `jaxmoe.dequantize` makes wide ones of them.
+    `jaxmoe.NVFP4`. `jaxmoe.dequantize` makes wide ones of them. What compressed-tensors packs (INT4, NVFP4), FP8 with a
+    scale for each output or matrix, and gate and up in one tensor (but for gpt-oss) are refused.
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
     from files that are mapped and not loaded, and is on its devices before the next shard is begun. So a process reads
@@ -56,7 +56,7 @@ def from_hf(
 
     Args:
       tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as
-        well: for many layers it opens files once), or a mapping of names to arrays, which threads may ask for.
+        well: for many layers it opens files once), or a mapping of names to arrays, which several threads ask for.
       family: `"mixtral"`, `"qwen3_moe"`, `"qwen3_next"`, `"deepseek_v3"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`.
         `jaxmoe.RouterConfig` has a classmethod for most of their routers.
       layer: its number in the names.
@@ -125,7 +125,7 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
         of_gate = block.shape(f"{names[0]}.{family.matrices[0]}.weight", weight.types, (None, None), weight.words)
         sizes = {"hidden": hidden, "intermediate": of_gate[0]}
         fields: dict[str, Any] = {}
-        for name, matrix in zip(FIELDS, family.matrices, strict=True):
+        for name, matrix in zip(SIDES, family.matrices, strict=True):
             of_each = [f"{expert}.{matrix}" for expert in names]
             fields[name], scales = stacked(block, name, of_each, kind, sizes, split=split, dtype=dtype)
             if scales is not None:

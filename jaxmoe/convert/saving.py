@@ -113,7 +113,7 @@ def _experts(
 ) -> Iterator[tuple[str, np.ndarray]]:
     if any(bias is not None for bias in (experts.b_gate, experts.b_up, experts.b_down)):
         raise ValueError(f"to_hf: {field} have biases, and family={family!r} has no names for them.")
-    for (name, _), of_matrix in zip(SIDES.items(), table.matrices, strict=True):
+    for name, of_matrix in zip(SIDES, table.matrices, strict=True):
         matrix: Any = getattr(experts, name)
         if matrix is None:
             raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")

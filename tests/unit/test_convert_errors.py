@@ -162,6 +162,18 @@ def test_the_wrong_family_is_told_by_the_names_that_are_there(case, family, told
     raises(CASES[case]().tensors, family, ValueError, *told)
 
 
+def test_formats_that_are_not_read_are_refused_with_what_is_there():
+    case = CASES["qwen3_moe"]()
+    packed = {name.replace("proj.weight", "proj.weight_packed"): array for name, array in case.tensors.items()}
+    raises(
+        packed, "qwen3_moe", ValueError, "experts.0.gate_proj.weight' is missing", "Beside it there are weight_packed."
+    )
+    case = CASES["qwen3_moe in FP8"]()
+    per_channel = {name.replace("_scale_inv", "_scale"): array for name, array in case.tensors.items()}
+    told = ["experts.0.gate_proj.weight_scale_inv' is missing", "Beside it there are weight, weight_scale."]
+    raises(per_channel, "qwen3_moe", ValueError, *told)
+
+
 def test_a_layer_without_experts_is_told_which_layers_have_some():
     case = CASES["deepseek_v3"]()
     more = {name.replace("layers.3.", "layers.7."): array for name, array in case.tensors.items()}

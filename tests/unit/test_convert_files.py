@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
 from jaxmoe.convert import open_safetensors
+from jaxmoe.convert.placing import copy
 from jaxmoe.convert.safetensors_files import DTYPES, INDEX
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -68,6 +69,18 @@ def test_what_a_download_has_left_out_is_said(tmp_path):
 def header_of(**entry: Any) -> bytes:
     header = json.dumps({"w": entry}).encode()
     return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize("spaces", range(4))
+def test_tensors_may_begin_at_any_byte(spaces, tmp_path):
+    wanted = np.arange(6, dtype=np.float32).reshape(2, 3)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode() + b" " * spaces
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + wanted.tobytes())
+    read = open_safetensors(tmp_path)["w"]
+    np.testing.assert_array_equal(read, wanted)
+    copied = np.empty((3, 2), np.float32)
+    copy(copied, read.T)
+    np.testing.assert_array_equal(copied, wanted.T)
 
 
 @pytest.mark.parametrize(

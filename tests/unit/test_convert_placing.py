@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from safetensors.numpy import save_file
 
 import jaxmoe
-from jaxmoe.convert import from_hf, open_safetensors
+from jaxmoe.convert import from_hf, open_safetensors, to_hf
 from tests.unit.checkpoints import CASES, HIDDEN, LAYER, TOKENS, Counting, run
 
 
@@ -47,6 +47,8 @@ def test_every_device_gets_its_part_of_what_one_device_gets(name, axes, options)
         content = np.asarray(wanted)
         for shard in found.addressable_shards:
             assert np.asarray(shard.data).tobytes() == content[shard.index].tobytes()
+    for tensor, array in to_hf(spread, case.family, LAYER, **case.options).items():
+        assert array.tobytes() == case.tensors[tensor].tobytes()
     names = {kind: options.get(kind) for kind in ("hidden_axis", "intermediate_axis")}
     expert_axes = options.get("axis_name", "expert")
     assert spread.router_kernel.sharding.is_fully_replicated
