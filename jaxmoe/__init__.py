@@ -1,10 +1,12 @@
 """jaxmoe: an expert-parallel Mixture-of-Experts layer for JAX.
 
 `moe_layer` computes the layer for tokens that `route` has assigned to `Experts`. Flax layers are in `jaxmoe.nnx` and
-`jaxmoe.linen`, which are imported on demand.
+`jaxmoe.linen`, which are imported on demand; `jaxmoe.convert` reads and writes checkpoints.
 """
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
@@ -31,6 +33,9 @@ from jaxmoe.routing import (
     update_selection_bias,
 )
 
+if TYPE_CHECKING:
+    from jaxmoe import convert
+
 try:
     __version__ = version("jaxmoe")
 except PackageNotFoundError:  # a source tree on the path, not installed
@@ -51,6 +56,7 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "SwiGLU",
+    "convert",
     "default_plan",
     "dequantize",
     "experts_from_gpt_oss",
@@ -67,3 +73,14 @@ __all__ = [
     "router_z_loss",
     "update_selection_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `jaxmoe.convert` when it is first used."""
+    if name == "convert":
+        return importlib.import_module("jaxmoe.convert")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,209 @@
+"""How a matrix of an expert lies in files that have one tensor, or several, for each: a table of formats.
+
+A matrix has `out` rows and `in` columns there, as in PyTorch. Wide ones are transposed on their way into `Experts`;
+what is in 8 or 4 bits stays as it lies, since that is the layout of `BlockScaled`, `MXFP4` and `NVFP4`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.block_scaled import BLOCK, BlockScaled
+from jaxmoe.convert.placing import Dimension, Stack
+from jaxmoe.convert.tensors import Block
+from jaxmoe.four_bit import MXFP4, NVFP4
+
+# Of each matrix of `Experts`, what its outputs and inputs are.
+SIDES: dict[str, tuple[Literal["hidden", "intermediate"], Literal["hidden", "intermediate"]]] = {
+    "w_gate": ("intermediate", "hidden"),
+    "w_up": ("intermediate", "hidden"),
+    "w_down": ("hidden", "intermediate"),
+}
+WIDE_TYPES: dict[Any, Any] = {np.dtype(kind): np.dtype(kind) for kind in (jnp.bfloat16, jnp.float16, jnp.float32)}
+E4M3, E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
+F32, BF16, U8, I8 = np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.uint8), np.dtype(np.int8)
+E8M0_ADVICE = (
+    "These scales are powers of two, each a byte of the exponent + 127: pass float8_e8m0fnu, or the bytes as uint8. "
+    "What has read such bytes as numbers has other scales: take them from the file. Where they are the powers of two "
+    "themselves, scales.astype(jnp.float8_e8m0fnu) is exact."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of a matrix.
+
+    Args:
+      suffix: behind the name of the matrix.
+      types: what it may be in a file, and what becomes of each: bytes are read as that type, numbers converted.
+      block: outputs and inputs of the matrix that share an element; `None` where it is one number.
+      advice: where it is of another type.
+      written: what `to_hf` makes of it; `None` leaves it.
+    """
+
+    suffix: str
+    types: Mapping[Any, Any]
+    block: tuple[int, int] | None
+    advice: str = ""
+    written: Any = None
+
+    def shape(self, out: int, inner: int) -> tuple[int, ...]:
+        """Returns the shape that it has for a matrix `[out, in]`."""
+        return () if self.block is None else (-(-out // self.block[0]), -(-inner // self.block[1]))
+
+    @property
+    def words(self) -> str:
+        """The same in words."""
+        if self.block is None:
+            return "[], one number"
+        sides = [
+            side if size == 1 else f"ceil({side} / {size})"
+            for side, size in zip(("out", "in"), self.block, strict=True)
+        ]
+        return f"[{', '.join(sides)}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Matrices of one kind.
+
+    Args:
+      name: in words.
+      type: in `Experts`; `None` for wide matrices.
+      parts: the tensors in the order of the fields of `type`.
+      unused: another one, that `to_hf` gives back: a scale of what the matrix is multiplied with.
+    """
+
+    name: str
+    type: Any
+    parts: tuple[Part, ...]
+    unused: Part | None = None
+
+
+_E8M0_TYPES = {E8M0: E8M0, U8: E8M0}
+_E4M3_ADVICE = "Bytes are read as such by view(jnp.float8_e4m3fn)."
+_IN_8_BITS = Part("weight", {E4M3: E4M3}, (1, 1), _E4M3_ADVICE)
+
+WIDE = Format("16 or 32 bits", None, (Part("weight", WIDE_TYPES, (1, 1)),))
+# Scales are what values are multiplied with, in spite of their name.
+FP8 = Format(
+    "FP8 in blocks",
+    BlockScaled,
+    (
+        _IN_8_BITS,
+        Part(
+            "weight_scale_inv",
+            {F32: F32, BF16: F32, E8M0: E8M0},
+            (BLOCK, BLOCK),
+            "Bytes of E8M0 (the exponent + 127) are read as such by view(jnp.float8_e8m0fnu).",
+            written=F32,
+        ),
+    ),
+)
+FP8_E8M0 = Format(
+    "FP8 in blocks with powers of two",
+    BlockScaled,
+    (_IN_8_BITS, Part("scale", _E8M0_TYPES, (BLOCK, BLOCK), E8M0_ADVICE)),
+)
+# Two values in a byte.
+FP4_E8M0 = Format(
+    "MXFP4",
+    MXFP4,
+    (
+        Part("weight", {I8: U8, U8: U8}, (1, 2), written=I8),
+        Part("scale", _E8M0_TYPES, (1, MXFP4.group), E8M0_ADVICE),
+    ),
+)
+# As NVIDIA's ModelOpt writes it, in whichever family.
+FP4_MODELOPT = Format(
+    "NVFP4",
+    NVFP4,
+    (
+        Part("weight", {U8: U8, I8: U8}, (1, 2)),
+        Part("weight_scale", {E4M3: E4M3}, (1, NVFP4.group), _E4M3_ADVICE),
+        Part("weight_scale_2", {F32: F32}, None),
+    ),
+    unused=Part("input_scale", {F32: F32}, None),
+)
+FLOAT_SCALES = (WIDE, FP8, FP4_MODELOPT)
+E8M0_SCALES = (WIDE, FP8_E8M0, FP4_E8M0, FP4_MODELOPT)
+
+
+def format_of(block: Block, name: str, formats: Sequence[Format]) -> Format:
+    """Returns the format of a matrix, by the tensors that it has.
+
+    Raises:
+      TypeError: its `weight` is of a type that none of them has.
+      ValueError: it has no `weight`.
+    """
+    dtype = block.dtype(f"{name}.weight", "[out, in]")
+    complete = [
+        kind for kind in formats if len(kind.parts) > 1 and all(f"{name}.{part.suffix}" in block for part in kind.parts)
+    ]
+    for kind in (*complete, *(() if complete else formats)):
+        if dtype in kind.parts[0].types:
+            return kind
+    weights = {str(known) for kind in complete or formats for known in kind.parts[0].types}
+    beside = "".join(f"; with {part.suffix}" for kind in complete[:1] for part in kind.parts[1:])
+    advice = complete[0].parts[0].advice if complete else ""
+    raise TypeError(
+        f"from_hf: tensor {block.name(f'{name}.weight')!r} is {dtype}{beside} it must be "
+        f"{' or '.join(sorted(weights))}. {advice}".rstrip()
+    )
+
+
+def stacked(
+    block: Block, field: str, names: Sequence[str], kind: Format, sizes: Mapping[str, int], *, split: bool, dtype: Any
+) -> tuple[Any, Stack | None]:
+    """Returns a matrix of `Experts` as `Stack`s, and one of `kind.unused` where the files have it.
+
+    Args:
+      block: where the tensors are.
+      field: such as `w_gate`.
+      names: of the matrix of each expert.
+      kind: of all of them.
+      sizes: of the dimensions.
+      split: whether the first dimension is that of the experts of `moe_layer`.
+      dtype: of wide matrices; `None` is as found.
+
+    Raises:
+      TypeError, ValueError: a tensor is missing, or is not what it must be.
+    """
+    out, inner = SIDES[field]
+    size = sizes[out], sizes[inner]
+
+    def stack(part: Part) -> Stack:
+        shape = part.shape(*size)
+        found = block.same_dtype(names, part.suffix, part.types, part.words, part.advice)
+        for name in names:
+            block.check(f"{name}.{part.suffix}", shape, f"{part.words} with out={size[0]}, in={size[1]}")
+        becomes = part.types[found]
+        read = found.itemsize == 1 and becomes != found
+
+        def element(expert: int) -> np.ndarray:
+            array = block.array(f"{names[expert]}.{part.suffix}").reshape(shape)
+            array = array.view(becomes) if read else array
+            return array.T if kind.type is None else array
+
+        # Scales of blocks that a split would cut stay whole.
+        sides: list[Dimension] = []
+        if part.block is not None:
+            each = zip((out, inner), size, part.block, strict=True)
+            sides = [side if count % shared == 0 else None for side, count, shared in each]
+        order = slice(None, None, -1 if kind.type is None else 1)
+        return Stack(
+            f"{'experts' if split else 'shared'}.{field}",
+            (len(names), *shape[order]),
+            becomes if kind.type is not None or dtype is None else np.dtype(dtype),
+            ("experts" if split else None, *sides[order]),
+            element,
+            may_stay_whole=part is not kind.parts[0],
+        )
+
+    stacks = [stack(part) for part in kind.parts]
+    has_unused = kind.unused is not None and f"{names[0]}.{kind.unused.suffix}" in block
+    unused = stack(kind.unused) if kind.unused is not None and has_unused else None
+    return (stacks[0] if kind.type is None else kind.type(*stacks)), unused

@@ -1,0 +1,173 @@
+"""`to_hf`: the arrays of a layer under the names, and in the layouts, of a checkpoint."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.convert import gpt_oss
+from jaxmoe.convert.families import Family, family_named
+from jaxmoe.convert.matrices import F32, SIDES, Format
+from jaxmoe.convert.placing import copy
+from jaxmoe.convert.weights import MoEWeights
+from jaxmoe.experts import Experts
+from jaxmoe.four_bit import NVFP4, FourBit
+from jaxmoe.quantized_matrix import QuantizedMatrix
+
+
+def to_hf(
+    weights: MoEWeights,
+    family: str,
+    layer: int,
+    *,
+    prefix: str | None = None,
+    scale_dtype: DTypeLike = jnp.float32,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a layer by the names of Hugging Face: what `from_hf` read, with the same bits.
+
+    All of them are on the host at the same time, contiguous, as `safetensors.numpy.save_file` wants them. Nothing is
+    rounded. Where a checkpoint may say the same in two ways, the published one is written: scales in E8M0 as such,
+    packed bytes as the family has them.
+
+    Args:
+      weights: of the layer. Experts in 8 or 4 bits have to be in a format that the family has.
+      family: as of `from_hf`.
+      layer: its number in the names.
+      prefix: of names, before `layers.`; `None` is the one of the family's published checkpoints.
+      scale_dtype: of `weight_scale_inv`: bfloat16 for the FP8 checkpoints of Qwen3, float32 for others.
+
+    Raises:
+      ValueError: a family that is not known; weights that it has no name for, or lack what it has; scales that
+        `scale_dtype` would round; arrays of which this process has a part only.
+      TypeError: experts in a format that the family does not have.
+    """
+    table = family_named("to_hf", family)
+    _check(weights, table, family)
+    stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in _tensors(weights, table, family, np.dtype(scale_dtype)):
+        tensors[f"{stem}{name}"] = np.empty(array.shape, array.dtype)
+        copy(tensors[f"{stem}{name}"], array)
+    return tensors
+
+
+def _check(weights: Any, table: Family, family: str) -> None:
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(f"to_hf: weights is a {type(weights).__name__}; pass the MoEWeights that from_hf returns.")
+    for leaf in jax.tree.leaves(weights):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"to_hf: an array {list(leaf.shape)} is spread over several processes, of which this one has a part. "
+                "Gather it first: jax.experimental.multihost_utils.process_allgather(weights, tiled=True)."
+            )
+    has = {
+        "router_bias": table.router_bias,
+        "selection_bias": table.selection_bias,
+        "token_table": table.token_table,
+        "shared": table.shared,
+        "shared_gate": table.shared_gate,
+    }
+    for field, name in has.items():
+        if name is None and getattr(weights, field) is not None:
+            raise ValueError(f"to_hf: weights.{field} is given, and family={family!r} has no name for it.")
+    needed = [] if table.router_bias is None else ["router_bias"]
+    needed += [] if table.selection_bias is None or weights.token_table is not None else ["selection_bias"]
+    needed += [] if table.shared_gate is None or weights.shared is None else ["shared_gate"]
+    if absent := [field for field in needed if getattr(weights, field) is None]:
+        raise ValueError(f"to_hf: weights.{absent[0]} is None; family={family!r} has {has[absent[0]]!r}.")
+
+
+def _tensors(
+    weights: MoEWeights, table: Family, family: str, scale_dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    yield table.router, np.asarray(weights.router_kernel).T
+    for name, array in ((table.router_bias, weights.router_bias), (table.selection_bias, weights.selection_bias)):
+        if name is not None and array is not None:
+            yield name, np.asarray(array)
+    if table.token_table is not None and weights.token_table is not None:
+        yield table.token_table, np.asarray(weights.token_table).astype(np.int64)
+    if table.shared_gate is not None and weights.shared_gate is not None:
+        yield table.shared_gate, np.asarray(weights.shared_gate).T
+    if table.stacked:
+        yield from gpt_oss.tensors(weights.experts).items()
+        return
+    scales = weights.input_scales or {}
+    names = [f"experts.{expert}" for expert in range(weights.experts.num_experts)]
+    yield from _experts("experts", weights.experts, names, table, family, scales, scale_dtype)
+    if table.shared is not None and weights.shared is not None:
+        yield from _experts("shared", weights.shared, [table.shared], table, family, scales, scale_dtype)
+
+
+def _experts(
+    field: str,
+    experts: Experts,
+    names: list[str],
+    table: Family,
+    family: str,
+    input_scales: dict[str, Any],
+    scale_dtype: np.dtype,
+) -> Iterator[tuple[str, np.ndarray]]:
+    if any(bias is not None for bias in (experts.b_gate, experts.b_up, experts.b_down)):
+        raise ValueError(f"to_hf: {field} have biases, and family={family!r} has no names for them.")
+    for name, of_matrix in zip(SIDES, table.matrices, strict=True):
+        matrix: Any = getattr(experts, name)
+        if matrix is None:
+            raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
+        kind = _format_of(matrix, f"{field}.{name}", table, family)
+        arrays = dict(zip((part.suffix for part in kind.parts), _parts(matrix, kind, scale_dtype), strict=True))
+        if kind.unused is not None and f"{field}.{name}" in input_scales:
+            arrays[kind.unused.suffix] = np.asarray(input_scales[f"{field}.{name}"])
+        for suffix, array in arrays.items():
+            for expert, of_expert in enumerate(names):
+                yield f"{of_expert}.{of_matrix}.{suffix}", array[expert, ...]
+
+
+def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
+    """Returns the format of the family that a matrix is in.
+
+    Raises:
+      TypeError: there is none.
+    """
+    quantized = isinstance(matrix, QuantizedMatrix)
+    for kind in table.formats:
+        if (type(matrix) if quantized else None) is not kind.type:
+            continue
+        if kind.type is not BlockScaled:
+            return kind
+        in_blocks = "128x128" in matrix.kinds
+        if in_blocks and np.dtype(matrix.scales.dtype) in kind.parts[1].types.values():
+            return kind
+    what = type(matrix).__name__
+    if isinstance(matrix, BlockScaled):
+        what += f" with a {matrix.scales.dtype} scale for {' or '.join(matrix.kinds)}"
+    known = ", ".join(kind.name for kind in table.formats)
+    raise TypeError(
+        f"to_hf: {name} is {what}; family={family!r} has {known}. Pass jaxmoe.dequantize(experts, dtype), or quantise "
+        "them again."
+    )
+
+
+def _parts(matrix: Any, kind: Format, scale_dtype: np.dtype) -> list[np.ndarray]:
+    """Returns the arrays of a matrix `[experts, ...]` as files have them."""
+    if kind.type is None:
+        return [np.asarray(matrix).swapaxes(1, 2)]
+    arrays = [matrix.packed if isinstance(matrix, FourBit) else matrix.values, matrix.scales]
+    if isinstance(matrix, NVFP4):
+        arrays.append(matrix.global_scales)
+    written = []
+    for part, array in zip(kind.parts, map(np.asarray, arrays), strict=True):
+        dtype = scale_dtype if part.written == F32 else part.written
+        if dtype is None:
+            written.append(array)
+        elif dtype.itemsize == array.dtype.itemsize == 1:
+            written.append(array.view(dtype))
+        else:
+            converted = array.astype(dtype)
+            if not np.array_equal(converted.astype(F32), array.astype(F32), equal_nan=True):
+                raise ValueError(f"to_hf: {part.suffix} cannot be {dtype} without rounding; scale_dtype={F32} can.")
+            written.append(converted)
+    return written

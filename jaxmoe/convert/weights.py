@@ -1,0 +1,35 @@
+"""What a Mixture-of-Experts block of a checkpoint holds, in the layouts of this library."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxmoe.experts import Experts
+from jaxmoe.pytrees import pytree
+
+
+@pytree
+class MoEWeights:
+    """The weights of one layer, as `from_hf` returns them and `to_hf` takes them. What a family lacks is `None`.
+
+    Args:
+      experts: for `jaxmoe.moe_layer`; in as many bits as the checkpoint has them.
+      router_kernel: `[hidden, experts]`; logits are `x @ router_kernel`, best in float32.
+      router_bias: `[experts]`, added to the logits (gpt-oss).
+      selection_bias: `[experts]`, the `selection_bias` of `jaxmoe.route` (DeepSeek, Kimi).
+      token_table: `[vocabulary, top_k]`, the experts of each token: the `topk_ids` of `jaxmoe.route` are
+        `token_table[tokens]` (the first layers of DeepSeek-V4).
+      shared: the expert that every token visits, as `Experts` with one of them.
+      shared_gate: `[hidden, 1]`; `sigmoid(x @ shared_gate)` multiplies what the shared expert answers (Qwen3-Next).
+      input_scales: `[experts]` for each matrix of NVFP4 whose checkpoint has them, by its name, such as
+        `experts.w_gate`. This library does not use them; `to_hf` gives them back.
+    """
+
+    experts: Experts
+    router_kernel: Float[Array, "hidden experts"]
+    router_bias: Float[Array, " experts"] | None = None
+    selection_bias: Float[Array, " experts"] | None = None
+    token_table: Int32[Array, "vocabulary top_k"] | None = None
+    shared: Experts | None = None
+    shared_gate: Float[Array, "hidden 1"] | None = None
+    input_scales: dict[str, Shaped[Array, " experts"]] | Any | None = None

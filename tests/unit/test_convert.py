@@ -1,0 +1,106 @@
+"""`jaxmoe.convert`: layers of every family from files, against plain NumPy, and back with the same bits."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import jaxmoe
+from jaxmoe.convert import from_hf, open_safetensors, to_hf
+from jaxmoe.testing import relative_error
+from tests.unit.checkpoints import CASES, HIDDEN, LAYER, TOKENS, VOCABULARY, Case, run
+
+
+def write(folder: Path, tensors: dict[str, Any], files: int = 2) -> Path:
+    """Writes tensors into several files and an index, as published checkpoints are."""
+    names, listed = sorted(tensors), {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = names[number::files]
+        save_file({name: tensors[name] for name in part}, folder / file)
+        listed |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request) -> Case:
+    return CASES[request.param]()
+
+
+def test_a_layer_from_files_computes_what_their_numbers_say(case, tmp_path):
+    weights = from_hf(write(tmp_path, case.tensors), case.family, LAYER, dtype=jnp.float32)
+    rng = np.random.default_rng(99)
+    x, token_ids = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.float32), rng.integers(0, VOCABULARY, TOKENS)
+    wanted = case.compute(np.asarray(x, np.float64), token_ids)
+    assert relative_error(run(weights, case, x, token_ids), wanted) < 2e-6
+
+
+def test_a_layer_goes_back_with_the_same_names_types_and_bits(case, tmp_path):
+    folder = write(tmp_path, case.tensors)
+    again = to_hf(from_hf(folder, case.family, LAYER), case.family, LAYER, **case.options)
+    assert again.keys() == case.tensors.keys() - {"model.norm.weight"}
+    save_file(again, tmp_path / "again.safetensors")
+    read = open_safetensors(tmp_path / "again.safetensors")
+    for name, array in again.items():
+        given = case.tensors[name]
+        assert (array.dtype, array.shape, array.tobytes()) == (given.dtype, given.shape, given.tobytes()), name
+        assert (read[name].dtype, read[name].tobytes()) == (given.dtype, given.tobytes()), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe in NVFP4", "gpt_oss", "deepseek_v3 in FP8", "deepseek_v4"])
+def test_experts_stay_in_the_bits_of_the_checkpoint_and_a_mapping_of_arrays_is_as_good_as_files(name, tmp_path):
+    case = CASES[name]()
+    on_devices = {name: jnp.asarray(array) for name, array in case.tensors.items()}
+    weights = from_hf(on_devices, case.family, LAYER)
+    from_files = from_hf(write(tmp_path, case.tensors), case.family, LAYER)
+    kind = {
+        "mixtral": jax.Array,
+        "qwen3_moe in NVFP4": jaxmoe.NVFP4,
+        "deepseek_v3 in FP8": jaxmoe.BlockScaled,
+    }.get(name, jaxmoe.MXFP4)
+    assert isinstance(weights.experts.w_up, kind)
+    for found, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(from_files), strict=True):
+        assert isinstance(found, jax.Array)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def test_scales_that_come_as_bytes_are_the_powers_of_two_they_stand_for():
+    case = CASES["deepseek_v4"]()
+    as_bytes = {name: a.view(np.uint8) if name.endswith(".scale") else a for name, a in case.tensors.items()}
+    leaves = [jax.tree.leaves(from_hf(tensors, "deepseek_v4", LAYER)) for tensors in (case.tensors, as_bytes)]
+    for one, other in zip(*leaves, strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_experts_that_were_quantised_here_are_written_as_a_checkpoint_has_them():
+    case = CASES["deepseek_v3"]()
+    weights = from_hf(case.tensors, "deepseek_v3", LAYER)
+    narrow: Any = dataclasses.replace(weights, experts=jaxmoe.quantize(weights.experts))
+    tensors = to_hf(narrow, "deepseek_v3", LAYER)
+    stem = f"model.layers.{LAYER}.mlp.experts.5.down_proj."
+    assert tensors[f"{stem}weight"].dtype == jnp.float8_e4m3fn
+    assert tensors[f"{stem}weight_scale_inv"].shape == (2, 2)
+    again: Any = from_hf(tensors, "deepseek_v3", LAYER)
+    np.testing.assert_array_equal(again.experts.w_down.values, narrow.experts.w_down.values)
+    np.testing.assert_array_equal(again.experts.w_down.scales, narrow.experts.w_down.scales)
+
+
+def test_import_of_the_library_does_not_import_it_and_its_name_does():
+    program = (
+        "import sys, jaxmoe\n"
+        "assert 'jaxmoe.convert' not in sys.modules and 'convert' in dir(jaxmoe)\n"
+        "assert jaxmoe.convert.from_hf.__name__ == 'from_hf'\n"
+        "assert not {'safetensors', 'tqdm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,270 @@
+"""Checkpoints that are not what the family says: errors that name the tensor, what was found and what is needed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe.convert import MoEWeights, from_hf, to_hf
+from tests.unit.checkpoints import BF16, CASES, E4M3, E8M0, EXPERTS, HIDDEN, LAYER
+
+REMOVED = object()
+BLOCKS = {"mixtral": "block_sparse_moe", "deepseek_v4": "ffn"}
+FFN = f"layers.{LAYER}.ffn."
+MLP = f"model.layers.{LAYER}.mlp."
+
+
+def changed(tensors: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
+    assert name in tensors or change is not REMOVED
+    rest = {other: array for other, array in tensors.items() if other != name}
+    return rest if change is REMOVED else rest | {name: change(tensors.get(name))}
+
+
+def raises(tensors: Any, family: str, error: type[Exception], *told: str) -> None:
+    with pytest.raises(error) as raised:
+        from_hf(tensors, family, LAYER)
+    for part in told:
+        assert part in str(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "below", "change", "error", "told"),
+    [
+        # Missing.
+        ("mixtral", "experts.5.w2.weight", REMOVED, ValueError, ["is missing", "float32 [out, in]"]),
+        ("deepseek_v3", "gate.e_score_correction_bias", REMOVED, ValueError, ["is missing", "[8]"]),
+        (
+            "deepseek_v3 in FP8",
+            "experts.7.down_proj.weight_scale_inv",
+            REMOVED,
+            ValueError,
+            ["is missing", "float32", "[ceil(out / 128), ceil(in / 128)]", "Beside it there are weight."],
+        ),
+        ("deepseek_v3 in FP8", "shared_experts.up_proj.weight_scale_inv", REMOVED, ValueError, ["is missing"]),
+        ("deepseek_v4", "experts.0.w1.scale", REMOVED, ValueError, ["is missing", "float8_e8m0fnu or uint8"]),
+        ("qwen3_moe in NVFP4", "experts.0.up_proj.weight_scale_2", REMOVED, ValueError, ["is missing", "one number"]),
+        ("gpt_oss", "experts.down_proj_scales", REMOVED, ValueError, ["is missing", "uint8", "[8, 192, 5]"]),
+        ("gpt_oss", "experts.gate_up_proj_bias", REMOVED, ValueError, ["is missing", "[8, 320]"]),
+        ("gpt_oss", "router.bias", REMOVED, ValueError, ["is missing", "[8]"]),
+        ("qwen3_next", "shared_expert_gate.weight", REMOVED, ValueError, ["is missing", "[1, 192]"]),
+        # Misshapen.
+        (
+            "mixtral",
+            "experts.2.w3.weight",
+            np.transpose,
+            ValueError,
+            ["has shape [192, 160]; it must be [160, 192]", "out=160, in=192"],
+        ),
+        ("deepseek_v3 in FP8", "experts.1.up_proj.weight_scale_inv", lambda a: a[:1], ValueError, ["[1, 2]", "[2, 2]"]),
+        (
+            "gpt_oss",
+            "experts.gate_up_proj_blocks",
+            lambda a: a[:, :, :, :8],
+            ValueError,
+            ["[8, 320, 6, 8]", "hidden / 32, 16]"],
+        ),
+        ("gpt_oss in BF16", "experts.down_proj", lambda a: a[:4], ValueError, ["[4, 160, 192]", "[8, 160, 192]"]),
+        ("mixtral", "gate.weight", lambda a: a[0], ValueError, ["has shape [192]; it must be [experts, hidden]"]),
+        # Of another type.
+        (
+            "mixtral",
+            "experts.0.w1.weight",
+            lambda a: a.astype(np.int64),
+            TypeError,
+            ["is int64", "bfloat16", "float8_e4m3fn"],
+        ),
+        ("mixtral", "experts.6.w2.weight", lambda a: a.astype(np.float32), TypeError, ["is float32", "must be alike"]),
+        (
+            "deepseek_v3 in FP8",
+            "experts.0.gate_proj.weight",
+            lambda a: a.view(np.uint8),
+            TypeError,
+            ["is uint8; with weight_scale_inv it must be float8_e4m3fn", "view(jnp.float8_e4m3fn)"],
+        ),
+        (
+            "deepseek_v3 in FP8",
+            "experts.0.gate_proj.weight_scale_inv",
+            lambda a: np.full(a.shape, 120, np.uint8),
+            TypeError,
+            ["is uint8; it must be float32", "the exponent + 127", "view(jnp.float8_e8m0fnu)"],
+        ),
+        # E8M0 that something has read as numbers.
+        (
+            "deepseek_v4",
+            "experts.0.w2.scale",
+            lambda a: a.view(np.uint8).astype(np.float32),
+            TypeError,
+            [
+                "is float32; it must be float8_e8m0fnu or uint8",
+                "a byte of the exponent + 127",
+                "take them from the file",
+            ],
+        ),
+        (
+            "deepseek_v4",
+            "shared_experts.w1.scale",
+            lambda a: a.astype(BF16),
+            TypeError,
+            ["is bfloat16", "exponent + 127"],
+        ),
+        (
+            "gpt_oss",
+            "experts.gate_up_proj_scales",
+            lambda a: a.astype(np.float16),
+            TypeError,
+            ["is float16", "exponent + 127"],
+        ),
+        # More than the family has.
+        (
+            "qwen3_moe",
+            "experts.8.up_proj.weight",
+            lambda _: np.ones(3),
+            ValueError,
+            ["1 tensors of the layer belong to nothing", "experts.8"],
+        ),
+        ("mixtral", "experts.0.w1.bias", lambda _: np.ones(3), ValueError, ["experts.0.w1.bias"]),
+        # No arrays of NumPy.
+        (
+            "mixtral",
+            "experts.0.w1.weight",
+            lambda _: [1.0],
+            TypeError,
+            ["is a builtins.list; pass NumPy or JAX arrays"],
+        ),
+    ],
+)
+def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, error, told):
+    made = CASES[case]()
+    name = f"{'model.' if made.family != 'deepseek_v4' else ''}layers.{LAYER}.{BLOCKS.get(made.family, 'mlp')}.{below}"
+    raises(changed(made.tensors, name, change), made.family, error, name, *told)
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "told"),
+    [
+        ("mixtral", "qwen3_moe", ["'layers.3.mlp.gate.weight', the router of layer 3", "those of 'mixtral'"]),
+        ("qwen3_moe", "deepseek_v3", ["gate.e_score_correction_bias' is missing"]),
+        (
+            "deepseek_v3",
+            "qwen3_moe",
+            ["belong to nothing that family='qwen3_moe' has", "those of 'deepseek_v3' or 'kimi_k2'"],
+        ),
+        ("gpt_oss", "mixtral", ["those of 'gpt_oss'"]),
+        ("deepseek_v4", "deepseek_v3", ["those of 'deepseek_v4'"]),
+        ("mixtral", "mistral", ["family='mistral' must be one of 'mixtral', 'qwen3_moe',"]),
+    ],
+)
+def test_the_wrong_family_is_told_by_the_names_that_are_there(case, family, told):
+    raises(CASES[case]().tensors, family, ValueError, *told)
+
+
+def test_formats_that_are_not_read_are_refused_with_what_is_there():
+    case = CASES["qwen3_moe"]()
+    packed = {name.replace("proj.weight", "proj.weight_packed"): array for name, array in case.tensors.items()}
+    raises(
+        packed, "qwen3_moe", ValueError, "experts.0.gate_proj.weight' is missing", "Beside it there are weight_packed."
+    )
+    case = CASES["qwen3_moe in FP8"]()
+    per_channel = {name.replace("_scale_inv", "_scale"): array for name, array in case.tensors.items()}
+    told = ["experts.0.gate_proj.weight_scale_inv' is missing", "Beside it there are weight, weight_scale."]
+    raises(per_channel, "qwen3_moe", ValueError, *told)
+
+
+def test_a_layer_without_experts_is_told_which_layers_have_some():
+    case = CASES["deepseek_v3"]()
+    more = {name.replace("layers.3.", "layers.7."): array for name, array in case.tensors.items()}
+    with pytest.raises(ValueError, match=r"router of layer 0 where family='deepseek_v3'.*that have one: 3, 7\."):
+        from_hf(case.tensors | more, "deepseek_v3", 0)
+    with pytest.raises(ValueError, match=r"No layer has one\."):
+        from_hf({}, "deepseek_v3", 0)
+
+
+def test_two_models_in_one_checkpoint_are_told_apart_by_their_prefix():
+    case = CASES["kimi_k2 in FP8"]()
+    both = case.tensors | {f"draft.{name}": array for name, array in case.tensors.items()}
+    with pytest.raises(ValueError, match=r"2 routers of layer 3: language_model\.model\..*Pass prefix="):
+        from_hf(both, "kimi_k2", LAYER)
+    weights = from_hf(both, "kimi_k2", LAYER, prefix="draft.language_model.model.")
+    assert weights.experts.num_experts == EXPERTS
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path, unchecked_shapes):
+    with pytest.raises(TypeError, match="tensors is a list; it must be a path, or a mapping"):
+        from_hf([np.ones(3)], "mixtral", 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError, match=r"neither a \.safetensors file nor a directory with any"):
+        from_hf(tmp_path, "mixtral", 0)
+
+
+def weights_of(name: str) -> Any:
+    case = CASES[name]()
+    return from_hf(case.tensors, case.family, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "change", "error", "told"),
+    [
+        ("mixtral", "deepseek_v3", {}, ValueError, "selection_bias is None; .* has 'gate.e_score_correction_bias'"),
+        ("deepseek_v3", "mixtral", {}, ValueError, "selection_bias is given, and family='mixtral' has no name for it"),
+        (
+            "deepseek_v4",
+            "deepseek_v3",
+            {},
+            TypeError,
+            "experts.w_gate is MXFP4; family='deepseek_v3' has 16 or 32 bits, FP8",
+        ),
+        ("gpt_oss", "mixtral", {"router_bias": None}, ValueError, "experts have biases"),
+        (
+            "mixtral",
+            "gpt_oss",
+            {"router_bias": np.ones(8)},
+            ValueError,
+            "experts.b_gate, experts.b_up, experts.b_down is None",
+        ),
+        ("deepseek_v3 in FP8", "deepseek_v4", {}, TypeError, "BlockScaled with a float32 scale for 128x128"),
+        ("qwen3_next", "qwen3_next", {"shared_gate": None}, ValueError, "shared_gate is None"),
+    ],
+)
+def test_weights_that_a_family_cannot_have_are_not_written(case, family, change, error, told):
+    with pytest.raises(error, match=told):
+        to_hf(dataclasses.replace(weights_of(case), **change), family, LAYER)
+
+
+def test_scales_are_not_rounded_on_their_way_back(unchecked_shapes):
+    weights = weights_of("deepseek_v3 in FP8")
+    with pytest.raises(ValueError, match="weight_scale_inv cannot be bfloat16 without rounding"):
+        to_hf(weights, "deepseek_v3", LAYER, scale_dtype=jnp.bfloat16)
+    per_channel = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32), "channel")
+    with pytest.raises(TypeError, match="BlockScaled with a float32 scale for channel"):
+        to_hf(dataclasses.replace(weights, experts=per_channel), "deepseek_v3", LAYER)
+    with pytest.raises(TypeError, match="weights is a dict; pass the MoEWeights"):
+        to_hf({}, "mixtral", 0)  # pyright: ignore[reportArgumentType]
+
+
+def test_powers_of_two_stay_what_they_are_in_either_family():
+    case = CASES["deepseek_v3 in FP8"]()
+    name = f"{MLP}experts.3.up_proj.weight_scale_inv"
+    powers = {
+        key: np.exp2(np.round(np.log2(array))).astype(np.float32) if key.endswith("scale_inv") else array
+        for key, array in case.tensors.items()
+    }
+    as_e8m0 = {key: array.astype(E8M0) if key.endswith("scale_inv") else array for key, array in powers.items()}
+    weights: Any = from_hf(as_e8m0, "deepseek_v3", LAYER)
+    assert weights.experts.w_up.scales.dtype == E8M0
+    assert weights.experts.w_up.values.dtype == E4M3
+    again = to_hf(weights, "deepseek_v3", LAYER)
+    assert again[name].dtype == np.float32
+    np.testing.assert_array_equal(again[name], powers[name])
+    # As DeepSeek-V4 has its shared expert, all experts may be.
+    in_v4 = dataclasses.replace(weights, selection_bias=weights.selection_bias)
+    assert to_hf(in_v4, "deepseek_v4", LAYER)[f"{FFN}experts.3.w3.scale"].dtype == E8M0
+
+
+def test_weights_are_a_pytree():
+    weights: MoEWeights = weights_of("qwen3_moe in NVFP4")
+    assert sorted(weights.input_scales or ()) == ["experts.w_down", "experts.w_gate", "experts.w_up"]
+    doubled = jax.jit(lambda weights: jax.tree.map(lambda leaf: leaf, weights))(weights)
+    assert doubled.router_kernel.shape == (HIDDEN, EXPERTS)
