@@ -33,7 +33,7 @@ from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, Inputs, Outcome, S
 from jaxmoe.bench.beside_table import Result, header, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of
 from jaxmoe.bench.layer import make_mesh
-from jaxmoe.bench.options import DTYPES, BesideOptions
+from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import Timed, time_calls
@@ -92,11 +92,13 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
       ValueError: sizes or numbers of ranks that cannot be.
     """
     meshes = _make_meshes(options)
-    mesh, dtype = meshes[False], DTYPES[options.dtype]
+    mesh, of_weights = meshes[False], (options.wide, options.block)
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
     # As many experts per rank in two groups as in one.
     of_groups = dataclasses.replace(shape, num_experts=shape.num_experts // 2)
-    weights = {groups: make_weights(each, of_groups if groups else shape, dtype) for groups, each in meshes.items()}
+    weights = {
+        groups: make_weights(each, of_groups if groups else shape, *of_weights) for groups, each in meshes.items()
+    }
     blank = Result(
         program="",
         tokens=0,
@@ -149,11 +151,11 @@ class _Bench:
         options: BesideOptions,
     ) -> None:
         self.mesh, self.config, self.implementation, self.options = mesh, config, implementation, options
-        self.of_layer: dict[str, Any] = {"implementation": implementation, "precision": options.precision}
+        self.of_layer: dict[str, Any] = {"implementation": implementation, "precision": options.of_layer}
         self.names = [name for name in options.programs if PROGRAMS[name].groups == (DATA_AXIS in mesh.axis_names)]
         self.split = NamedSharding(mesh, P(mesh.axis_names))
         hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
-        self.inputs = weights(x=make_tokens(self.split, (tokens * mesh.size, hidden), DTYPES[options.dtype]))
+        self.inputs = weights(x=make_tokens(self.split, (tokens * mesh.size, hidden), options.wide))
         self.compiled: dict[tuple[str, str], Any] = {}  # or why that could not be compiled
         self.layer_times: dict[Pass, Timed] = {}
         self.is_right = False  # the layer alone, compared with the reference
@@ -273,7 +275,7 @@ class _Bench:
         """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
         if self.is_right:
             return ""
-        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.options.precision)
+        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.options.of_layer)
         assert answer.y is not None
         error = error_of(answer.y, sample, self.mesh)
         self.is_right = error <= sample.allowed
@@ -332,16 +334,16 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
     Raises:
       ValueError: it cannot.
     """
-    shape, dtype, tokens = _shape_of(options, mesh), DTYPES[options.dtype], max(options.tokens) * mesh.size
+    shape, dtype, tokens = _shape_of(options, mesh), options.wide, max(options.tokens) * mesh.size
     slots = (tokens, shape.top_k)
     try:
         return jaxmoe.explain(
             jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),
             jax.ShapeDtypeStruct(slots, jnp.int32),
             jax.ShapeDtypeStruct(slots, jnp.float32),
-            jax.eval_shape(functools.partial(init_experts, shape, dtype), jax.random.key(0)),
+            jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0)),
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
-            precision=options.precision,
+            precision=options.of_layer,
             **where(mesh),
         ).call.implementation
     except NotImplementedError as error:

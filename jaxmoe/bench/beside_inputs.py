@@ -15,13 +15,14 @@ from jaxmoe.bench.inputs import AXIS
 from jaxmoe.bench.shapes import LayerShape
 
 
-def init_experts(shape: LayerShape, dtype: Any, key: Any) -> jaxmoe.Experts:
-    """Returns random experts of a layer."""
-    return jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
+def init_experts(shape: LayerShape, dtype: Any, block: str | None, key: Any) -> jaxmoe.Experts:
+    """Returns random experts of a layer, quantised where `block` says to what."""
+    wide = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
+    return wide if block is None else jaxmoe.quantize(wide, block)
 
 
-def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., Inputs]:
-    """Returns a function from tokens to inputs.
+def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any, block: str | None) -> Callable[..., Inputs]:
+    """Returns a function from tokens to inputs; the arguments are those of `init_experts`.
 
     Raises:
       ValueError: the dense layers cannot be split over the ranks.
@@ -40,7 +41,7 @@ def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any) -> Callable[..., Inp
             numbers = jax.random.normal(jax.random.fold_in(key, number), sizes, jnp.float32)
             return (numbers * sizes[0] ** -0.5).astype(dtype)
 
-        experts = tuple(init_experts(shape, dtype, jax.random.fold_in(key, number)) for number in range(2))
+        experts = tuple(init_experts(shape, dtype, block, jax.random.fold_in(key, number)) for number in range(2))
         dense = tuple(
             (normal(2 * layer, shape.hidden, width), normal(2 * layer + 1, width, shape.hidden))
             for layer in range(1, 1 + DENSE_LAYERS)

@@ -319,6 +319,7 @@ class Program:
         compiler decides what travels.
       groups: whether the ranks form two groups that share no experts, on a mesh with a data axis.
       prefetches: whether a thread of the host brings the next tokens and reads the last loss while calls run.
+      trains: whether experts are differentiated, which those in 8 or 4 bits cannot be.
       compiler_options: for XLA.
     """
 
@@ -327,6 +328,7 @@ class Program:
     per_rank: bool = False
     groups: bool = False
     prefetches: bool = False
+    trains: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def on(self, mesh: Mesh, config: jaxmoe.RouterConfig, of_layer: Mapping[str, Any]) -> Callable[..., Outcome]:
@@ -367,13 +369,16 @@ PROGRAMS: dict[str, Program] = {
     "aux": Program("statistics and loss by jaxmoe.router_aux", _aux),
     "norm_before": Program("global sum over the tokens that the layer reads too", _norm_before),
     "norm_after": Program("global sum over what the layer returns", _norm_after),
-    "train": Program("gradients of router and experts, with the balance loss", _train),
-    "train_norm": Program("the same and the norm of all gradients, as for clipping", _train_norm),
+    "train": Program("gradients of router and experts, with the balance loss", _train, trains=True),
+    "train_norm": Program("the same and the norm of all gradients, as for clipping", _train_norm, trains=True),
     "gathers": _in_shard_map(
         "three layers, weights of dense ones gathered meanwhile (FSDP)", _gathers, compiler_options=_OVERLAP
     ),
     "scatters": _in_shard_map(
-        "gradients of two layers, those of dense ones scattered meanwhile (FSDP)", _scatters, compiler_options=_OVERLAP
+        "gradients of two layers, those of dense ones scattered meanwhile (FSDP)",
+        _scatters,
+        trains=True,
+        compiler_options=_OVERLAP,
     ),
     "permute": _in_shard_map(
         "micro-batches of a pipeline: one is passed on, the next computed", _permute, compiler_options=_OVERLAP

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from absl import flags
@@ -190,18 +190,18 @@ class BesideOptions:
     """One run of `python -m jaxmoe.bench beside`.
 
     Args:
-      programs: members of `beside_programs.PROGRAMS`.
+      programs: members of `beside_programs.PROGRAMS`; empty for all that there can be.
       tokens: per rank.
       ranks: of the programs; 0 for all devices.
       shape: of the layer; `None` for the widths of qwen3-30b-a3b and 32 experts per rank.
-      dtype: a key of `DTYPES`, of tokens and weights.
-      precision: of `moe_layer`, whose experts are wide.
+      dtype: a key of `DTYPES`, of tokens and weights, or of `NARROW`, of experts.
+      precision: of `moe_layer`, where experts are wide.
       implementation: of `moe_layer`; `None` lets it choose.
       seconds: for which a program is timed.
       json: file to which the results are added, one JSON object a line.
     """
 
-    programs: tuple[str, ...] = tuple(PROGRAMS)
+    programs: tuple[str, ...] = ()
     tokens: tuple[int, ...] = (64, 1024, 8192)
     ranks: int = 0
     shape: shapes.LayerShape | None = None
@@ -212,20 +212,42 @@ class BesideOptions:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype, tuple(DTYPES))
+        _check_dtype(self.dtype, (*DTYPES, *NARROW))
         if self.precision not in (None, *ROUNDED):
             raise ValueError(
                 f"--precision={self.precision} is not one of {', '.join(ROUNDED)}, which take wide experts."
             )
-        for name in self.programs or ("",):
+        if self.precision is not None and self.dtype in NARROW:
+            raise ValueError(f"--precision={self.precision} and --dtype={self.dtype}, which has one. Leave one out.")
+        possible = [name for name, program in PROGRAMS.items() if self.dtype not in NARROW or not program.trains]
+        if not self.programs:
+            object.__setattr__(self, "programs", tuple(possible))
+        for name in self.programs:
             if name not in PROGRAMS:
                 raise ValueError(f"--programs={name} is not one of {', '.join(PROGRAMS)}.")
+            if name not in possible:
+                raise ValueError(f"--programs={name} differentiates experts, which --dtype={self.dtype} cannot be.")
         if not self.tokens or min(self.tokens) < 1:
             raise ValueError(f"--tokens={','.join(map(str, self.tokens))}: a rank needs at least one token.")
         if self.ranks < 0:
             raise ValueError(f"--ep={self.ranks}: a number of ranks is at least 1, or 0 for all devices.")
         if self.implementation not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"--implementation={self.implementation} is not one of {', '.join(IMPLEMENTATIONS)}.")
+
+    @property
+    def wide(self) -> Any:
+        """The dtype of tokens, and of dense weights."""
+        return DTYPES.get(self.dtype, jnp.bfloat16)
+
+    @property
+    def block(self) -> str | None:
+        """What experts are quantised to, as of `jaxmoe.quantize`."""
+        return NARROW[self.dtype].block if self.dtype in NARROW else None
+
+    @property
+    def of_layer(self) -> Precision | None:
+        """The precision that `moe_layer` is called with."""
+        return NARROW[self.dtype].precision if self.dtype in NARROW else self.precision
 
 
 def _check_dtype(dtype: str, known: Sequence[str]) -> None:
@@ -296,9 +318,10 @@ _TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM a
 _KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
 _PROGRAMS = flags.DEFINE_list(
     "programs",
-    list(PROGRAMS),
-    "Of beside: what the layer runs beside. --tokens is then 64,1024,8192 and --shape the widths of qwen3-30b-a3b with "
-    "32 experts per rank where they are not given, --implementation what moe_layer chooses; one --ep and one shape.",
+    [],
+    "Of beside: what the layer runs beside, everything where it is not given. --tokens is then 64,1024,8192 and "
+    "--shape the widths of qwen3-30b-a3b with 32 experts per rank where they are not given, --implementation what "
+    "moe_layer chooses; one --ep and one shape.",
 )
 _PRECISION = flags.DEFINE_enum(
     "precision",

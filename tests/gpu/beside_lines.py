@@ -11,6 +11,7 @@ import pytest
 from jaxmoe import machine
 from jaxmoe.bench.beside import TIMEOUT_SECONDS
 from jaxmoe.bench.beside_programs import PROGRAMS
+from jaxmoe.bench.options import NARROW
 from tests.multiprocess.launcher import LaunchError, launch
 
 TOKENS = (64, 1024, 8192)
@@ -42,16 +43,17 @@ class Lines:
 
     Args:
       processes: of the run.
+      dtype: of tokens and experts, or of experts alone.
       precision: of the layer.
       cases: tokens per rank and programs.
     """
 
-    def __init__(self, processes: int, precision: str | None, cases: Iterable[tuple[int, str]]) -> None:
+    def __init__(self, processes: int, dtype: str, precision: str | None, cases: Iterable[tuple[int, str]]) -> None:
         cases = list(cases)
         tokens = [number for number in TOKENS if number in {case[0] for case in cases}]
         programs = [name for name in PROGRAMS if name in {case[1] for case in cases}]
         options = {"tokens": tokens, "programs": programs, "seconds": SECONDS}
-        options |= {"implementation": "megakernel", "precision": precision}
+        options |= {"implementation": "megakernel", "dtype": dtype, "precision": precision}
         # Beside the tests' own JAX on the same GPUs.
         environment = {"JAXMOE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self.ending = "the run has ended well"
@@ -82,11 +84,13 @@ class Lines:
         return result
 
 
-def selected(session: pytest.Session, suite: type) -> set[tuple[int, str]]:
+def selected(session: pytest.Session, suite: type["BesideSuite"]) -> set[tuple[int, str]]:
     """The cases of a `BesideSuite` that are to be tested, of those that `pytest -k` and the like have left."""
     found = set()
     for item in session.items:
         if isinstance(item, pytest.Function) and item.cls is suite:
+            if suite.dtype in NARROW and PROGRAMS[str(item.callspec.params["program"])].trains:
+                continue
             found.add((item.callspec.params["tokens"], item.callspec.params["program"]))
     return found
 
@@ -108,7 +112,13 @@ class BesideSuite:
     """What has to hold of every program, in `processes` processes. One run, `lines` (conftest.py), serves all tests."""
 
     processes: int
+    dtype: str = "bf16"  # a key of DTYPES or NARROW of the benchmark's options
     precision: str | None = None  # of the layer, whose experts are wide
+
+    @pytest.fixture(autouse=True)
+    def _possible(self, program) -> None:
+        if self.dtype in NARROW and PROGRAMS[program].trains:
+            pytest.skip("these experts have no gradients")
 
     def test_it_ends_and_returns_what_layer_and_other_work_return_alone(self, lines, tokens, program):
         lines.of(tokens, program)

@@ -8,4 +8,5 @@ from tests.gpu.beside_lines import Lines, selected
 @pytest.fixture(scope="class")
 def lines(request):
     """The results of one run of the programs that a subclass of `BesideSuite` is about."""
-    return Lines(request.cls.processes, request.cls.precision, selected(request.session, request.cls))
+    suite = request.cls
+    return Lines(suite.processes, suite.dtype, suite.precision, selected(request.session, suite))

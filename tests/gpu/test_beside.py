@@ -16,3 +16,15 @@ class TestInOneProcess(BesideSuite):
 class TestInOneProcessInEightBits(BesideSuite):
     processes = 1
     precision = "fp8"
+
+
+class TestInOneProcessWithDecodedExperts(BesideSuite):
+    """Decoded ahead in 8 bits; in 4 bits, with 64 tokens a rank, in registers."""
+
+    processes = 1
+    dtype = "w8a16"
+
+
+class TestInOneProcessInFourBits(BesideSuite):
+    processes = 1
+    dtype = "mxfp4-a16"

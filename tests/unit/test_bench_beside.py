@@ -88,9 +88,15 @@ def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
     assert_equal_to_their_parts(measured("train_norm", implementation="xla"))
 
 
+def test_with_experts_in_4_bits_programs_return_what_layer_and_other_work_return_alone():
+    shape = LayerShape(64, 64, 8, 2)
+    results = measured("loss", "two_layers", dtype="mxfp4-a16", shape=shape, implementation="megakernel")
+    assert_equal_to_their_parts(results)
+
+
 def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:
     split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-    weights = beside.make_weights(mesh, SHAPE, jnp.float32)
+    weights = beside.make_weights(mesh, SHAPE, jnp.float32, None)
     return weights(x=jax.device_put(jax.random.normal(jax.random.key(7), (32, SHAPE.hidden)), split))
 
 
@@ -325,8 +331,7 @@ def test_options_say_what_is_wrong_with_them():
     ):
         with pytest.raises(ValueError, match=message):
             options("plain", **changes)
-    with pytest.raises(ValueError, match=r"--programs= is not one of plain"):
-        options()
+    assert options().programs == tuple(PROGRAMS)
     with pytest.raises(ValueError, match=r"num_experts=9 cannot be spread over the 2 ranks"):
         measured("plain", shape=dataclasses.replace(SHAPE, num_experts=9))
     with pytest.raises(ValueError, match=r"hidden=33, by which .*, cannot be spread over 2 ranks"):

@@ -13,6 +13,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe.bench import candidates, inputs, layer, shapes
+from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.candidates import Candidate
 from jaxmoe.bench.options import BASELINE, BesideOptions, Options
 from jaxmoe.bench.shapes import LayerShape
@@ -181,5 +182,8 @@ def test_options_in_8_bits_that_cannot_be_say_why():
             options("fp8-block", passes=passes)
     with pytest.raises(ValueError, match=r"--dtype=fp4 is not one of bf16, f16, fp8-block, fp8-channel, w8a16"):
         options("fp4")
-    with pytest.raises(ValueError, match=r"--dtype=w8a16 is not one of bf16, f16, which can be measured here"):
-        BesideOptions(dtype="w8a16")
+    with pytest.raises(ValueError, match=r"--precision=fp8 and --dtype=w8a16, which has one"):
+        BesideOptions(dtype="w8a16", precision="fp8")
+    with pytest.raises(ValueError, match=r"--programs=train differentiates experts, which --dtype=w8a16 cannot be"):
+        BesideOptions(("plain", "train"), dtype="w8a16")
+    assert set(BesideOptions(dtype="w8a16").programs) == {name for name in PROGRAMS if not PROGRAMS[name].trains}
