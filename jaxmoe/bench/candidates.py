@@ -21,7 +21,7 @@ from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.schedule import tile_sizes
+from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
 from jaxmoe.options import Arguments, Precision
 from jaxmoe.plan import KernelPlan
 
@@ -178,7 +178,8 @@ def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic |
         return traffic.of_gathering(inputs.routings, inputs.shape)
     plan, backward = candidate.plan, candidate.plan.backward
     if candidate.pass_name == "forward":
-        return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens)
+        ahead = weight_slots(inputs.shape, _platform(mesh), plan) > 0
+        return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens, ahead)
     assert backward is not None
     tile = tile_sizes(inputs.shape, _platform(mesh))
     if candidate.pass_name == "backward":

@@ -110,7 +110,8 @@ class MegakernelMemory(Terms):
     Args:
       weights: `active_experts * expert_bytes`. An expert without rows is not read.
       weights_decoded: where they have fewer bits than they are multiplied in, `2 * active_experts` times the bytes of
-        an expert in the dtype of x: written by dispatch, read by the GEMMs. Much of it stays in L2.
+        an expert in the dtype of x: written by dispatch, read by the GEMMs. Much of it stays in L2. 0 where the GEMMs
+        decode them.
       tokens_staged: `tokens * (answer_bytes + token_bytes)`: x read, which is as wide as answers, and its copy written
         where peers reach it. One rank alone makes no copy of tokens that are not rounded: 0.
       tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
@@ -147,14 +148,16 @@ class MegakernelMemory(Terms):
     lists_read: Bytes
 
     @classmethod
-    def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelMemory":
-        """Counts the terms of one rank."""
+    def of_rank(
+        cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool, ahead: bool = True
+    ) -> "MegakernelMemory":
+        """Counts the terms of one rank; `ahead`: weights that are decoded are so before the GEMMs read them."""
         rows, slots = routing.rows(rank), routing.used_slots(rank)
         to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
         token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
         return cls(
             weights=weight_bytes(routing, shape, rank),
-            weights_decoded=2 * weight_bytes(routing, shape.wide, rank) if shape.formats.decodes else 0,
+            weights_decoded=2 * weight_bytes(routing, shape.wide, rank) if shape.formats.decodes and ahead else 0,
             tokens_staged=shape.tokens * (answer + token) if shape.ranks > 1 or shape.formats.tokens.scale_rows else 0,
             tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,
@@ -290,13 +293,16 @@ class Traffic:
     complete: bool
 
 
-def of_megakernel(routings: Sequence[Routing], shape: Shape, keep_tokens: bool) -> Traffic:
-    """Returns what a forward pass of `"megakernel"` moves with a plan that keeps tokens or does not."""
-    memory, links = (
-        busiest(lambda routing, rank, kind=kind: kind.of_rank(routing, shape, rank, keep_tokens).items(), routings)
-        for kind in (MegakernelMemory, MegakernelLinks)
-    )
-    return Traffic(memory, links, complete=True)
+def of_megakernel(routings: Sequence[Routing], shape: Shape, keep_tokens: bool, ahead: bool = True) -> Traffic:
+    """Returns what a forward pass of `"megakernel"` moves with a plan that keeps tokens and decodes ahead, or not."""
+
+    def memory(routing: Routing, rank: int) -> Mapping[str, Bytes]:
+        return MegakernelMemory.of_rank(routing, shape, rank, keep_tokens, ahead).items()
+
+    def links(routing: Routing, rank: int) -> Mapping[str, Bytes]:
+        return MegakernelLinks.of_rank(routing, shape, rank, keep_tokens).items()
+
+    return Traffic(busiest(memory, routings), busiest(links, routings), complete=True)
 
 
 def of_gathering(routings: Sequence[Routing], shape: Shape) -> Traffic:

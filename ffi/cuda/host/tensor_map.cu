@@ -71,7 +71,9 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   for (const int32_t extent : box) {
     if (extent < 1 || extent > kMaxBoxExtent) return given + ". Box sizes have to be in 1 .. 256.";
   }
-  if (*box.begin() * element_bytes / of_byte > kSwizzleBytes) return given + ". A row of a box has to be at most 128 bytes.";
+  if (*box.begin() * element_bytes / of_byte > kSwizzleBytes) {
+    return given + ". A row of a box has to be at most 128 bytes.";
+  }
   const int64_t multiple = kAlignment * of_byte / element_bytes;
   if (*extents.begin() % multiple != 0) {
     return given + ". The innermost extent has to be a multiple of " + std::to_string(multiple) + "; pad it to " +
@@ -94,7 +96,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   const CUresult status = encode(
       map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
       box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      packed ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      packed ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
            "). Strides have to be multiples of 16 bytes and below 2^40.";

@@ -6,7 +6,8 @@
 //                               for stages that nothing reads any more
 //   end(sums, position, release)
 //
-// All threads of a warpgroup make every call.
+// All threads of a warpgroup make every call. Weights that are decoded in registers have a policy of another kind
+// (packed.cuh), which has all steps.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Products of rows with weights in 4 bits that are decoded in the registers of the warps that multiply them: for experts
-// with few rows, where a launch takes as long as its weights take to be read. What decode.cuh makes of them, in a ring in
-// memory, is written and read once more; here nothing leaves the multiprocessor.
+// Products of rows with weights in 4 bits that are decoded in the registers of the warps that multiply them: for
+// experts with few rows, where a launch takes as long as its weights take to be read. What decode.cuh makes of them, in
+// a ring in memory, is written and read once more; here nothing leaves the multiprocessor.
 //
 // The factors change places: columns of weights are the rows of what the tensor cores multiply, so that few rows of
 // tokens cost them little. A warp has 32 columns of a tile, in two blocks of 16, of all its rows, so every weight is
@@ -25,8 +25,8 @@ namespace jaxmoe {
 
 // Scales of groups, and how numbers are made of E2M1 with them. Behind the sign, the bits of E2M1 are the exponent's
 // lowest two and the mantissa's highest of a BF16 number that is 2^126 times smaller, subnormal ones too. Times a scale
-// that is 2^126 times larger it is exact, but the largest scales have no BF16 number so large: all are 2^kLessened times
-// smaller, and the sums are multiplied with that.
+// that is 2^126 times larger it is exact, but the largest scales have no BF16 number so large: all are 2^kLessened
+// times smaller, and the sums are multiplied with that.
 struct GroupScales {
   static constexpr int kLessened = 16;
   static constexpr float kToSums = 0x1p16f;
@@ -70,12 +70,15 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
   }
 }
 
-// The Accumulate policy (accumulate.cuh). With g = lane / 4 and t = lane % 4, sums.values[4 (16 b + i) + 2 h + j] is
-// column g + 8 h of the warp's block b of columns, and row 8 i + 2 t + j.
+// The Accumulate policy (accumulate.cuh), with the loop over steps in it, so that it is chosen once for a tile by its
+// rows. Scales through shared memory, by asynchronous copies, took 4 % longer (docs/performance.md).
 //
-// A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth a thread has 16 t to
-// 16 t + 15, in 8 bytes of a column and 32 of a row, all of one group; so 8 neighbouring numbers are a word of weights
-// and 16 bytes of a row.
+// With g = lane / 4 and t = lane % 4, sums.values[4 (16 b + i) + 2 h + j] is column g + 8 h of the warp's block b of
+// columns, and row 8 i + 2 t + j.
+//
+// A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth a thread has 16 t
+// to 16 t + 15, in 8 bytes of a column and 32 of a row, all of one group; so 8 neighbouring numbers are a word of
+// weights and 16 bytes of a row.
 class FromPacked {
  public:
   // Of a warp. In shared memory, as those of other policies.
@@ -177,8 +180,8 @@ class FromPacked {
     now_[2] = now_[3];
   }
 
-  // The products of the two slices of a word have sums of their own where these are free: those of row blocks behind the
-  // ones that there are. So neighbouring products do not wait for each other.
+  // The products of the two slices of a word have sums of their own where these are free: those of row blocks behind
+  // the ones that there are. So neighbouring products do not wait for each other.
   static constexpr int kSplitBlocks = 4;
   template <int kRowBlocks>
   static __device__ __forceinline__ void add_split(ptx::Accumulators& sums) {
@@ -208,8 +211,8 @@ class FromPacked {
     }
   }
 
-  // Of so many blocks of 8 rows, from the one that is named on. More than 8 would spill: of more rows weights are decoded
-  // twice, which is less than what the products then take.
+  // Of so many blocks of 8 rows, from the one that is named on. More than 8 would spill: of more rows weights are
+  // decoded twice, which is less than what the products then take.
   template <int kRowBlocks, int kFirstBlock = 0, class Stage>
   __device__ __forceinline__ void multiply_rows(ptx::Accumulators& sums, const Stage& stage) const {
     constexpr int kInTurn = kRowBlocks < 4 ? kRowBlocks : 4;
@@ -256,8 +259,9 @@ class FromPacked {
           for (int slice = 0; slice < 2; ++slice) {
 #pragma unroll
             for (int j = 0; j < kInTurn; ++j) {
-              const uint32_t first = slice == 0 ? lines[j].x : lines[j].y, second = slice == 0 ? lines[j].z : lines[j].w;
-              const uint32_t b[2] = {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+              const uint32_t early = slice == 0 ? lines[j].x : lines[j].y;
+              const uint32_t late = slice == 0 ? lines[j].z : lines[j].w;
+              const uint32_t b[2] = {__byte_perm(early, late, 0x5410), __byte_perm(early, late, 0x7632)};
 #pragma unroll
               for (int block = 0; block < 2; ++block) {
                 const int apart = kRowBlocks <= kSplitBlocks ? slice * kSplitBlocks : 0;

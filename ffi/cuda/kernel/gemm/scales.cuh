@@ -47,8 +47,8 @@ __device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task&
   noted.sixteen = p.weight_group_columns == 16;
 }
 
-// Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring were
-// written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
+// Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring
+// were written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
 template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
                                                      const MathThread& thread) {

@@ -57,8 +57,8 @@ struct TwoPanels {
   Panel panels[kPanels];
 };
 
-// `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes of
-// one column, and nothing is swizzled: warps read 16 lines at a time, half of each, which costs two of their turns at
+// `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes
+// of one column, and nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which costs two turns at
 // shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the halves together.
 template <int kWidth>
 struct PackedTile {

@@ -24,7 +24,7 @@ struct Lines {
   static constexpr int kColumns = Tiling::kColumns / Roles::kMathWarpgroups;
   static constexpr int kStride = kColumns * 2 + 16;
 
-  // The row that a lane stores in a pass over the tile, counted from the pass's first; lanes 8 and on repeat it, unused.
+  // The row that a lane stores in a pass over the tile, counted from the pass's first; lanes 8 and on repeat it.
   static __device__ __forceinline__ int32_t row_of(const MathThread& thread) {
     return kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps) + thread.lane % kRowsOfWarp;
   }
@@ -42,8 +42,8 @@ __device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
   }
 }
 
-// For each 32 rows of the tile: fill(lines, first row block, rows left), target(row) and what has been filled goes there, `columns`
-// of it, of which `bytes` belong to the result.
+// For each 32 rows of the tile: fill(lines, first row block, rows left) fills lines, and of each `columns` go to
+// target(row) + first_column, where there is one.
 template <class Variant, class Fill, class Target>
 __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              int32_t first_column, int32_t columns, const Fill& fill,
@@ -128,9 +128,10 @@ struct AcrossAnswers {
       fill_whole<Variant>(sums, thread, lines, first_block, rows,
                           [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
     };
+    const uint32_t* const targets = cta.template at<uint32_t>(p.layout.row_targets);
     store_across(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
       if (row < Lines::kRows) return answer_of(cta, target);
-      return answer_of(cta, {__ldcg(cta.template at<uint32_t>(p.layout.row_targets) + ring_row_of<Variant>(task, row))});
+      return answer_of(cta, {__ldcg(targets + ring_row_of<Variant>(task, row))});
     });
   }
 };
@@ -149,9 +150,12 @@ struct AcrossH {
     const int32_t columns = p.gated ? Lines::kColumns / 2 : Lines::kColumns;  // of the warpgroup
     const int32_t first = tile.first + columns * thread.warpgroup;
     const int32_t first_of_thread = tile.first + (p.gated ? 16 : 32) * thread.warp + thread.lane / 4;
-    const ColumnTerms gate = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread, tile.count);
-    const ColumnTerms second = p.gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first_of_thread, tile.count)
-                                       : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread + 16, tile.count);
+    const auto terms_of = [&](const void* biases, const float* scales, int32_t column) {
+      return ColumnTerms::of(cta, biases, scales, task.expert, column, tile.count);
+    };
+    const ColumnTerms gate = terms_of(p.b_gate, p.w_gate_scales, first_of_thread);
+    const ColumnTerms second = p.gated ? terms_of(p.b_up, p.w_up_scales, first_of_thread)
+                                       : terms_of(p.b_gate, p.w_gate_scales, first_of_thread + 16);
     with_activation_kind(p.activation.kind, [&](auto kind) {
       const auto activate = [&](float gate_value, float up_value) {
         return activate_as<decltype(kind)::value>(p.activation, gate_value, up_value);
