@@ -128,10 +128,10 @@ struct AcrossAnswers {
       fill_whole<Variant>(sums, thread, lines, first_block, rows,
                           [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
     };
-    const uint32_t* const targets = cta.template at<uint32_t>(p.layout.row_targets);
     store_across(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
       if (row < Lines::kRows) return answer_of(cta, target);
-      return answer_of(cta, {__ldcg(targets + ring_row_of<Variant>(task, row))});
+      const int64_t ring_row = ring_row_of<Variant>(task, row);
+      return answer_of(cta, {__ldcg(cta.template at<uint32_t>(p.layout.row_targets) + ring_row)});
     });
   }
 };
@@ -150,12 +150,10 @@ struct AcrossH {
     const int32_t columns = p.gated ? Lines::kColumns / 2 : Lines::kColumns;  // of the warpgroup
     const int32_t first = tile.first + columns * thread.warpgroup;
     const int32_t first_of_thread = tile.first + (p.gated ? 16 : 32) * thread.warp + thread.lane / 4;
-    const auto terms_of = [&](const void* biases, const float* scales, int32_t column) {
-      return ColumnTerms::of(cta, biases, scales, task.expert, column, tile.count);
-    };
-    const ColumnTerms gate = terms_of(p.b_gate, p.w_gate_scales, first_of_thread);
-    const ColumnTerms second = p.gated ? terms_of(p.b_up, p.w_up_scales, first_of_thread)
-                                       : terms_of(p.b_gate, p.w_gate_scales, first_of_thread + 16);
+    const ColumnTerms gate = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread, tile.count);
+    const ColumnTerms second =
+        p.gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first_of_thread, tile.count)
+                : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread + 16, tile.count);
     with_activation_kind(p.activation.kind, [&](auto kind) {
       const auto activate = [&](float gate_value, float up_value) {
         return activate_as<decltype(kind)::value>(p.activation, gate_value, up_value);
