@@ -65,8 +65,7 @@ class SwiGLU:
 
     `(clip(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g)` with `g = min(gate, limit)`.
 
-    `SwiGLU()` equals `"silu"` on gated experts. gpt-oss is `SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)` (its
-    published model code), DeepSeek-V4 is `SwiGLU(limit=10.0)` (`swiglu_limit` of its configuration).
+    `SwiGLU()` equals `"silu"` on gated experts. The classmethods are those of published models.
 
     The slope is one up to and including the limit and zero beyond it, as in PyTorch's `clamp`.
 
@@ -76,8 +75,7 @@ class SwiGLU:
       up_offset: added to the clamped up projection.
 
     >>> import jax.numpy as jnp, jaxmoe
-    >>> gpt_oss = jaxmoe.SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)
-    >>> gpt_oss.value(jnp.array([100.0]), jnp.array([-9.0])).round(2)
+    >>> jaxmoe.SwiGLU.gpt_oss().value(jnp.array([100.0]), jnp.array([-9.0])).round(2)
     Array([-42.], dtype=float32)
     """
 
@@ -93,6 +91,16 @@ class SwiGLU:
                 object.__setattr__(self, name, float(value))
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"SwiGLU: limit={self.limit} must be positive, or None for no clamp.")
+
+    @classmethod
+    def gpt_oss(cls) -> "SwiGLU":
+        """gpt-oss-20b and 120b: the activation of their published model code."""
+        return cls(limit=7.0, alpha=1.702, up_offset=1.0)
+
+    @classmethod
+    def deepseek_v4(cls) -> "SwiGLU":
+        """DeepSeek-V4: `swiglu_limit` of its configuration."""
+        return cls(limit=10.0)
 
     def _clamp(self, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
         # `where` and not `clip`: JAX gives a clip half the slope at the limit itself, a value that bfloat16 rows do

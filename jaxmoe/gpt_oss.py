@@ -23,7 +23,7 @@ def experts_from_gpt_oss(
     Values stay packed: nothing but reshapes, and slices that tell the rows of gate and up apart, which take turns.
     NumPy arrays stay NumPy arrays (views of what is passed), so that experts can be put on their devices afterwards,
     by `jax.device_put` with a sharding. The activation of gpt-oss is
-    `jaxmoe.SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)`, and `moe_layer` decodes such experts exactly by default.
+    `jaxmoe.SwiGLU.gpt_oss()`, and `moe_layer` decodes such experts exactly by default.
 
     Args:
       gate_up_proj_blocks: uint8 `[experts, 2 * intermediate, hidden / 32, 16]`, two values in a byte.

@@ -2,21 +2,39 @@
 
 import dataclasses
 import typing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 Class = TypeVar("Class", bound=type)
+
+
+def _equal(self: Any, other: Any) -> bool:
+    if type(self) is not type(other):
+        return False
+    names = [field.name for field in dataclasses.fields(self)]
+    return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return not any(isinstance(each, jax.Array | np.ndarray) for each in (one, other)) and bool(one == other)
 
 
 @typing.dataclass_transform(frozen_default=True)
 def pytree(cls: Class) -> Class:
     """Makes a class a frozen dataclass that is a pytree of its fields and can be part of a `jax.export` signature.
 
+    Two of them are equal if their fields are, and arrays if they are the same array: what they hold is not looked at,
+    so that a comparison has an answer under `jit` as well.
+
     The fields are left out of the run-time type checks of the tests, because JAX rebuilds pytrees around things that
     are no arrays (partition specs, placeholders). `experts.check` checks `Experts` at every call of `moe_layer`.
     """
-    frozen = typing.no_type_check(dataclasses.dataclass(frozen=True)(cls))
+    frozen = typing.no_type_check(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    frozen.__eq__, frozen.__hash__ = _equal, None
     registered = jax.tree_util.register_dataclass(frozen)
     jax.export.register_pytree_node_serialization(
         registered,

@@ -108,7 +108,7 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
         device=mesh.devices.flat[0].device_kind,
         jax=jax.__version__,
     )
-    config = dataclasses.replace(jaxmoe.RouterConfig.qwen3_moe(), top_k=shape.top_k)
+    config = jaxmoe.RouterConfig.qwen3_moe(top_k=shape.top_k)
     stopped_by = ""
     for tokens in options.tokens:
         benches: dict[bool, _Bench] = {}

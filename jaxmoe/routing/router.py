@@ -35,7 +35,8 @@ _EPSILON = 1e-20
 class RouterConfig:
     """How experts are chosen and weighted. Hashable, and static under `jax.jit`.
 
-    The classmethods are the routers of published models; change one with `dataclasses.replace`.
+    The classmethods are the routers of published models; what they are given replaces fields of theirs:
+    `RouterConfig.qwen3_moe(top_k=4)`.
 
     Args:
       top_k: experts per token.
@@ -52,8 +53,8 @@ class RouterConfig:
     Raises:
       TypeError, ValueError: a field is of the wrong type or out of range.
 
-    >>> import dataclasses, jaxmoe
-    >>> dataclasses.replace(jaxmoe.RouterConfig.deepseek_v3(), top_k=4).scaling_factor
+    >>> import jaxmoe
+    >>> jaxmoe.RouterConfig.deepseek_v3(top_k=4).scaling_factor
     2.5
     """
 
@@ -89,44 +90,45 @@ class RouterConfig:
             raise ValueError(f"RouterConfig: epsilon={self.epsilon} must be zero or positive, and finite.")
 
     @classmethod
-    def mixtral(cls) -> "RouterConfig":
+    def mixtral(cls, **changes: Any) -> "RouterConfig":
         """Mixtral 8x7B (8 experts): Jiang et al. 2024, arXiv:2401.04088, section 2.1.
 
         Their softmax over the two largest logits is computed as softmax, top-k, renormalise: the same numbers.
         """
-        return cls(top_k=2, epsilon=0.0)
+        return cls(**{"top_k": 2, "epsilon": 0.0} | changes)
 
     @classmethod
-    def qwen3_moe(cls) -> "RouterConfig":
+    def qwen3_moe(cls, **changes: Any) -> "RouterConfig":
         """Qwen3-30B-A3B and 235B-A22B (128 experts): Yang et al. 2025, arXiv:2505.09388; `norm_topk_prob` is true."""
-        return cls(top_k=8, epsilon=0.0)
+        return cls(**{"top_k": 8, "epsilon": 0.0} | changes)
 
     @classmethod
-    def deepseek_v3(cls) -> "RouterConfig":
+    def deepseek_v3(cls, **changes: Any) -> "RouterConfig":
         """DeepSeek-V3 and R1 (256 experts): arXiv:2412.19437, equations 12-16; groups and scaling of its configuration.
 
         Needs the selection bias of the checkpoint, `e_score_correction_bias`.
         """
-        return cls(top_k=8, score="sigmoid", num_groups=8, top_groups=4, scaling_factor=2.5)
+        published = {"top_k": 8, "score": "sigmoid", "num_groups": 8, "top_groups": 4, "scaling_factor": 2.5}
+        return cls(**published | changes)
 
     @classmethod
-    def kimi_k2(cls) -> "RouterConfig":
+    def kimi_k2(cls, **changes: Any) -> "RouterConfig":
         """Kimi K2 (384 experts): arXiv:2507.20534 and its configuration, DeepSeek-V3's router without groups."""
-        return cls(top_k=8, score="sigmoid", scaling_factor=2.827)
+        return cls(**{"top_k": 8, "score": "sigmoid", "scaling_factor": 2.827} | changes)
 
     @classmethod
-    def gpt_oss(cls) -> "RouterConfig":
+    def gpt_oss(cls, **changes: Any) -> "RouterConfig":
         """gpt-oss-20b (32 experts) and 120b (128): arXiv:2508.10925. The router's own bias belongs in the logits."""
-        return cls(top_k=4, score="topk_softmax")
+        return cls(**{"top_k": 4, "score": "topk_softmax"} | changes)
 
     @classmethod
-    def deepseek_v4(cls) -> "RouterConfig":
+    def deepseek_v4(cls, **changes: Any) -> "RouterConfig":
         """DeepSeek-V4-Flash (256 experts): `DeepseekV4Config` of Hugging Face transformers 5.23.
 
         Needs `e_score_correction_bias` as selection bias. Its first layers choose experts by a table from token id to
         experts: pass those as `route(..., topk_ids=table[tokens])`.
         """
-        return cls(top_k=6, score="sqrtsoftplus", scaling_factor=1.5)
+        return cls(**{"top_k": 6, "score": "sqrtsoftplus", "scaling_factor": 1.5} | changes)
 
 
 @pytree

@@ -77,7 +77,7 @@ def test_nan_and_infinity_are_not_hidden(activation):
 
 @pytest.mark.parametrize(
     ("model", "activation"),
-    [("gpt_oss", jaxmoe.SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)), ("deepseek_v4", jaxmoe.SwiGLU(limit=10.0))],
+    [("gpt_oss", jaxmoe.SwiGLU.gpt_oss()), ("deepseek_v4", jaxmoe.SwiGLU.deepseek_v4())],
 )
 def test_swiglu_reproduces_the_clamped_activations_of_published_models(model, activation):
     gate, up, output = (GOLDEN[f"{model}/{name}"] for name in ("gate", "up", "output"))

@@ -96,3 +96,10 @@ def test_the_balance_loss_is_that_of_hugging_face_divided_by_top_k() -> None:
 
 def test_the_golden_data_says_what_made_it() -> None:
     assert json.loads(str(GOLDEN["metadata"]))["transformers"] == "5.23.0"
+
+
+def test_presets_take_what_differs_from_the_published_router():
+    for preset in (jaxmoe.RouterConfig.qwen3_moe, jaxmoe.RouterConfig.deepseek_v3, jaxmoe.RouterConfig.gpt_oss):
+        assert preset(top_k=3) == dataclasses.replace(preset(), top_k=3)
+        with pytest.raises(TypeError, match="topk"):
+            preset(topk=3)
