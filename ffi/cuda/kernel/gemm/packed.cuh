@@ -149,7 +149,8 @@ class FromPacked {
   }
 
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
-  // their words are loaded from the multiple of four before.
+  // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
+  // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
   __device__ __forceinline__ void load_groups(int32_t nth) {
     const uint8_t* const column = groups_of_column();
     const int32_t first = kLoadBytes * nth;

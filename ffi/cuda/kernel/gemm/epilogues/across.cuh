@@ -112,7 +112,7 @@ __device__ __forceinline__ void fill_whole(const ptx::Accumulators& sums, const 
   }
 }
 
-// The target of the row that this thread stores first was looked up before the products; those of others here.
+// The target of the row that this thread stores first is looked up by the caller; those of others here.
 struct AcrossAnswers {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
