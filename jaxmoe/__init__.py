@@ -18,6 +18,7 @@ from jaxmoe.four_bit import MXFP4, NVFP4
 from jaxmoe.gpt_oss import experts_from_gpt_oss
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.plan import KernelPlan, Plan, default_plan
 from jaxmoe.quantization import dequantize, quantize
 from jaxmoe.routing import (
@@ -52,6 +53,7 @@ __all__ = [
     "LayerFailedError",
     "MoEAux",
     "MoEStats",
+    "NetworkPlan",
     "Plan",
     "RouterConfig",
     "Routing",

@@ -22,6 +22,8 @@ from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import Call, Inputs
+from jaxmoe.network import layer as across_hosts
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
@@ -42,6 +44,7 @@ def moe_layer(
     plan: AnyPlan | None = None,
     residuals: Residuals | None = None,
     precision: Precision | None = None,
+    network: NetworkPlan | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Sends every token through its chosen experts and returns the weighted sum of what they answer.
@@ -94,6 +97,10 @@ def moe_layer(
         Gradients are those of the layer in the dtype of `x`, of `x` and of the experts as they were before rounding
         (decoded, where they came in 8 or 4 bits); gate and up are then computed again, unless nothing but experts was
         decoded.
+      network: where the experts are spread over several hosts: which ranks are of one host, and how tokens travel
+        between hosts, by XLA's collectives, around a layer that each host computes for itself. `None`: as the devices
+        of the mesh say, with the choices that `jaxmoe.explain` shows; `jaxmoe.NetworkPlan(ranks_per_host=...)` states
+        it, for instance inside a `shard_map` whose mesh is abstract.
       return_stats: also return `MoEStats`, summed over the ranks that share the experts (outside `shard_map`: all).
         With a balance loss besides, `jaxmoe.router_aux` has both in one sum over the mesh.
 
@@ -117,7 +124,7 @@ def moe_layer(
     (3, 8)
     """
     arguments = Arguments(x, topk_ids, topk_weights, experts, token_valid)
-    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision)
+    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network)
     y, stats = run(arguments, options, return_stats)
     return (y, stats) if return_stats else y
 
@@ -195,5 +202,6 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     if x.size == 0:  # XLA:GPU (jax 0.11) crashes while it compiles gradients of products without rows
         y = jnp.zeros_like(x)
     else:
-        y = IMPLEMENTATIONS[call.implementation].run(call, Inputs(x, ids, weights, arguments.experts))
+        inputs, on_ranks = Inputs(x, ids, weights, arguments.experts), IMPLEMENTATIONS[call.implementation].run
+        y = on_ranks(call, inputs) if call.levels is None else across_hosts.run(call, inputs, on_ranks)
     return y.reshape(*batch, call.shape.hidden), stats

@@ -18,6 +18,9 @@ from jaxmoe import reach, sharding
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
+from jaxmoe.network import choice, levels
+from jaxmoe.network.levels import Levels
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, Residuals
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
@@ -56,10 +59,12 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement, precisions.formats_of(precision, weights, x.dtype))
+    hosts = _levels(options, placement, shape)
+    launch_shape = shape if hosts is None else choice.shape_on_host(shape, hosts)
     quantizes = precision is not None and not isinstance(weights.w_gate, QuantizedMatrix)
 
     def call_of(implementation: Implementation, reason: str) -> Call:
-        plan = _plan_for(implementation, options) or implementation.default_plan(shape, platform)
+        plan = _plan_for(implementation, options) or implementation.default_plan(launch_shape, platform)
         residuals = options.residuals or implementation.residuals
         if precisions.rounds_rows(precision):
             residuals = "recompute"  # what the forward pass computes is not what the backward pass differentiates
@@ -75,11 +80,27 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
             precision,
             quantizes,
             biases=any(bias is not None for bias in (weights.b_gate, weights.b_up, weights.b_down)),
+            levels=hosts,
         )
 
-    call = _choose(options, platform, placement.group, call_of)
-    IMPLEMENTATIONS[call.implementation].check(call)
+    call = _choose(options, platform, placement.group if hosts is None else hosts.on_host, call_of)
+    IMPLEMENTATIONS[call.implementation].check(choice.call_on_host(call))
     return call
+
+
+def _levels(options: CallOptions, placement: sharding.Placement, shape: Shape) -> Levels | None:
+    """Returns what travels between hosts; `None` where the experts are on one, or nothing says that they are not."""
+    if options.network is not None and not isinstance(options.network, NetworkPlan):
+        raise TypeError(
+            f"moe_layer: network is a {type(options.network).__name__}; it must be a jaxmoe.NetworkPlan or None."
+        )
+    group, stated = placement.group, options.network and options.network.ranks_per_host
+    of_host = levels.ranks_per_host(group, options.mesh, stated)
+    if of_host == group.size:
+        return None
+    mesh = placement.mesh if placement.mesh is not None else jax.sharding.get_abstract_mesh()
+    plan = choice.complete(options.network, shape, group.size // of_host)
+    return Levels(*levels.split(group, of_host, mesh), plan)
 
 
 def _choose(
@@ -96,7 +117,7 @@ def _choose(
         return call_of(XLA, f"{otherwise}, which the plan is for")
     try:
         call = call_of(MEGAKERNEL, f"implementation=None: {best!r}, which can run this call")
-        MEGAKERNEL.check(call)
+        MEGAKERNEL.check(choice.call_on_host(call))
     except (NotImplementedError, TypeError, ValueError) as error:
         if options.plan is not None:
             raise

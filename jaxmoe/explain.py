@@ -6,6 +6,9 @@ from typing import Any
 from jaxmoe import call as calls
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.implementations.explanation import Explanation
+from jaxmoe.network import explain as across_hosts
+from jaxmoe.network.choice import call_on_host
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
 
 __all__ = ["Explanation", "explain"]
@@ -26,6 +29,7 @@ def explain(
     plan: Any = None,
     residuals: Residuals | None = None,
     precision: Precision | None = None,
+    network: NetworkPlan | None = None,
 ) -> Explanation:
     """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
 
@@ -43,6 +47,7 @@ def explain(
       plan: as for `moe_layer`.
       residuals: as for `moe_layer`.
       precision: as for `moe_layer`.
+      network: as for `moe_layer`.
 
     Raises:
       ValueError: as `moe_layer` would.
@@ -61,6 +66,7 @@ def explain(
     """
     call = calls.check(
         Arguments(x, topk_ids, topk_weights, experts, token_valid),
-        CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision),
+        CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network),
     )
-    return IMPLEMENTATIONS[call.implementation].explain(call)
+    of_launch = IMPLEMENTATIONS[call.implementation].explain(call_on_host(call))
+    return across_hosts.explain(call, of_launch)

@@ -35,3 +35,4 @@ class CallOptions:
     plan: Any = None
     residuals: Any = None
     precision: Any = None
+    network: Any = None

@@ -47,10 +47,10 @@ def _hosts(devices: Any) -> set[tuple[str, int]]:
     """Returns a name for each host that has one of the devices."""
     if len({device.process_index for device in devices}) == 1:  # which runs on one, whatever number it was given
         return {("host", 0)}
-    return {_host_of(device) for device in devices}
+    return {host_of(device) for device in devices}
 
 
-def _host_of(device: Any) -> tuple[str, int]:
+def host_of(device: Any) -> tuple[str, int]:
     """Returns a name of the device's host that all processes agree on.
 
     It is the number that JAX gives a host by its boot id, which the processes tell each other when GPUs are first used.

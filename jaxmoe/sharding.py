@@ -5,7 +5,7 @@ Called by `api.py`; the implementations get an `ExpertGroup` and never see a mes
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,26 +25,55 @@ Pytree = TypeVar("Pytree")
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks over which the experts are spread: mesh axes that are manual where the methods are called.
+    """Ranks that share something, such as the experts: mesh axes that are manual where the methods are called.
 
     A group without axes has one rank; every method is then the identity, so that no caller needs a second path.
+
+    Args:
+      axis_names: the axes.
+      size: number of ranks in the group.
+      parts: where the axes hold several groups, the positions along the axes (first one slowest) of each, all of
+        `size`; empty where the axes are one group.
     """
 
     axis_names: tuple[str, ...] = ()
     size: int = 1
+    parts: tuple[tuple[int, ...], ...] = ()
 
     def index(self) -> Int[Array, ""]:
         """Returns this rank's position in the group, first axis slowest."""
-        return jax.lax.axis_index(self.axis_names) if self.axis_names else jnp.int32(0)
+        return self._of_position(lambda number, place: place)
+
+    def part(self) -> Int[Array, ""]:
+        """Returns the number of this rank's group among `parts`."""
+        return self._of_position(lambda number, place: number) if self.parts else jnp.int32(0)
+
+    def _of_position(self, value: Callable[[int, int], int]) -> Int[Array, ""]:
+        if not self.axis_names:
+            return jnp.int32(0)
+        position = jax.lax.axis_index(self.axis_names)
+        if not self.parts:
+            return position
+        table = {
+            each: value(number, place) for number, part in enumerate(self.parts) for place, each in enumerate(part)
+        }
+        return jnp.array([table[each] for each in range(len(table))], jnp.int32)[position]
 
     def all_gather(self, array: Shaped[Array, "rows ..."]) -> Shaped[Array, "all_rows ..."]:
         """Returns the arrays of all ranks, concatenated along the first dimension in the order of `index`."""
-        return jax.lax.all_gather(array, self.axis_names, tiled=True) if self.axis_names else array
+        if not self.axis_names:
+            return array
+        return jax.lax.all_gather(array, self.axis_names, tiled=True, axis_index_groups=self._index_groups())
 
     def exchange(self, array: Shaped[Array, "all_rows ..."]) -> Shaped[Array, "ranks rows ..."]:
         """Sends the i-th of `size` equal parts to rank i and returns what the ranks sent here, `[ranks, rows, ...]`."""
         parts = array.reshape(self.size, array.shape[0] // self.size, *array.shape[1:])
-        return jax.lax.all_to_all(parts, self.axis_names, 0, 0) if self.axis_names else parts
+        if not self.axis_names:
+            return parts
+        return jax.lax.all_to_all(parts, self.axis_names, 0, 0, axis_index_groups=self._index_groups())
+
+    def _index_groups(self) -> list[list[int]] | None:
+        return [list(part) for part in self.parts] or None
 
 
 def replica_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh) -> np.ndarray:
@@ -55,8 +84,8 @@ def replica_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh) -> np.ndarray:
       mesh: the whole mesh, axes that the compiler handles included.
 
     Returns:
-      `[groups, ranks]` int64, ranks in the order of `ExpertGroup.index`. A device's number is its place in the mesh,
-      last axis fastest.
+      `[groups, ranks]` int64, ranks in the order of `ExpertGroup.index`; the groups of `parts` follow each other. A
+      device's number is its place in the mesh, last axis fastest.
 
     >>> replica_groups(ExpertGroup(("expert",), 2), AbstractMesh((2, 2), ("expert", "data"))).tolist()
     [[0, 2], [1, 3]]
@@ -64,7 +93,10 @@ def replica_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh) -> np.ndarray:
     numbers = np.arange(math.prod(mesh.axis_sizes), dtype=np.int64).reshape(mesh.axis_sizes)
     expert_axes = [mesh.axis_names.index(name) for name in group.axis_names]
     last = range(numbers.ndim - len(expert_axes), numbers.ndim)
-    return np.moveaxis(numbers, expert_axes, list(last)).reshape(-1, group.size)
+    of_axes = np.moveaxis(numbers, expert_axes, list(last))
+    if group.parts:
+        of_axes = of_axes.reshape(-1, len(group.parts) * group.size)[:, np.array(group.parts)]
+    return of_axes.reshape(-1, group.size)
 
 
 def devices_of_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh | None) -> np.ndarray | None:

@@ -1,8 +1,8 @@
 """What every implementation is given: a checked call, and its arrays on one rank. Also what they share."""
 
 import dataclasses
-import operator
-from typing import Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +11,9 @@ from jaxmoe.experts import Experts
 from jaxmoe.formats import BF16, Formats, bits
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement
+
+if TYPE_CHECKING:
+    from jaxmoe.network.levels import Levels
 
 # Rows of one pass over the balanced number. Beyond it comes another pass; below it rows are allocated and not used. The
 # same of the rows that the megakernel saves for its backward pass.
@@ -34,6 +37,8 @@ class Shape:
       ranks: size of the expert-parallel group.
       gated: whether the experts have an up projection.
       formats: of the arrays.
+      used_slots: share of the slots that name an expert of the group; the others are -1. Below 1 where the experts are
+        on several hosts, and this is the group of one.
     """
 
     tokens: int
@@ -44,6 +49,7 @@ class Shape:
     ranks: int = 1
     gated: bool = True
     formats: Formats = BF16
+    used_slots: float = 1.0
 
     @property
     def all_slots(self) -> int:
@@ -53,7 +59,7 @@ class Shape:
     @property
     def balanced_rows(self) -> int:
         """Rows of a rank when all ranks have equally many."""
-        return self.tokens * self.top_k
+        return math.ceil(self.tokens * self.top_k * self.used_slots)
 
     @property
     def local_experts(self) -> int:
@@ -122,6 +128,8 @@ class Call:
       precision: which arrays have 8 bits, see `precision.py`; `None` where none has.
       quantizes: whether the experts come wide, and are rounded to 8 bits in the call.
       biases: whether the experts have any.
+      levels: where the experts are on several hosts: what travels between them, around calls of the layer of one host,
+        whose plan this is (`network/choice.py`).
     """
 
     implementation: ImplementationName
@@ -135,6 +143,7 @@ class Call:
     precision: Precision | None = None
     quantizes: bool = False
     biases: bool = False
+    levels: "Levels | None" = None
 
     @property
     def dtype(self) -> Any:
@@ -171,11 +180,3 @@ class Inputs(NamedTuple):
     topk_ids: Int[Array, "tokens top_k"]
     topk_weights: Float[Array, "tokens top_k"]
     experts: Experts
-
-
-def integer(value: Any) -> int | None:
-    """Returns an integer of any type as int; `None` for anything else, `True` included."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None

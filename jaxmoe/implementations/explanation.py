@@ -23,7 +23,9 @@ class Explanation:
       residual_bytes: what each choice of `residuals` keeps for the backward pass beside the inputs; none of
         `"reference"`, which JAX differentiates.
       worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
-      wire_bytes: bytes each rank receives from its peers in one forward pass.
+      wire_bytes: bytes each rank receives from its peers in one forward pass, where experts are on several hosts from
+        those of its own.
+      network_bytes: bytes each rank receives from other hosts in one forward pass, under uniform routing.
       flops: floating-point operations per rank of a balanced forward pass.
       memory_name: what kind of memory `memory_bytes` is.
     """
@@ -36,6 +38,7 @@ class Explanation:
     worst_case_bytes: int
     wire_bytes: int
     flops: int
+    network_bytes: int = 0
     memory_name: str = "temporary memory of a forward pass"
 
     @property
@@ -46,12 +49,15 @@ class Explanation:
     def __str__(self) -> str:
         shape, group = self.call.shape, self.call.group
         ranks = f"{group.size} ranks of {' x '.join(group.axis_names)}" if group.axis_names else "one rank"
+        if (levels := self.call.levels) is not None:
+            ranks += f", {levels.hosts} hosts with {levels.on_host.size} rank(s) each"
         lines = [
             f"moe_layer runs implementation={self.implementation!r} on {self.call.platform}, {ranks}",
             f"  per rank: {shape.tokens} tokens x {shape.top_k} slots, hidden {shape.hidden}, intermediate "
             f"{shape.intermediate}, {shape.local_experts} of {shape.num_experts} experts, "
             f"{_formats(self.call)}",
             *(f"  {reason}" for reason in self.reasons),
+            *self._network(),
             f"  {self.flops / 1e12:.3g} TFLOP and {self.wire_bytes / 2**20:.1f} MiB received per rank and forward pass",
             f"  {self.memory_name} per rank, whatever the routing: "
             f"{sum(self.memory_bytes.values()) / 2**20:.1f} MiB (with buffers for the worst routing: "
@@ -67,6 +73,11 @@ class Explanation:
                 *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.backward_memory_bytes.items()),
             ]
         return "\n".join(lines)
+
+    def _network(self) -> list[str]:
+        if self.call.levels is None:
+            return []
+        return [f"  {self.network_bytes / 2**20:.1f} MiB received from other hosts per rank and forward pass"]
 
 
 def _formats(call: Call) -> str:

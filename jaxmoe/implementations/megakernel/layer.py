@@ -231,6 +231,8 @@ def _place(group: ExpertGroup) -> Int32[Array, "2"]:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(name for name in manual if name not in group.axis_names)
     number = jax.lax.axis_index(others) if others else jnp.int32(0)
+    if group.parts:
+        number = number * len(group.parts) + group.part()
     return jnp.stack(vary_alike((group.index(), number)))
 
 

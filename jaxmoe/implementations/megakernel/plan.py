@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxmoe.implementations.base import integer
+from jaxmoe.integers import integer
 
 
 @dataclasses.dataclass(frozen=True)

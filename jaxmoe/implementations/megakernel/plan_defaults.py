@@ -180,8 +180,9 @@ def pulls_per_token(shape: Shape) -> tuple[float, float]:
     >>> pulls_per_token(Shape(tokens=1, hidden=1, intermediate=1, num_experts=128, top_k=8, ranks=4))
     (6.0, 2.7)
     """
-    away = (shape.ranks - 1) / shape.ranks
-    return shape.top_k * away, round((shape.ranks - 1) * (1 - away**shape.top_k), 3)
+    # Of the slots of a token that name an expert of the group.
+    of_rank = shape.used_slots / shape.ranks
+    return shape.top_k * (shape.ranks - 1) * of_rank, round((shape.ranks - 1) * (1 - (1 - of_rank) ** shape.top_k), 3)
 
 
 def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:

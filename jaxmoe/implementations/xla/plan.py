@@ -7,7 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxmoe.e2m1 import ELEMENT
-from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape, integer
+from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
+from jaxmoe.integers import integer
 
 GroupedGemm = Literal["ragged_dot", "tokamax"]
 GROUPED_GEMMS: tuple[GroupedGemm, ...] = ("ragged_dot", "tokamax")

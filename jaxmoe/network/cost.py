@@ -1,0 +1,53 @@
+"""Bytes and time of tokens between hosts, under uniform routing: for the choice of a plan, and for `explain`.
+
+The rates are those of a usual cluster, not measured here; docs/scaling.md says what follows from them.
+"""
+
+import math
+
+from jaxmoe.implementations.base import Shape
+from jaxmoe.network.plan import NetworkPlan
+
+# 400 Gb/s for each GPU, each way.
+NETWORK_BYTES_PER_SECOND = 50e9
+# Of a launch beside its products: before the first and behind the last of them, on 2 x H200.
+LAUNCH_SECONDS = 200e-6
+# An id and a routing weight.
+SLOT_BYTES = 8
+
+
+def share_of_host(shape: Shape, hosts: int) -> float:
+    """Returns the share of tokens that have an expert on one host, if all sets of `top_k` experts are as likely.
+
+    >>> round(share_of_host(Shape(tokens=1, hidden=1, intermediate=1, num_experts=256, top_k=8), hosts=8), 3)
+    0.662
+    """
+    others = shape.num_experts - shape.num_experts // hosts
+    return 1 - math.comb(others, shape.top_k) / math.comb(shape.num_experts, shape.top_k)
+
+
+def network_bytes(shape: Shape, hosts: int, tokens: int) -> int:
+    """Returns what a rank receives from other hosts in a forward pass, and sends to them.
+
+    Args:
+      shape: of the whole group.
+      hosts: of the group.
+      tokens: that a rank sends each host: all of its tokens, or those of its rounds.
+    """
+    # Tokens go with their slots, answers come back. Both have the dtype of x.
+    of_token = 2 * shape.answer_bytes + SLOT_BYTES * shape.top_k
+    return (hosts - 1) * tokens * of_token
+
+
+def launches(shape: Shape, hosts: int, plan: NetworkPlan) -> int:
+    """Returns the launches of a forward pass under uniform routing: chunks, each with its rounds."""
+    assert plan.chunks is not None
+    if plan.round_tokens is None:
+        return plan.chunks
+    of_chunk = share_of_host(shape, hosts) * shape.tokens / plan.chunks
+    return plan.chunks * max(math.ceil(of_chunk / plan.round_tokens), 1)
+
+
+def sent_tokens(shape: Shape, hosts: int, plan: NetworkPlan) -> int:
+    """Returns the tokens that a rank sends each host under uniform routing, with the unused places of rounds."""
+    return shape.tokens if plan.round_tokens is None else launches(shape, hosts, plan) * plan.round_tokens

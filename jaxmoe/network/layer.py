@@ -1,0 +1,73 @@
+"""A layer over several hosts: chunks of tokens, each moved by `gather.py` or `send.py` around the layer of a host.
+
+`api.py` calls `run`. The chunks do not depend on each other, so XLA's scheduler is free to move the tokens of one while
+another is computed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmoe.experts import Experts
+from jaxmoe.implementations.base import Call, Inputs
+from jaxmoe.network import gather, send
+from jaxmoe.network.choice import call_on_host, chunk_tokens
+from jaxmoe.sharding import vary_alike
+
+
+def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Array]) -> Float[Array, "tokens hidden"]:
+    """Returns the output for the tokens of this rank.
+
+    Args:
+      call: with levels.
+      inputs: of this rank, with ids among the experts of all hosts.
+      run_on_host: the implementation.
+    """
+    levels, of_host = call.levels, call_on_host(call)
+    assert levels is not None
+    assert levels.plan.chunks is not None
+    inputs = vary_alike(inputs)
+    num_experts, tokens = call.shape.num_experts, call.shape.tokens
+
+    def on_host(inputs: Inputs) -> jax.Array:
+        return run_on_host(of_host, inputs)
+
+    if levels.plan.chunks > 1 or levels.plan.way == "send":
+        inputs = inputs._replace(experts=_summed_in_float32(call, inputs.experts))
+    way = gather if levels.plan.way == "gather" else send
+    outputs = [way.run(levels, num_experts, chunk, on_host) for chunk in _chunks(call, inputs)]
+    return outputs[0][:tokens] if len(outputs) == 1 else jnp.concatenate(outputs)[:tokens]
+
+
+def _chunks(call: Call, inputs: Inputs) -> list[Inputs]:
+    """Returns equal parts of the tokens; the last one is filled up with tokens that have no slots."""
+    assert call.levels is not None
+    assert call.levels.plan.chunks is not None
+    number = call.levels.plan.chunks
+    size = chunk_tokens(call.shape, number)
+    x, ids, weights = inputs.x, inputs.topk_ids, inputs.topk_weights
+    if missing := number * size - call.shape.tokens:
+        x, weights = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, weights))
+        ids = jnp.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
+    parts = [slice(each * size, (each + 1) * size) for each in range(number)]
+    return [Inputs(x[part], ids[part], weights[part], inputs.experts) for part in parts]
+
+
+def _summed_in_float32(call: Call, experts: Experts) -> Experts:
+    """Returns experts whose gradients, a sum over launches, are added in float32 and rounded once.
+
+    The implementations cast experts to the dtype of x, and the compiler drops a cast there and back.
+    """
+
+    def wide(array: jax.Array) -> jax.Array:
+        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+    if call.freezes:  # nothing but biases has gradients
+        biases = {name: getattr(experts, name) for name in ("b_gate", "b_up", "b_down")}
+        return dataclasses.replace(
+            experts, **{name: bias if bias is None else wide(bias) for name, bias in biases.items()}
+        )
+    return jax.tree.map(wide, experts)
