@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, Precision
 from jaxmoe.plan import KernelPlan
 
@@ -40,6 +41,7 @@ class Candidate:
       residuals: of `moe_layer`; `None` for its default. Of `"both"` alone, the one that has a forward pass to keep
         something of.
       precision: of `moe_layer`; `None` for its default.
+      network: of `moe_layer`; `None` for its default, which on one host is one level.
     """
 
     implementation: str
@@ -49,10 +51,13 @@ class Candidate:
     pass_name: Pass = "forward"
     residuals: str | None = None
     precision: Precision | None = None
+    network: NetworkPlan | None = None
 
     @property
     def plan_fields(self) -> dict[str, Any] | None:
         """The numbers of the plan of its pass by name; `"both"` has those of the backward pass as `"backward"`."""
+        if self.network is not None:
+            return {"network": {name: getattr(self.network, name) for name in NETWORK_FIELDS}}
         if self.plan is None:
             return None
         if self.pass_name == "backward":
@@ -64,6 +69,10 @@ class Candidate:
             "backward": _numbers(self.plan.backward),
             "residuals": self.residuals or "recompute",
         }
+
+
+# What of a plan between hosts a line names.
+NETWORK_FIELDS = ("ranks_per_host", "way", "chunks", "round_tokens")
 
 
 def _numbers(plan: KernelPlan) -> dict[str, Any]:
@@ -79,8 +88,9 @@ def candidates(
     sweep: Sweep,
     pass_name: Pass = "forward",
     residuals: str | None = None,
+    networks: Sequence[NetworkPlan] = (),
 ) -> list[Candidate]:
-    """Returns what to measure of an implementation, its default plan first.
+    """Returns what to measure of an implementation, its default plan first and plans between hosts last.
 
     Raises:
       ValueError: it cannot run these inputs.
@@ -93,15 +103,16 @@ def candidates(
         if inputs.precision is not None:
             raise NotImplementedError(f"{BASELINE} has no experts in 8 bits. Measure it with --dtype=bf16.")
         return alone
+    over_hosts = [_with_network(alone[0], network, inputs, mesh) for network in networks]
     plan = explain(alone[0], inputs, mesh).call.plan
     if not isinstance(plan, KernelPlan):
-        return alone
+        return alone + over_hosts
     if pass_name == "forward":
         default, with_plan = plan, lambda swept: swept
     else:
         default = backward_plan(plan, inputs.shape, _platform(mesh))
         with_plan = lambda swept: dataclasses.replace(plan, backward=swept)  # noqa: E731
-    return [
+    swept_plans = [
         Candidate(
             implementation,
             with_plan(swept),
@@ -113,6 +124,17 @@ def candidates(
         )
         for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
     ]
+    return swept_plans + over_hosts
+
+
+def _with_network(candidate: Candidate, network: NetworkPlan, inputs: Inputs, mesh: Mesh) -> Candidate:
+    """Returns the candidate with a plan between hosts, with what that leaves open chosen."""
+    candidate = dataclasses.replace(candidate, network=network, is_default=False, has_default_bits=False)
+    levels = explain(candidate, inputs, mesh).call.levels
+    if levels is None:
+        ranks = inputs.shape.ranks
+        raise ValueError(f"--ranks-per-host={network.ranks_per_host}: {ranks} ranks are one host. Take fewer.")
+    return dataclasses.replace(candidate, network=levels.plan)
 
 
 def _platform(mesh: Mesh) -> str:
@@ -128,6 +150,7 @@ def explain(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> jaxmoe.Explanat
         implementation=candidate.implementation,  # pyright: ignore[reportArgumentType]
         plan=candidate.plan,
         precision=candidate.precision,
+        network=candidate.network,
     )
 
 
@@ -144,6 +167,7 @@ def program(
         plan=candidate.plan,
         residuals=candidate.residuals,  # pyright: ignore[reportArgumentType]
         precision=candidate.precision,
+        network=candidate.network,
     )
     return lambda arguments: layer(*arguments[:4]), lambda experts: experts
 
@@ -170,8 +194,11 @@ def _baseline(mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Callable[[j
 def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic | None:
     """Returns what a call moves, `None` where that is for the compiler to say.
 
-    So it is of the reference, which applies every expert to every token, and of all gradients but the megakernel's.
+    So it is of the reference, which applies every expert to every token, of all gradients but the megakernel's, and of
+    what XLA's collectives move between hosts.
     """
+    if candidate.network is not None:
+        return None
     if candidate.plan is None:
         if candidate.implementation == "reference" or candidate.pass_name != "forward":
             return None
@@ -192,11 +219,15 @@ def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:
 
     Both passes use the same memory, one after the other: of both it is that of the larger one.
     """
-    if candidate.plan is None:
+    if candidate.plan is None and (candidate.network is None or candidate.implementation != "megakernel"):
         return None
     told = explain(candidate, inputs, mesh)
-    forward, backward = sum(told.memory_bytes.values()), sum(told.backward_memory_bytes.values())
+    forward, backward = _arena(told.memory_bytes), _arena(told.backward_memory_bytes)
     return {"forward": forward, "backward": backward, "both": max(forward, backward)}[candidate.pass_name]
+
+
+def _arena(memory_bytes: Mapping[str, int]) -> int:
+    return sum(size for name, size in memory_bytes.items() if name.startswith("arena: "))
 
 
 def dropped_rows(implementation: str, inputs: Inputs) -> int:

@@ -1,22 +1,42 @@
-"""Which GPU kernels a call spends its time in, from JAX's own profiler."""
+"""Which GPU kernels a call spends its time in, from JAX's own profiler, and what runs beside the layer's."""
 
+import bisect
 import collections
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+# In the names of the kernels of ffi/cuda/kernel/kernel.cuh.
+OF_LAYER = ("moe_forward", "moe_backward")
 
-def kernel_times(call: Callable[[], Any], calls: int = 5) -> list[tuple[str, float, float]]:
-    """Returns name, microseconds and launches per call of every kernel on the first GPU, longest first.
+
+class KernelTime(NamedTuple):
+    """All launches of a kernel in one call.
+
+    Args:
+      name: as the profiler has it.
+      microseconds: per call.
+      launches: per call.
+      beside_layer: microseconds per call in which a kernel of the layer was running as well.
+    """
+
+    name: str
+    microseconds: float
+    launches: float
+    beside_layer: float
+
+
+def kernel_times(call: Callable[[], Any], calls: int = 5) -> list[KernelTime]:
+    """Returns the kernels of a call on the first GPU, longest first.
 
     Args:
       call: runs the function to look at; it has been called before, so that nothing is compiled.
       calls: over which the times are averaged.
     """
-    nanoseconds, launches = collections.Counter[str](), collections.Counter[str]()
+    events: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([call() for _ in range(calls)])
@@ -25,6 +45,30 @@ def kernel_times(call: Callable[[], Any], calls: int = 5) -> list[tuple[str, flo
                 if "GPU:0" not in plane.name:
                     continue
                 for event in (event for line in plane.lines if "Stream" in line.name for event in line.events):
-                    nanoseconds[event.name] += event.duration_ns
-                    launches[event.name] += 1
-    return [(name, time / calls / 1e3, launches[name] / calls) for name, time in nanoseconds.most_common()]
+                    events[event.name].append((event.start_ns, event.start_ns + event.duration_ns))
+    of_layer = sorted(time for name, times in events.items() if _is_of_layer(name) for time in times)
+    found = [
+        KernelTime(
+            name,
+            sum(end - start for start, end in times) / calls / 1e3,
+            len(times) / calls,
+            0.0 if _is_of_layer(name) else sum(shared(time, of_layer) for time in times) / calls / 1e3,
+        )
+        for name, times in events.items()
+    ]
+    return sorted(found, key=lambda kernel: kernel.microseconds, reverse=True)
+
+
+def _is_of_layer(name: str) -> bool:
+    return any(each in name for each in OF_LAYER)
+
+
+def shared(time: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
+    """Returns how much of a stretch of time lies in others, which are sorted and do not overlap.
+
+    >>> shared((2, 7), [(0, 3), (4, 5), (6, 9)])
+    3
+    """
+    start, end = time
+    first = max(bisect.bisect_right(others, (start,)) - 1, 0)
+    return sum(max(min(end, last) - max(start, begin), 0) for begin, last in others[first:] if begin < end)

@@ -130,7 +130,13 @@ class _Lines:
         for implementation in sorted(self.options.implementations, key=lambda name: name != "xla"):
             try:
                 found = candidates(
-                    implementation, inputs, self.mesh, self.options.sweep, self.pass_name, self.options.residuals
+                    implementation,
+                    inputs,
+                    self.mesh,
+                    self.options.sweep,
+                    self.pass_name,
+                    self.options.residuals,
+                    self.options.networks,
                 )
             except (ValueError, NotImplementedError, TypeError) as error:
                 self.fail(Candidate(implementation), f"cannot run: {error}")
@@ -150,7 +156,7 @@ class _Lines:
     def _measure(
         self, candidate: Candidate, inputs: Inputs, gradients: GradientInputs | None, keep_outputs: bool
     ) -> None:
-        if not candidate.is_default:
+        if not candidate.is_default and candidate.network is None:
             if self.default_outputs is None and candidate.has_default_bits:
                 self.fail(candidate, "not run: the default plan has no checked outputs to compare with")
                 return
@@ -190,6 +196,8 @@ class _Lines:
         if result.microseconds is not None and candidate.is_default:
             self.microseconds[candidate.implementation] = result.microseconds
             result = self.scaling.of(result)
+        if candidate.network is not None:
+            result = result.over_one_level(self.microseconds.get(candidate.implementation))
         _print(table.line(result))
         if self.options.terms and candidate.is_default:
             _print(table.terms(result))
@@ -342,8 +350,9 @@ def _print(text: str) -> None:
 
 
 def _print_kernels(call: Callable[[], Any], count: int) -> None:
-    for kernel, microseconds, launches in kernels.kernel_times(call)[:count]:
-        _print(f"    {microseconds:10.1f} us in {launches:4.1f} launches  {kernel[:100]}")
+    for kernel in kernels.kernel_times(call)[:count]:
+        beside = f"{kernel.beside_layer:10.1f} us beside the layer"
+        _print(f"    {kernel.microseconds:10.1f} us in {kernel.launches:4.1f} launches, {beside}  {kernel.name[:100]}")
 
 
 def _failure(error: Exception) -> str:

@@ -13,6 +13,7 @@ from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.network.plan import WAYS, NetworkPlan
 from jaxmoe.options import Precision
 from jaxmoe.plan import KernelPlan
 from jaxmoe.precision import PRECISIONS, rounds_rows
@@ -128,6 +129,7 @@ class Options:
       rest: seconds of idleness before each block.
       terms: also print the bytes term by term.
       kernels: also print that many of the longest GPU kernels.
+      networks: plans between hosts to measure beside the call of one level, as if the ranks were on several.
       json: file to which the results are added, one JSON object a line.
     """
 
@@ -145,6 +147,7 @@ class Options:
     rest: float = 0.0
     terms: bool = False
     kernels: int = 0
+    networks: tuple[NetworkPlan, ...] = ()
     json: Path | None = None
 
     def __post_init__(self) -> None:
@@ -305,6 +308,15 @@ _SEGMENT_TILES = flags.DEFINE_list(
 _RESIDUALS = flags.DEFINE_enum(
     "residuals", None, ["recompute", "save"], "Of moe_layer in --pass=both: what is kept for the backward pass."
 )
+_RANKS_PER_HOST = flags.DEFINE_integer(
+    "ranks-per-host",
+    None,
+    "Also measure the layer as if so many of the ranks were on one host: XLA's collectives move tokens between those.",
+    lower_bound=1,
+)
+_WAY = flags.DEFINE_multi_enum("way", [], WAYS, "Of --ranks-per-host: NetworkPlan.way; may be repeated.")
+_CHUNKS = flags.DEFINE_list("chunks", [], "Of --ranks-per-host: NetworkPlan.chunks, in all combinations.")
+_ROUND_TOKENS = flags.DEFINE_list("round-tokens", [], "Of --ranks-per-host: NetworkPlan.round_tokens, likewise.")
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
 REST = flags.DEFINE_float(
@@ -360,8 +372,25 @@ def from_flags() -> Options:
         rest=REST.value,
         terms=_TERMS.value,
         kernels=_KERNELS.value,
+        networks=_networks(),
         json=Path(_JSON.value) if _JSON.value else None,
     )
+
+
+def _networks() -> tuple[NetworkPlan, ...]:
+    ways, chunks, rounds = (
+        _WAY.value,
+        _integers("chunks", _CHUNKS.value),
+        _integers("round-tokens", _ROUND_TOKENS.value),
+    )
+    if _RANKS_PER_HOST.value is None:
+        if ways or chunks or rounds:
+            raise ValueError(
+                "--way, --chunks and --round-tokens are of several hosts. Add --ranks-per-host, or leave them out."
+            )
+        return ()
+    values = itertools.product(ways or (None,), chunks or (None,), rounds or (None,))
+    return tuple(NetworkPlan(_RANKS_PER_HOST.value, *value) for value in values)  # pyright: ignore[reportArgumentType]
 
 
 def beside_from_flags() -> BesideOptions:

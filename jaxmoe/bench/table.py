@@ -63,6 +63,7 @@ class Result:
       scaling_ranks: the first number above 1 of those that the run was asked for.
       unrounded_error: of a layer in 8 bits, what `relative_error` is against the layer with the same weights before
         they had 8 bits, where nothing is rounded.
+      over_one_level_time: of a plan between hosts, time over that of the same ranks without one, measured before.
     """
 
     shape: str
@@ -107,6 +108,7 @@ class Result:
     scaling: float | None = None
     scaling_ranks: int | None = None
     unrounded_error: float | None = None
+    over_one_level_time: float | None = None
 
     def timed(self, blocks: Sequence[float], peak: Peaks | None, precision: Precision | None = None) -> "Result":
         """Returns the result with its times, and what follows from them.
@@ -156,6 +158,12 @@ class Result:
         others = {name: time for name, time in microseconds.items() if name != self.implementation}
         faster = {name: time / self.microseconds for name, time in others.items()}
         return dataclasses.replace(self, times_faster=faster)
+
+    def over_one_level(self, microseconds: float | None) -> "Result":
+        """Returns the result with its time over that of the same implementation on one level, where that was timed."""
+        if self.microseconds is None or microseconds is None:
+            return self
+        return dataclasses.replace(self, over_one_level_time=self.microseconds / microseconds)
 
     def scaled(self, reference: "Result") -> "Result":
         """Returns the result with its scaling from another number of ranks.
@@ -224,10 +232,16 @@ def line(result: Result) -> str:
             _number(r.memory_mib, ".0f"),
             str(r.dropped_rows),
             _number(r.times_faster.get("xla"), ".2f"),
-            "" if r.scaling is None else f"{r.scaling:.2f} of EP {r.scaling_ranks}",
+            _beside_others(r),
         ],
         in_8_bits,
     )
+
+
+def _beside_others(r: Result) -> str:
+    if r.over_one_level_time is not None:
+        return f"{r.over_one_level_time:.3f} x the time of one level"
+    return "" if r.scaling is None else f"{r.scaling:.2f} of EP {r.scaling_ranks}"
 
 
 def terms(result: Result) -> str:
@@ -256,13 +270,17 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     """Returns a plan as in the table.
 
     Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, in a backward pass / segment tiles.
-    What times both passes takes the default plan of each; of that it says what is kept for the backward pass.
+    What times both passes takes the default plan of each; of that it says what is kept for the backward pass. Over
+    several hosts: ranks per host, way, chunks / tokens of a round.
 
     >>> plan_text({"unit_tiles": 9, "lag_units": 3, "ring_tiles": 54, "chunk_rows": 4, "keep_tokens": True})
     '9/3/54/4k'
     """
     if plan is None:
         return "-"
+    if "network" in plan:
+        network = plan["network"]
+        return f"{network['ranks_per_host']} {network['way']} {network['chunks']}/{network['round_tokens'] or '-'}"
     if "backward" in plan:
         return plan["residuals"]
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int32
 
 from jaxmoe import native
@@ -190,8 +189,6 @@ def _launch(
         launch = functools.partial(lowering.call, target, types, **attributes)
     else:
         launch = functools.partial(jax.ffi.ffi_call(target, types), **attributes, devices=lowering.NOT_KNOWN)
-    if call.platform == "gpu" and call.group.size > 1:
-        launch = _on_collective_stream(launch)
     # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
     # that number, so they vary as the inputs do.
     outputs = launch(*vary_alike(tuple(operands[name] for name in given)))
@@ -204,17 +201,6 @@ def _several_processes() -> bool:
     Programs whose calls name devices have to use one mesh, which JAX checks, and cannot be lowered without devices.
     """
     return jax.process_count() > 1
-
-
-def _on_collective_stream(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts a launch that waits for its peers on the stream of XLA's own collectives.
-
-    On a stream of its own it could hold all multiprocessors of one GPU while a collective holds those of another, each
-    waiting for its peer.
-    """
-    # jax 0.10 has no such argument, and no way to reach the other GPUs either: limits.py lets no call come here.
-    options: dict[str, Any] = {"out_memory_spaces": jax.memory.Space.Device}
-    return compute_on(compute_type="gpu_stream:collective", **options)(launch)
 
 
 @_forward.defjvp
