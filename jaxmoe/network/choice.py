@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from jaxmoe.implementations.base import Call, Shape
-from jaxmoe.network.cost import LAUNCH_SECONDS, NETWORK_BYTES_PER_SECOND, network_bytes, share_of_host
+from jaxmoe.network.cost import NETWORK_BYTES_PER_SECOND, network_bytes, share_of_host, training_seconds
 from jaxmoe.network.levels import Levels
 from jaxmoe.network.plan import NetworkPlan, Way
 
@@ -97,15 +97,14 @@ def _way(shape: Shape, hosts: int) -> tuple[Way, str]:
 def _chunks(shape: Shape, hosts: int, way: Way) -> tuple[int, str]:
     if way == "send":
         return 1, "chunks=1: rounds cut the tokens into parts"
-    seconds = network_bytes(shape, hosts, shape.tokens) / NETWORK_BYTES_PER_SECOND
+    # Of a training step: of n chunks a n-th of the bytes travels while nothing is computed, and each costs launches.
+    travel, launch = training_seconds(shape, hosts)
     most = min(MOST_CHUNKS, max(shape.tokens // FEWEST_CHUNK_TOKENS, 1))
-    wanted = min(max(round(math.sqrt(seconds / LAUNCH_SECONDS)), 1), most)
+    wanted = min(max(round(math.sqrt(travel / launch)), 1), most)
     chunks = next(number for number in range(wanted, 0, -1) if shape.tokens % number == 0)
     return chunks, (
-        f"chunks={chunks}: {1e3 * seconds:.3g} ms of bytes at {NETWORK_BYTES_PER_SECOND / 1e9:.0f} GB/s, most of which "
-        f"travel while another part is computed; each launch takes {1e3 * LAUNCH_SECONDS:.1g} ms besides its products"
-        if chunks > 1
-        else "chunks=1: too few tokens to compute some while others travel"
+        f"chunks={chunks}: in a training step {1e3 * travel:.3g} ms of bytes at {NETWORK_BYTES_PER_SECOND / 1e9:.0f} "
+        f"GB/s, which travel while another part is computed, and {1e3 * launch:.2g} ms for each part"
     )
 
 

@@ -10,8 +10,10 @@ from jaxmoe.network.plan import NetworkPlan
 
 # 400 Gb/s for each GPU, each way.
 NETWORK_BYTES_PER_SECOND = 50e9
-# Of a launch beside its products: before the first and behind the last of them, on 2 x H200.
-LAUNCH_SECONDS = 200e-6
+# What a launch takes besides its products, before the first and behind the last of them, and what the gradients of
+# experts take that are a sum over launches: written and read again in float32. On 2 x H200: docs/performance.md.
+FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 200e-6, 700e-6
+SUM_BYTES, MEMORY_BYTES_PER_SECOND = 8, 4e12
 # An id and a routing weight.
 SLOT_BYTES = 8
 
@@ -37,6 +39,17 @@ def network_bytes(shape: Shape, hosts: int, tokens: int) -> int:
     # Tokens go with their slots, answers come back. Both have the dtype of x.
     of_token = 2 * shape.answer_bytes + SLOT_BYTES * shape.top_k
     return (hosts - 1) * tokens * of_token
+
+
+def training_seconds(shape: Shape, hosts: int) -> tuple[float, float]:
+    """Returns how long the bytes of a training step travel, and what each further launch of its passes costs.
+
+    A backward pass gathers gradients of outputs and sends back those of tokens: as many bytes as a forward pass.
+    """
+    travel = 2 * network_bytes(shape, hosts, shape.tokens) / NETWORK_BYTES_PER_SECOND
+    weights = shape.local_experts * (shape.projections + 1) * shape.hidden * shape.intermediate
+    sums = SUM_BYTES * weights / MEMORY_BYTES_PER_SECOND
+    return travel, FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS + sums
 
 
 def launches(shape: Shape, hosts: int, plan: NetworkPlan) -> int:

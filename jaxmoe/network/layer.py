@@ -4,17 +4,16 @@
 another is computed.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.experts import Experts
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.network import gather, send
 from jaxmoe.network.choice import call_on_host, chunk_tokens
+from jaxmoe.network.gradients import summed_in_float32, trained_of
 from jaxmoe.sharding import vary_alike
 
 
@@ -35,8 +34,9 @@ def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Ar
     def on_host(inputs: Inputs) -> jax.Array:
         return run_on_host(of_host, inputs)
 
-    if levels.plan.chunks > 1 or levels.plan.way == "send":
-        inputs = inputs._replace(experts=_summed_in_float32(call, inputs.experts))
+    if levels.plan.chunks > 1:
+        fixed, trained = trained_of(inputs.experts)
+        inputs = inputs._replace(experts=fixed(summed_in_float32(trained)))
     way = gather if levels.plan.way == "gather" else send
     outputs = [way.run(levels, num_experts, chunk, on_host) for chunk in _chunks(call, inputs)]
     return outputs[0][:tokens] if len(outputs) == 1 else jnp.concatenate(outputs)[:tokens]
@@ -54,20 +54,3 @@ def _chunks(call: Call, inputs: Inputs) -> list[Inputs]:
         ids = jnp.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
     parts = [slice(each * size, (each + 1) * size) for each in range(number)]
     return [Inputs(x[part], ids[part], weights[part], inputs.experts) for part in parts]
-
-
-def _summed_in_float32(call: Call, experts: Experts) -> Experts:
-    """Returns experts whose gradients, a sum over launches, are added in float32 and rounded once.
-
-    The implementations cast experts to the dtype of x, and the compiler drops a cast there and back.
-    """
-
-    def wide(array: jax.Array) -> jax.Array:
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
-
-    if call.freezes:  # nothing but biases has gradients
-        biases = {name: getattr(experts, name) for name in ("b_gate", "b_up", "b_down")}
-        return dataclasses.replace(
-            experts, **{name: bias if bias is None else wide(bias) for name, bias in biases.items()}
-        )
-    return jax.tree.map(wide, experts)

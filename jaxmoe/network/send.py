@@ -8,7 +8,6 @@ While a round is computed the tokens of the next one travel. The backward pass d
 tokens and gradients of outputs together, and keeps nothing of the forward pass but the inputs.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.experts import Experts
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Inputs
+from jaxmoe.network.gradients import gradients_like, summed_in_float32, trained_of
 from jaxmoe.network.levels import Levels
-from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import vary_alike
 
 OnHost = Callable[[Inputs], jax.Array]
@@ -79,7 +77,7 @@ def _layer_fwd(static: _Static, on_host: OnHost, inputs: Inputs) -> tuple[jax.Ar
 def _layer_bwd(static: _Static, on_host: OnHost, inputs: Inputs, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy).astype(inputs.x.dtype)
     routes = _routes(static, inputs.topk_ids)
-    fixed, trained = _trained(inputs.experts)
+    fixed, trained = trained_of(inputs.experts)
 
     def fetch(number: jax.Array) -> tuple[Inputs, jax.Array]:
         return _fetch(static, routes, number, inputs), _send(static, routes, number, dy)
@@ -90,36 +88,25 @@ def _layer_bwd(static: _Static, on_host: OnHost, inputs: Inputs, dy: jax.Array) 
         def layer(x: jax.Array, weights: jax.Array, trained: dict[str, Any]) -> jax.Array:
             return on_host(Inputs(x, tokens.topk_ids, weights, fixed(trained)))
 
-        dx, dweights, dtrained = jax.vjp(layer, tokens.x, tokens.topk_weights, trained)[1](dout)
+        # Cast here, not ahead of the loop: casts there and back in one computation are dropped by the compiler.
+        dx, dweights, dtrained = jax.vjp(layer, tokens.x, tokens.topk_weights, summed_in_float32(trained))[1](dout)
         returned = (_bring_back(static, routes, number, dx), _bring_back(static, routes, number, dweights))
         return jax.tree.map(jnp.add, sums, (*returned, dtrained))
 
     zeros = (
         jnp.zeros_like(inputs.x, jnp.promote_types(inputs.x.dtype, jnp.float32)),
         jnp.zeros_like(inputs.topk_weights),
-        jax.tree.map(jnp.zeros_like, trained),
+        jax.tree.map(jnp.zeros_like, jax.eval_shape(summed_in_float32, trained)),
     )
     dx, dweights, dtrained = _in_rounds(routes, fetch, work, zeros)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
-    gradients = _gradients(inputs.experts, dtrained)
+    gradients = gradients_like(
+        inputs.experts, jax.tree.map(lambda sum_, array: sum_.astype(array.dtype), dtrained, trained)
+    )
     return (Inputs(dx.astype(inputs.x.dtype), no_ids, dweights, gradients),)  # pyright: ignore[reportArgumentType]
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)
-
-
-def _trained(experts: Experts) -> tuple[Callable[[dict[str, Any]], Experts], dict[str, Any]]:
-    """Returns what makes experts of arrays that have gradients, and those by name: no matrices in 8 or 4 bits."""
-    quantized = isinstance(experts.w_gate, QuantizedMatrix)
-    names = [field.name for field in dataclasses.fields(experts) if not (quantized and field.name.startswith("w_"))]
-    trained = {name: value for name in names if (value := getattr(experts, name)) is not None}
-    return lambda arrays: dataclasses.replace(experts, **arrays), trained
-
-
-def _gradients(experts: Experts, of_trained: dict[str, Any]) -> Experts:
-    """Returns gradients in the structure of experts, `None` for what has none."""
-    names = [field.name for field in dataclasses.fields(experts)]
-    return Experts(**{name: of_trained.get(name) for name in names})
 
 
 def _routes(static: _Static, topk_ids: Int[Array, "tokens top_k"]) -> Routes:
