@@ -4,6 +4,7 @@ Functions are jitted once for each structure and then fed with different routing
 here.
 """
 
+import dataclasses
 import functools
 import re
 from typing import Any, ClassVar
@@ -36,6 +37,13 @@ PLACEMENTS = (
     "two expert axes",
     "in shard_map",
 )
+# As if the ranks were on several hosts: axes of a mesh, which of them are the experts', and ranks of a host.
+HOSTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], int]] = {
+    "hosts 2 x 4": ((2, 4), ("host", "expert"), 4),
+    "hosts 4 x 2 on one axis": ((8,), ("expert",), 2),
+    "hosts 8 x 1": ((8,), ("expert",), 1),
+    "hosts 2 x 2 for each of two groups": ((2, 4), ("data", "expert"), 2),
+}
 
 
 @functools.cache
@@ -51,6 +59,8 @@ def mesh_of(*names: str, kind: AxisType = AxisType.Auto) -> Mesh:
 
 def layer(placement: str, **options: Any):
     """Returns a function of the arrays of a call which runs moe_layer in one of `PLACEMENTS`."""
+    if placement in HOSTS:
+        return _over_hosts(placement, **options)
     explicit = placement == "data x expert, Explicit"
     data_expert = mesh_of("data", "expert", kind=AxisType.Explicit if explicit else AxisType.Auto)
 
@@ -79,6 +89,19 @@ def layer(placement: str, **options: Any):
         return jax.shard_map(call, mesh=data_expert, in_specs=(specs,), out_specs=tokens)(arguments)
 
     return in_shard_map
+
+
+def _over_hosts(placement: str, network: jaxmoe.NetworkPlan | None = None, **options: Any):
+    sizes, names, ranks_per_host = HOSTS[placement]
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    network = dataclasses.replace(network or jaxmoe.NetworkPlan(), ranks_per_host=ranks_per_host)
+    experts = tuple(name for name in names if name != "data")
+    where: dict[str, Any] = {"mesh": mesh, "axis_name": experts, "data_axes": tuple({*names} - {*experts})}
+
+    def call(arguments: Arguments) -> Any:
+        return jaxmoe.moe_layer(*arguments[:4], token_valid=arguments.token_valid, network=network, **where, **options)
+
+    return call
 
 
 def cotangent(y: jax.Array) -> jax.Array:

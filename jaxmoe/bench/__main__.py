@@ -1,4 +1,4 @@
-"""`python -m jaxmoe.bench layer [flags]`, `python -m jaxmoe.bench beside [flags]`, `python -m jaxmoe.bench peaks`."""
+"""`python -m jaxmoe.bench layer [flags]`, `beside [flags]`, `peaks` or `scaling`."""
 
 import os
 import sys
@@ -21,16 +21,19 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import beside, layer, options, peaks
+    from jaxmoe.bench import beside, layer, options, peaks, scaling
     from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE
 
-    if argv[1:] not in (["layer"], ["beside"], ["peaks"]):
+    if argv[1:] not in (["layer"], ["beside"], ["peaks"], ["scaling"]):
         given = " ".join(argv[1:]) or "nothing"
         raise app.UsageError(
-            f"name what to measure: python -m jaxmoe.bench layer [flags], beside [flags], or peaks; got {given}."
+            "name what to measure: python -m jaxmoe.bench layer [flags], beside [flags], peaks or scaling; got "
+            f"{given}."
         )
     if argv[1] == "peaks":
         sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
+    if argv[1] == "scaling":
+        sys.exit(scaling.main())
     try:
         if argv[1] == "beside":
             os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))

@@ -66,9 +66,9 @@ def _is_of_layer(name: str) -> bool:
 def shared(time: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
     """Returns how much of a stretch of time lies in others, which are sorted and do not overlap.
 
-    >>> shared((2, 7), [(0, 3), (4, 5), (6, 9)])
-    3
+    >>> shared((2.0, 7.0), [(0.0, 3.0), (4.0, 5.0), (6.0, 9.0)])
+    3.0
     """
     start, end = time
     first = max(bisect.bisect_right(others, (start,)) - 1, 0)
-    return sum(max(min(end, last) - max(start, begin), 0) for begin, last in others[first:] if begin < end)
+    return sum((max(min(end, last) - max(start, begin), 0.0) for begin, last in others[first:] if begin < end), 0.0)

@@ -38,9 +38,7 @@ class Levels:
         """Of the group."""
         return self.across.size
 
-    def ids_on_host(
-        self, topk_ids: Int[Array, "*slots"], host: Int[Array, "..."], num_experts: int
-    ) -> Int[Array, "*slots"]:
+    def ids_on_host(self, topk_ids: Int[Array, "..."], host: Int[Array, "..."], num_experts: int) -> Int[Array, "..."]:
         """Returns the ids among the experts of a host; -1 where a slot is unused or names another host's expert.
 
         Args:

@@ -1,5 +1,6 @@
 """The layer over expert groups that span processes: what virtual devices of one process cannot show."""
 
+import json
 import re
 from collections import defaultdict
 
@@ -14,6 +15,22 @@ pytestmark = pytest.mark.multiprocess
 # Seconds; a rank prints nothing while it compiles, with all cores taken by other tests.
 TIMEOUT_S, SILENCE_S = 270, 120
 MESHES = ("data 2 x expert 4", "expert 8")
+
+
+def test_over_hosts_every_process_gets_the_output_and_gradients_of_the_reference_with_the_same_bits_each_time():
+    network = json.dumps({"ranks_per_host": 2, "way": "send", "round_tokens": 3})
+    outputs = launch(
+        "tests.multiprocess.workers.layer",
+        processes=2,
+        devices_per_process=4,
+        arguments=("data 2 x expert 4", "xla", network),
+        timeout_s=TIMEOUT_S,
+        silence_s=SILENCE_S,
+    )
+    for output in outputs:
+        assert f"{CALLS} calls gave the same bits" in output
+        for kind in ROUTING_KINDS:
+            assert re.search(rf"^{kind}: \d+ shards near the reference", output, re.M)
 
 
 @pytest.mark.parametrize("implementation", ["xla"])

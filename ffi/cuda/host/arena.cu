@@ -203,9 +203,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
     const std::lock_guard state(state_mutex_);
     timeout_seconds_ = call.timeout_seconds;
   }
-  // The program's own kernels come after this one: on the stream of the collectives it is in line with those, but one
-  // that XLA has made synchronous runs on the program's stream. Beside the kernel it could hold multiprocessors of one
-  // GPU while the kernel holds those of another, each waiting for its peer for ever.
+  // The program's own kernels come after this one, whatever stream XLA has put it on.
   cudaError_t status = gpu_.launch(call.stream, program_stream_, [&] {
     const cudaError_t launched = enqueue(ready, call.stream);
     if (launched != cudaSuccess || call.place == nullptr) return launched;

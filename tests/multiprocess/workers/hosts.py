@@ -33,7 +33,9 @@ def arguments() -> Arguments:
 
 def tell(case: str, *arrays: Any, **options: Any) -> None:
     told = jaxmoe.explain(*(arrays or arguments()[:4]), **options)
-    step(f"{case}: {told.call.implementation_reason}")
+    levels = told.call.levels
+    hosts = "one level" if levels is None else f"{levels.hosts} hosts x {levels.on_host.size} ranks"
+    step(f"{case}: {told.call.implementation_reason} [{hosts}]")
 
 
 def choices(within: Mesh, across: Mesh) -> None:
@@ -60,14 +62,14 @@ def choices(within: Mesh, across: Mesh) -> None:
 
 
 def run(mesh: Mesh) -> None:
-    """The layer that is chosen, on the mesh whose groups lie within hosts."""
+    """The layer that is chosen on a mesh."""
     inputs = spread(arguments(), mesh)
     with jax.set_mesh(mesh):
         y = jax.jit(lambda *arrays: jaxmoe.moe_layer(*arrays, data_axes="data"))(*inputs[:4])
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         here = jax.tree.map(np.asarray, arguments())
         check(y, dense(widened(here)), dense(here, compute_dtype=jnp.bfloat16))
-    step("ran")
+    step(f"ran over {dict(mesh.shape)}")
 
 
 def main() -> None:
@@ -81,6 +83,7 @@ def main() -> None:
     if rank.gpus is not None:
         choices(within, across)
         run(within)
+        run(across)
         return
     with (
         mock.patch.object(sharding, "platform", return_value="gpu"),

@@ -2,6 +2,7 @@
 
     argument 1   the mesh over all devices, such as "expert 8" or "data 2 x expert 4"
     argument 2   the implementation
+    argument 3   as if the experts were on several hosts: fields of `jaxmoe.NetworkPlan` as JSON; may be left out
 
 In float32 on CPU and in bfloat16 on GPUs. Every rank checks the shards that it holds. It prints a digest of every
 shard, so that the test can compare replicas of different processes. Everything that runs over the ranks is one
@@ -9,6 +10,7 @@ compiled program.
 """
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -147,14 +149,20 @@ def check_routings(dtype: Any, local: list[Arguments], results: list[Any]) -> di
 
 def main() -> None:
     join()
-    name, implementation = sys.argv[1:]
+    name, implementation, *of_network = sys.argv[1:]
+    network = jaxmoe.NetworkPlan(**json.loads(of_network[0])) if of_network else None
     mesh, platform = make_mesh(name), jax.default_backend()
     sizes, dtype = SIZES[platform], DTYPES[platform]
     num_experts = sizes["num_experts"]
 
     def layer(arguments: Arguments) -> Any:
         x, ids, weights, experts, valid = arguments
-        where: dict[str, Any] = {"mesh": mesh, "data_axes": mesh.axis_names[:-1], "token_valid": valid}
+        where: dict[str, Any] = {
+            "mesh": mesh,
+            "data_axes": mesh.axis_names[:-1],
+            "token_valid": valid,
+            "network": network,
+        }
         options: dict[str, Any] = {"implementation": implementation, "plan": PLAN if implementation == "xla" else None}
         return jaxmoe.moe_layer(x, ids, weights, experts, return_stats=True, **where, **options)
 
