@@ -5,6 +5,7 @@ started it has returned. The next call reports it. Where there is none, as befor
 """
 
 from jaxmoe import native
+from jaxmoe.network import roll_call
 
 __all__ = ["LayerFailedError", "failures", "raise_if_failed"]
 
@@ -17,14 +18,15 @@ def failures() -> tuple[str, ...]:
     """Returns what has failed in the layers of this process, one text for each failure.
 
     What is still being computed has not failed: call `jax.block_until_ready` on it first. A failure is known in the
-    processes whose ranks have noticed it, and stays: processes have to be restarted. On a CPU, where the call itself
+    processes whose ranks have noticed it, and stays: processes have to be restarted. A host that is late by more than
+    `JAXMOE_TIMEOUT_SECONDS` counts, although what waits for it goes on if it comes. On a CPU, where the call itself
     raises, there are none.
 
     >>> import jaxmoe
     >>> jaxmoe.failures()
     ()
     """
-    return native.failures()
+    return (*native.failures(), *roll_call.told())
 
 
 def raise_if_failed() -> None:

@@ -5,6 +5,7 @@ travel by XLA's collectives, each rank with those of the same place on the other
 
     levels     which ranks are of one host, and which have the same place
     plan       what may be chosen; `choice` chooses where the user does not, with the reason
+    roll_call  names hosts that others wait for
     gather     every token to every host: a gather, and a sum over hosts
     send       a token to the hosts that have one of its experts, in rounds of bounded size
     layer      chunks of tokens, each by one of the two ways

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.implementations.base import Call, Inputs
-from jaxmoe.network import gather, send
+from jaxmoe.implementations.megakernel.layer import timeout_seconds
+from jaxmoe.network import gather, roll_call, send
 from jaxmoe.network.choice import call_on_host, chunk_tokens
 from jaxmoe.network.gradients import summed_in_float32, trained_of
 from jaxmoe.sharding import vary_alike
@@ -28,6 +29,8 @@ def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Ar
     levels, of_host = call.levels, call_on_host(call)
     assert levels is not None
     assert levels.plan.chunks is not None
+    if call.implementation == "megakernel" and call.platform == "gpu" and jax.process_count() > 1:
+        roll_call.begin(timeout_seconds(call.platform))
     inputs = vary_alike(inputs)
     num_experts, tokens = call.shape.num_experts, call.shape.tokens
 

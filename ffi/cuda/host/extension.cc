@@ -10,6 +10,7 @@
 #include "cuda/host/layer_handler.h"
 #include "cuda/host/occupant.h"
 #include "cuda/host/peer_access.h"
+#include "cuda/host/progress.h"
 #include "cuda/host/timelines.h"
 #include "xla/ffi/api/api.h"
 
@@ -60,6 +61,12 @@ void define_part(pybind11::module_& module) {
   module.def("know_devices", &know_devices, pybind11::arg("local"), pybind11::arg("several_processes"),
              "Ids of the devices of this process, and whether there are other processes.");
   module.def("failures", &failures, "What keeps the layers of this process from running again.");
+  py::class_<LaunchProgress>(module, "LaunchProgress", "How far the launches on one GPU are (cuda/host/progress.h).")
+      .def_readonly("device", &LaunchProgress::device)
+      .def_readonly("enqueued", &LaunchProgress::enqueued)
+      .def_readonly("waiting", &LaunchProgress::waiting)
+      .def_readonly("waiting_seconds", &LaunchProgress::waiting_seconds);
+  module.def("progress", &launch_progress, "How far the launches of layers are on each GPU of this process.", unlocked);
   module.def("untold_failures", &untold_failures, "Of those, what no call has returned and nobody has asked for.");
 }
 

@@ -38,6 +38,8 @@ std::vector<std::string> Gpu::condemned() {
   return all;
 }
 
+std::vector<LaunchProgress> launch_progress() { return Gpu::progress(); }
+
 std::string Gpu::failure() {
   const std::lock_guard lock(failure_mutex_);
   return failure_;
@@ -52,7 +54,8 @@ std::string Gpu::condemn(const std::string& reason) {
 std::string Gpu::prepare() {
   const std::lock_guard lock(launches_mutex_);
   if (last_launch_ != nullptr) return "";
-  const cudaError_t status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
+  cudaError_t status = cudaEventCreateWithFlags(&watched_launch_, cudaEventDisableTiming);
+  if (status == cudaSuccess) status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
   return status == cudaSuccess ? "" : cuda_text("cudaEventCreate", status);
 }
 
@@ -63,7 +66,40 @@ cudaError_t Gpu::launch(cudaStream_t stream, cudaStream_t program, const std::fu
   if (status == cudaSuccess) status = enqueue();
   if (status == cudaSuccess) status = cudaEventRecord(last_launch_, stream);
   if (status == cudaSuccess) status = cudaStreamWaitEvent(program, last_launch_);
+  if (status == cudaSuccess) count_launch(stream);
   return status;
+}
+
+// One launch is watched at a time: the next one that is enqueued after it has ended.
+void Gpu::count_launch(cudaStream_t stream) {
+  const std::lock_guard lock(progress_mutex_);
+  ++progress_.enqueued;
+  if (is_waiting() || cudaEventRecord(watched_launch_, stream) != cudaSuccess) return;
+  progress_.waiting = progress_.enqueued;
+  watched_since_ = std::chrono::steady_clock::now();
+}
+
+bool Gpu::is_waiting() {
+  if (progress_.waiting != 0 && cudaEventQuery(watched_launch_) != cudaErrorNotReady) progress_.waiting = 0;
+  return progress_.waiting != 0;
+}
+
+std::vector<LaunchProgress> Gpu::progress() {
+  Gpus& gpus = Gpus::get();
+  const std::lock_guard lock(gpus.mutex);
+  std::vector<LaunchProgress> all;
+  for (const auto& [device, gpu] : gpus.by_device) {
+    const std::lock_guard progress(gpu->progress_mutex_);
+    LaunchProgress found = gpu->progress_;
+    if (gpu->is_waiting()) {
+      const std::chrono::duration<double> since = std::chrono::steady_clock::now() - gpu->watched_since_;
+      found.waiting_seconds = since.count();
+    } else {
+      found.waiting = 0;
+    }
+    all.push_back(found);
+  }
+  return all;
 }
 
 std::string Gpu::await_earlier_work(const Link& link) {

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "cuda/host/notes.h"
+#include "cuda/host/progress.h"
 
 namespace jaxmoe {
 
@@ -21,8 +23,10 @@ class Gpu {
   static Gpu& of(int32_t device);
   // What has been said by condemn(), of all GPUs of this process.
   static std::vector<std::string> condemned();
+  // Of all GPUs of this process (cuda/host/progress.h).
+  static std::vector<LaunchProgress> progress();
 
-  explicit Gpu(int32_t device) : device_(device) {}
+  explicit Gpu(int32_t device) : device_(device), progress_{device, 0, 0, 0} {}
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
@@ -49,6 +53,8 @@ class Gpu {
   cudaError_t await_last_launch();
 
  private:
+  void count_launch(cudaStream_t stream);
+  bool is_waiting();  // progress_mutex_ is held
   std::string condemn(const std::string& reason);
 
   const int32_t device_;
@@ -56,6 +62,11 @@ class Gpu {
   std::string failure_;
   std::mutex launches_mutex_;
   cudaEvent_t last_launch_ = nullptr;
+  // Not launches_mutex_, which a thread may hold that waits for room in a stream.
+  std::mutex progress_mutex_;
+  cudaEvent_t watched_launch_ = nullptr;
+  LaunchProgress progress_;
+  std::chrono::steady_clock::time_point watched_since_;
   Board board_;  // of the thread that exchanges; a device has one at a time
 };
 

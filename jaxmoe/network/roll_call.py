@@ -1,0 +1,120 @@
+"""Who is missing where hosts wait for each other: a thread that names the processes a layer waits for.
+
+`layer.py` starts it once for each process of several whose layers run on GPUs over several hosts. Tokens of another
+host come by XLA's collectives, which wait without limit and say nothing. Every process tells the others, through the
+service with which `jax.distributed.initialize` has connected them, how many launches of layers it has enqueued. Where
+one of its own has not ended for longer than `JAXMOE_TIMEOUT_SECONDS`, the processes that have not enqueued as many are
+late.
+
+Nothing is stopped: the text is printed, and `jaxmoe.failures()` has it. A process that ends altogether is noticed by
+JAX's service itself, which then ends the others and names it.
+"""
+
+import functools
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxmoe import native
+
+_KEY = "jaxmoe/launches/"
+# Of a second thread that mostly sleeps. A process counts as silent when it has told nothing for so many of them.
+INTERVAL_SECONDS = 5.0
+
+_told: list[str] = []
+
+
+def told() -> tuple[str, ...]:
+    """Returns what was found in this process, one text for each launch that waited too long."""
+    return tuple(_told)
+
+
+@functools.cache
+def begin(limit_seconds: float) -> None:
+    """Starts the thread of this process, where there is anybody to ask; later calls do nothing.
+
+    Args:
+      limit_seconds: how long a launch may wait.
+    """
+    client = _client()
+    module = native.extension("gpu")
+    if client is None or module is None:
+        return
+    call = RollCall(client, module.progress, jax.process_index(), limit_seconds)
+    threading.Thread(target=call.run, name="jaxmoe roll call", daemon=True).start()
+
+
+def _client() -> Any:
+    """JAX's connection to the service of the job; `None` where there is none."""
+    try:  # JAX has no public name for it
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    return global_state.client
+
+
+class RollCall:
+    """What the thread does, one round after the other.
+
+    Args:
+      client: keeps texts by key for all processes.
+      progress: returns how far the launches on each GPU of this process are (ffi/cuda/host/progress.h).
+      process: number of this one.
+      limit_seconds: how long a launch may wait.
+    """
+
+    def __init__(self, client: Any, progress: Callable[[], Sequence[Any]], process: int, limit_seconds: float) -> None:
+        self.client, self.progress, self.process, self.limit_seconds = client, progress, process, limit_seconds
+        self.reported: set[tuple[int, int]] = set()  # devices and launches
+
+    def run(self) -> None:
+        """Rounds without end; the thread ends with the process, or with the service."""
+        while True:
+            try:
+                self.round()
+            except jax.errors.JaxRuntimeError as error:
+                print(f"jaxmoe: late hosts are not named from here on: {error}", file=sys.stderr)
+                return
+            time.sleep(min(INTERVAL_SECONDS, self.limit_seconds / 4))
+
+    def round(self) -> None:
+        """Tells the others how far this process is, and what is missing where a launch has waited too long."""
+        found = self.progress()
+        least = min((each.enqueued for each in found), default=0)
+        self.client.key_value_set(f"{_KEY}{self.process}", f"{least} {platform.node()}", allow_overwrite=True)
+        for each in found:
+            if not each.waiting or each.waiting_seconds < self.limit_seconds:
+                continue
+            if (each.device, each.waiting) in self.reported:
+                continue
+            late = self.late(each.waiting)
+            if late:
+                self.reported.add((each.device, each.waiting))
+                self.report(each, late)
+
+    def late(self, launch: int) -> Mapping[int, tuple[int, str]]:
+        """Returns what the processes have told that have not enqueued a launch: how many they have, and their host."""
+        others: dict[int, tuple[int, str]] = {}
+        for key, value in self.client.key_value_dir_get(_KEY):
+            count, host = value.split(" ", 1)
+            others[int(key.rsplit("/", 1)[1])] = int(count), host
+        del others[self.process]
+        return {process: told for process, told in sorted(others.items()) if told[0] < launch}
+
+    def report(self, waiting: Any, late: Mapping[int, tuple[int, str]]) -> None:
+        """Prints and keeps what is missing."""
+        names = ", ".join(
+            f"process {process} on {host} (has started {count})" for process, (count, host) in late.items()
+        )
+        text = (
+            f"jaxmoe: launch {waiting.waiting} of a layer on GPU {waiting.device} of process {self.process} has waited "
+            f"{waiting.waiting_seconds:.0f} s and not ended. Late are {names}. The limit is JAXMOE_TIMEOUT_SECONDS; "
+            "restart all processes if they do not come."
+        )
+        _told.append(text)
+        print(text, file=sys.stderr, flush=True)
