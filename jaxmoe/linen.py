@@ -113,6 +113,7 @@ class MoE(nn.Module):
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
         config = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        config.check()
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
                 f"MoE: jaxmoe.linen.MoE is called inside a shard_map over {sorted(manual)}, where its parameters would "
