@@ -105,14 +105,14 @@ def random_parameter(name: str, shape: tuple[int, ...], rng: np.random.Generator
     return values * inner**-0.5
 
 
-def random_model(family: str, rng: np.random.Generator) -> Any:
+def random_model(config: Any, rng: np.random.Generator) -> Any:
     """Returns a model in float32 whose parameters have no more bits than bfloat16."""
     model = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS[family], dtype=torch.float32, attn_implementation="eager"
+        config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            drawn = random_parameter(f"{family} {name}", tuple(parameter.shape), rng)
+            drawn = random_parameter(f"{config.model_type} {name}", tuple(parameter.shape), rng)
             parameter.copy_(torch.from_numpy(drawn).to(torch.bfloat16))
     return model
 
@@ -185,11 +185,11 @@ def main(_: list[str]) -> None:
     """Makes all folders anew."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     metadata = json.dumps(versions | {"made_by": pathlib.Path(__file__).name})
-    for number, family in enumerate(CONFIGS):
+    for number, (family, config) in enumerate(CONFIGS.items()):
         rng = np.random.default_rng(number)
         folder = pathlib.Path(_OUT.value) / family
         shutil.rmtree(folder, ignore_errors=True)
-        model = random_model(family, rng)
+        model = random_model(config, rng)
         packed = pack_experts(model, rng) if family == "gpt_oss" else {}
         arrays = expected(model, rng)
         if packed:
