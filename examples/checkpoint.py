@@ -10,7 +10,6 @@ everything else are the same in the three families.
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from decoder import Config, Decoder, Read, Yarn
+from decoder import Config, Decoder, Devices, Read, Yarn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -95,7 +94,7 @@ def load(
         )
 
     moes = [moe(layer) for layer in range(len(config.windows))]
-    return Decoder(config, moes, math.prod(mesh.shape.values()), jnp.dtype(dtype), reader(tensors, mesh, dtype))
+    return Decoder(config, moes, Devices(tuple(mesh.shape.items())), jnp.dtype(dtype), reader(tensors, mesh, dtype))
 
 
 def quantized(experts: jaxmoe.Experts, kind: str) -> jaxmoe.Experts:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxmoe.nnx import MoE
@@ -64,6 +65,33 @@ class Config:
     head_norms: bool  # of each query and key
     sinks: bool
     tied: bool  # the head is the embedding
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The names and sizes of the mesh's axes, which are Auto; without any there is no mesh."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(size for _, size in self.axes)
+
+    def split(self, h: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens hidden"]:
+        """Splits sequences over those axes that share them out evenly; along others all devices compute the same.
+
+        Left to itself, the compiler splits them between two layers of experts as these split tokens, which attention
+        then has to undo.
+        """
+        if not self.axes:
+            return h
+        over, parts = [], 1
+        for name, size in self.axes:
+            if len(h) % (parts * size) == 0:
+                over.append(name)
+                parts *= size
+        return jax.lax.with_sharding_constraint(h, PartitionSpec(tuple(over) or None))
 
 
 class KeyValue(NamedTuple):
@@ -184,24 +212,24 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention, then experts."""
 
-    def __init__(self, config: Config, name: str, window: int | None, moe: MoE, ranks: int, read: Read) -> None:
+    def __init__(self, config: Config, name: str, window: int | None, moe: MoE, devices: Devices, read: Read) -> None:
         self.attention_norm = Norm(f"{name}.input_layernorm", config.hidden, config.norm_epsilon, read)
         self.attention = Attention(config, f"{name}.self_attn", window, read)
         self.moe_norm = Norm(f"{name}.post_attention_layernorm", config.hidden, config.norm_epsilon, read)
-        self.moe, self.ranks = moe, ranks
+        self.moe, self.devices = moe, devices
 
     def __call__(
         self, h: Float[Array, "batch tokens hidden"], cache: KeyValue, position: Int32[Array, ""]
     ) -> tuple[Float[Array, "batch tokens hidden"], KeyValue, Int32[Array, " experts"]]:
         """Returns the layer's output, its cache, and how many rows each of its experts computed."""
         y, cache = self.attention(self.attention_norm(h), cache, position)
-        h = h + y
+        h = self.devices.split(h + y)
         rows = self.moe_norm(h).reshape(-1, h.shape[-1])  # [batch * tokens, hidden]
         # Every device of the mesh routes as many rows: those that are missing are padding.
         count = len(rows)
-        rows = jnp.pad(rows, ((0, -count % self.ranks), (0, 0)))
+        rows = jnp.pad(rows, ((0, -count % self.devices.count), (0, 0)))
         y, aux = self.moe(rows, token_valid=jnp.arange(len(rows)) < count)
-        return h + y[:count].reshape(h.shape), cache, aux.stats.rows_per_expert
+        return self.devices.split(h + y[:count].reshape(h.shape)), cache, aux.stats.rows_per_expert
 
 
 class Decoder(nnx.Module):
@@ -210,17 +238,17 @@ class Decoder(nnx.Module):
     Args:
       config: the model.
       moes: the experts of each layer.
-      ranks: devices of the mesh over which `moes` split their tokens.
+      devices: of the mesh over which `moes` split their tokens.
       dtype: to compute in.
       read: returns the tensors of everything else.
     """
 
-    def __init__(self, config: Config, moes: list[MoE], ranks: int, dtype: jnp.dtype, read: Read) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: Config, moes: list[MoE], devices: Devices, dtype: jnp.dtype, read: Read) -> None:
+        self.config, self.devices, self.dtype = config, devices, dtype
         self.embedding = nnx.Param(read("model.embed_tokens.weight", (config.vocabulary, config.hidden)))
         self.blocks = nnx.List(
             [
-                Block(config, f"model.layers.{layer}", window, moe, ranks, read)
+                Block(config, f"model.layers.{layer}", window, moe, devices, read)
                 for layer, (window, moe) in enumerate(zip(config.windows, moes, strict=True))
             ]
         )
@@ -239,7 +267,8 @@ class Decoder(nnx.Module):
 
         Prefill is `run(prompt, empty_cache(...), 0)`, a step of decoding `run(last_token[:, None], cache, position)`.
         """
-        h, position = self.embedding[...][tokens].astype(self.dtype), jnp.int32(position)
+        h = self.devices.split(self.embedding[...][tokens].astype(self.dtype))
+        position = jnp.int32(position)
         filled, rows = [], []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             h, layer_cache, layer_rows = block(h, layer_cache, position)

@@ -98,23 +98,23 @@ def test_the_experts_of_gpt_oss_stay_packed_and_rows_per_expert_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("family", "axes", "experts"),
+    ("family", "axes", "experts", "sequences"),
     [
-        ("mixtral", {"expert": 4}, None),
-        ("qwen3_moe", {"data": 2, "expert": 4}, None),
-        ("gpt_oss", {"expert": 2, "data": 2}, None),
-        ("mixtral", {"data": 2, "expert": 2}, "mxfp4"),
+        ("mixtral", {"expert": 4}, None, 1),  # fewer tokens than devices
+        ("qwen3_moe", {"data": 2, "expert": 4}, None, 2),
+        ("gpt_oss", {"expert": 2, "data": 2}, None, 1),
+        ("mixtral", {"data": 2, "expert": 2}, "mxfp4", 2),
     ],
 )
-def test_on_meshes_it_writes_the_same(family, axes, experts):
-    prompts, wanted = expected(family)["prompts"], expected(family)["continuations"][:, :4]
+def test_on_meshes_it_writes_the_same(family, axes, experts, sequences):
+    prompts, wanted = (expected(family)[name][:sequences] for name in ("prompts", "continuations"))
+    wanted = wanted[:, :4]
     if experts is not None:
         wanted = generate.generate(loaded(family, experts), prompts, 4)
     with jax.set_mesh(generate.mesh_of(axes)):
         model = checkpoint.load(GOLDEN / family, dtype="float32", experts=experts)
-        # A single sequence: fewer tokens than devices.
-        new = generate.generate(model, jnp.asarray(prompts[:1]), 4)
-    np.testing.assert_array_equal(new, wanted[:1])
+        new = generate.generate(model, jnp.asarray(prompts), 4)
+    np.testing.assert_array_equal(new, wanted)
     gate = jax.tree.leaves(model.blocks[1].moe.w_gate.get_value())[0]
     assert gate.sharding.shard_shape(gate.shape)[0] == gate.shape[0] // axes["expert"]
     assert model.embedding.get_value().sharding.is_fully_replicated
