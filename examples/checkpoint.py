@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from decoder import Config, Decoder, Devices, Read, Yarn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,7 +29,8 @@ from jaxmoe.nnx import MoE
 
 # By their names in config.json.
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-# What `experts` may be, and what `jaxmoe.quantize` calls it.
+# What `experts` may be, and what `jaxmoe.quantize` calls it. Of the tiny checkpoints of the tests, whose weights were
+# never trained for any, logits change by 3 to 4 % in FP8, 8 to 10 % in NVFP4 and 9 to 12 % in MXFP4.
 FORMATS = {"fp8": "128x128", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 EXPERT_AXIS = "expert"
 
@@ -116,6 +118,11 @@ def reader(tensors: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike) -> Read:
         array = tensors[name]
         if array.shape != shape:
             raise ValueError(f"Tensor {name!r} is {list(array.shape)}; by config.json it has to be {list(shape)}.")
+        if (scales := f"{name}_scale_inv") in tensors:
+            # FP8 releases have a scale for each block of 128 x 128 outside of the experts too.
+            array = np.asarray(jaxmoe.BlockScaled(array[None], tensors[scales][None]).wide(jnp.float32)[0].T)
+        elif array.dtype.itemsize < 2:
+            raise ValueError(f"Tensor {name!r} is {array.dtype}, which this decoder reads of experts only.")
         array = array.astype(dtype)
         return jnp.asarray(array) if mesh.empty else jax.device_put(array, NamedSharding(mesh, P()))
 

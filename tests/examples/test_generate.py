@@ -173,6 +173,28 @@ def test_configurations_as_they_were_before_transformers_5_say_the_same(tmp_path
     assert checkpoint.activation_of(settings) == jaxmoe.SwiGLU.gpt_oss()
 
 
+def test_attention_in_fp8_has_the_numbers_of_its_blocks(tmp_path):
+    def narrow(_: Any, tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "_proj" in name and "self_attn" in name]:
+            tensors[f"{name}_scale_inv"] = np.full((1, 1), 0.01, np.float32)
+            tensors[name] = (100 * tensors[name].astype(np.float32)).astype(jnp.float8_e4m3fn)
+
+    def wide(config: Any, tensors: dict[str, Any]) -> None:
+        narrow(config, tensors)
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            of = name.removesuffix("_scale_inv")
+            tensors[of] = tensors[of].astype(np.float32) * tensors.pop(name)
+
+    folders = [tmp_path / "narrow", tmp_path / "wide"]
+    for folder, change in zip(folders, (narrow, wide), strict=True):
+        folder.mkdir()
+        copied(folder, "qwen3_moe", change)
+    prompts = expected("qwen3_moe")["prompts"]
+    found, wanted = (np.asarray(call(checkpoint.load(folder, dtype="float32"), prompts)[0]) for folder in folders)
+    assert relative_error(found, wanted) < FLOAT32
+    assert relative_error(found, logits("qwen3_moe")) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -194,6 +216,11 @@ def test_configurations_as_they_were_before_transformers_5_say_the_same(tmp_path
             "qwen3_moe",
             lambda c, t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"),
             "model.layers.1.mlp.experts.3.up_proj.weight",
+        ),
+        (
+            "mixtral",
+            lambda c, t: t.update({"lm_head.weight": t["lm_head.weight"].astype(jnp.float8_e4m3fn)}),
+            "'lm_head.weight' is float8_e4m3fn, which this decoder reads of experts only",
         ),
         (
             "qwen3_moe",
