@@ -14,6 +14,7 @@ from jaxmoe.activation import Activation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
 from jaxmoe.flax.placement import place
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
@@ -87,6 +88,7 @@ class MoE(nn.Module):
     plan: AnyPlan | None = None
     residuals: Residuals | None = None
     precision: Precision | None = None
+    network: NetworkPlan | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = default_init

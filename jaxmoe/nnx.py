@@ -16,6 +16,7 @@ from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
 from jaxmoe.flax.placement import put
 from jaxmoe.flax.weights import arguments_of, arrays_of
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -86,6 +87,7 @@ class MoE(nnx.Module):
       residuals: what the backward pass keeps, see `jaxmoe.moe_layer`.
       precision: `"fp8"` or `"fp8-e8m0"` rounds tokens and experts to 8 bits in every forward pass, see
         `jaxmoe.moe_layer`; `None` does not.
+      network: where the experts are spread over several hosts, see `jaxmoe.moe_layer`.
       dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
       param_dtype: of the parameters.
       kernel_init: initialiser of one matrix `[in, out]` of an expert; every expert draws its own. LeCun normal.
@@ -155,6 +157,7 @@ class MoE(nnx.Module):
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
         precision: Precision | None = None,
+        network: NetworkPlan | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = default_init,
@@ -182,6 +185,7 @@ class MoE(nnx.Module):
             plan=plan,
             residuals=residuals,
             precision=precision,
+            network=network,
             dtype=dtype,
             param_dtype=param_dtype,
         )
@@ -210,6 +214,7 @@ class MoE(nnx.Module):
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
         precision: Precision | None = None,
+        network: NetworkPlan | None = None,
         dtype: DTypeLike | None = None,
     ) -> "MoE":
         """Returns the layer of a checkpoint, or of any weights in a `jaxmoe.convert.MoEWeights`.
@@ -233,6 +238,7 @@ class MoE(nnx.Module):
           plan: or `None` for the default.
           residuals: what the backward pass keeps.
           precision: by default that of the experts.
+          network: or `None` for the default.
           dtype: to compute in; `None` is the promotion of `x` and the wide weights.
 
         Raises:
@@ -262,6 +268,7 @@ class MoE(nnx.Module):
             plan=plan,
             residuals=residuals,
             precision=precision,
+            network=network,
             dtype=dtype,
             param_dtype=jnp.float32,
         )
