@@ -18,12 +18,13 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo
 RUN         = $(VENV)/bin/python
 ENVIRONMENT = VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(1)" sh tools/environment.sh
 
-.PHONY: help demo test notebooks lint format environment clean
+.PHONY: help demo test test-transformers notebooks lint format environment clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a small Mixture-of-Experts language model   (ARGS="--help" lists its options)'
 	@echo 'make test        run all tests and the examples in the docstrings  (ARGS="-k routing" picks some)'
+	@echo 'make test-transformers  compare examples/ with Hugging Face transformers, in .venv-transformers (downloads torch)'
 	@echo 'make notebooks   execute the notebooks'
 	@echo 'make lint        ruff and pyright'
 	@echo 'make format      let ruff lay out the Python files'
@@ -44,6 +45,12 @@ demo: environment
 test: environment
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
+
+# With torch and transformers, which no other test needs; those of PyPI are for GPUs, whether or not there is one.
+test-transformers: VENV = .venv-transformers
+test-transformers: EXTRAS = test-transformers
+test-transformers: environment
+	@$(RUN) -m pytest tests/hugging_face $(ARGS)
 
 notebooks: environment
 	@$(RUN) -m pytest tests/notebooks $(ARGS)

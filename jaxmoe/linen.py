@@ -14,6 +14,7 @@ from jaxmoe.activation import Activation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
 from jaxmoe.flax.placement import place
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
@@ -87,6 +88,7 @@ class MoE(nn.Module):
     plan: AnyPlan | None = None
     residuals: Residuals | None = None
     precision: Precision | None = None
+    network: NetworkPlan | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = default_init
@@ -113,6 +115,7 @@ class MoE(nn.Module):
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
         config = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        config.check()
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
                 f"MoE: jaxmoe.linen.MoE is called inside a shard_map over {sorted(manual)}, where its parameters would "

@@ -1,5 +1,6 @@
 """`MoE` for Flax NNX: router, experts and an optional shared expert in one module; the maths is in `flax/layers.py`."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
+from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
+from jaxmoe.flax.placement import put
+from jaxmoe.flax.weights import arguments_of, arrays_of
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
 try:
@@ -23,7 +29,7 @@ except ModuleNotFoundError as error:
         "jaxmoe.nnx needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
     ) from error
 
-__all__ = ["MoE", "MoEAux", "SelectionBias"]
+__all__ = ["MoE", "MoEAux", "QuantizedWeight", "SelectionBias"]
 
 
 class SelectionBias(nnx.Variable[jax.Array]):
@@ -31,6 +37,14 @@ class SelectionBias(nnx.Variable[jax.Array]):
 
     It is no `nnx.Param`: `nnx.value_and_grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone, and
     `MoE.update_selection_bias` moves it.
+    """
+
+
+class QuantizedWeight(nnx.Variable[Any]):
+    """A matrix of all experts in 8 or 4 bits: a `jaxmoe.BlockScaled`, `jaxmoe.MXFP4` or `jaxmoe.NVFP4`.
+
+    It is no `nnx.Param`, since it has no gradient: `nnx.value_and_grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave
+    it alone.
     """
 
 
@@ -49,6 +63,7 @@ class MoE(nnx.Module):
 
     Where a mesh is set (`jax.set_mesh`) or passed, parameters are placed as their `out_sharding` says when they are
     made; without one they only carry it. Create large layers under `nnx.jit`, so that no device ever holds all experts.
+    `MoE.from_weights` makes a layer of a checkpoint's weights.
 
     Args:
       hidden: width of a token.
@@ -72,6 +87,7 @@ class MoE(nnx.Module):
       residuals: what the backward pass keeps, see `jaxmoe.moe_layer`.
       precision: `"fp8"` or `"fp8-e8m0"` rounds tokens and experts to 8 bits in every forward pass, see
         `jaxmoe.moe_layer`; `None` does not.
+      network: where the experts are spread over several hosts, see `jaxmoe.moe_layer`.
       dtype: to compute in and of the output; `None` is the promotion of `x` and the parameters.
       param_dtype: of the parameters.
       kernel_init: initialiser of one matrix `[in, out]` of an expert; every expert draws its own. LeCun normal.
@@ -81,7 +97,8 @@ class MoE(nnx.Module):
     Attributes:
       router_kernel: `[hidden, experts]`.
       router_bias: `[experts]`.
-      w_gate: `[experts, hidden, intermediate]`, and so `w_up`.
+      w_gate: `[experts, hidden, intermediate]`, and so `w_up`. All three are `QuantizedWeight` where `from_weights` was
+        given experts in few bits.
       w_down: `[experts, intermediate, hidden]`.
       b_gate: `[experts, intermediate]`, and so `b_up`.
       b_down: `[experts, hidden]`.
@@ -103,9 +120,9 @@ class MoE(nnx.Module):
 
     router_kernel: nnx.Param[jax.Array]
     router_bias: nnx.Param[jax.Array] | None = None
-    w_gate: nnx.Param[jax.Array]
-    w_up: nnx.Param[jax.Array] | None = None
-    w_down: nnx.Param[jax.Array]
+    w_gate: nnx.Param[jax.Array] | QuantizedWeight
+    w_up: nnx.Param[jax.Array] | QuantizedWeight | None = None
+    w_down: nnx.Param[jax.Array] | QuantizedWeight
     b_gate: nnx.Param[jax.Array] | None = None
     b_up: nnx.Param[jax.Array] | None = None
     b_down: nnx.Param[jax.Array] | None = None
@@ -140,6 +157,7 @@ class MoE(nnx.Module):
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
         precision: Precision | None = None,
+        network: NetworkPlan | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = default_init,
@@ -167,15 +185,123 @@ class MoE(nnx.Module):
             plan=plan,
             residuals=residuals,
             precision=precision,
+            network=network,
             dtype=dtype,
             param_dtype=param_dtype,
         )
+        self.config.check()
         table = parameters(self.config, kernel_init=kernel_init, router_init=router_init)
         for name, parameter in table.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
             setattr(self, name, nnx.Param(value, **self._sharding(parameter.axes)))
         if selection_bias:
             self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **self._sharding((None,)))
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: MoEWeights,
+        router: RouterConfig,
+        *,
+        activation: str | Activation = "silu",
+        shared_activation: str | Activation | None = None,
+        axis_name: str | Sequence[str] | None = "expert",
+        data_axes: str | Sequence[str] = (),
+        hidden_axis: AxisName = None,
+        intermediate_axis: AxisName = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        implementation: ImplementationName | None = None,
+        plan: AnyPlan | None = None,
+        residuals: Residuals | None = None,
+        precision: Precision | None = None,
+        network: NetworkPlan | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> "MoE":
+        """Returns the layer of a checkpoint, or of any weights in a `jaxmoe.convert.MoEWeights`.
+
+        Sizes, biases and the shared expert are those of the weights, which stay in the bits that they have: experts in
+        8 or 4 bits are `QuantizedWeight`s, everything else is a `Param`. A shared expert in few bits is decoded, to
+        `dtype` or bfloat16.
+
+        Args:
+          weights: as `jaxmoe.convert.from_hf` returns them, or after `jaxmoe.quantize` of their experts. Arrays that
+            lie where the layer needs them, as `from_hf` puts them on the same mesh, are not copied.
+          router: how experts are chosen, which no checkpoint's tensors say, e.g. `jaxmoe.RouterConfig.qwen3_moe()`.
+          activation: of the experts, e.g. `jaxmoe.SwiGLU.gpt_oss()`.
+          shared_activation: this and all below as for `MoE`.
+          axis_name: mesh axes of the experts; pass `from_hf` the same.
+          data_axes: the other mesh axes of the tokens.
+          hidden_axis: of wide experts. Quantised ones stay split as `from_hf` has split them.
+          intermediate_axis: the same.
+          mesh: where none is set.
+          implementation: or `None` to choose.
+          plan: or `None` for the default.
+          residuals: what the backward pass keeps.
+          precision: by default that of the experts.
+          network: or `None` for the default.
+          dtype: to compute in; `None` is the promotion of `x` and the wide weights.
+
+        Raises:
+          ValueError, TypeError: as for `MoE`; weights that do not go together.
+          NotImplementedError: weights with a `token_table` or a `shared_gate`, which the layer does not have.
+
+        >>> import jax, jax.numpy as jnp, jaxmoe
+        >>> from jaxmoe.nnx import MoE
+        >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=32, intermediate=64)
+        >>> weights = jaxmoe.convert.MoEWeights(jaxmoe.quantize(experts, "mxfp4"), router_kernel=jnp.ones((32, 4)))
+        >>> moe = MoE.from_weights(weights, jaxmoe.RouterConfig.mixtral(), axis_name=None)
+        >>> y, aux = moe(jnp.ones((2, 3, 32)))
+        >>> y.shape, type(moe.w_gate).__name__, type(moe.router_kernel).__name__
+        ((2, 3, 32), 'QuantizedWeight', 'Param')
+        """
+        config = LayerConfig(
+            **arguments_of(weights),
+            router=router,
+            activation=activation,
+            shared_activation=shared_activation,
+            axis_name=axis_name,
+            data_axes=data_axes,
+            hidden_axis=hidden_axis,
+            intermediate_axis=intermediate_axis,
+            mesh=mesh,
+            implementation=implementation,
+            plan=plan,
+            residuals=residuals,
+            precision=precision,
+            network=network,
+            dtype=dtype,
+            param_dtype=jnp.float32,
+        )
+        table = parameters(config)
+        arrays = arrays_of(weights, table, dtype)
+        quantized = {name: array for name, array in arrays.items() if isinstance(array, QuantizedMatrix)}
+        wide = [array.dtype for name, array in arrays.items() if name not in quantized]
+        config = dataclasses.replace(config, param_dtype=jnp.result_type(*wide))
+        config.check(quantized)
+        # Flax has no way to make a module but its __init__, which draws parameters: here without computing them.
+        one = RouterConfig(top_k=1)
+        moe = nnx.eval_shape(lambda: cls(1, 1, 1, one, gated=config.gated, axis_name=None, rngs=nnx.Rngs(0)))
+        moe.config = config
+        for name, parameter in table.items():
+            kind = QuantizedWeight if name in quantized else nnx.Param
+            setattr(moe, name, moe._variable(kind, arrays[name], parameter.axes))
+        if weights.selection_bias is not None:
+            bias = jnp.asarray(weights.selection_bias, jnp.float32)
+            moe.selection_bias = moe._variable(SelectionBias, bias, (None,))
+        return moe
+
+    def _variable(self, kind: Any, value: Any, axes: tuple[AxisName, ...]) -> Any:
+        """Returns a variable of arrays that may lie anywhere."""
+        value = jax.tree.map(jnp.asarray, value)
+        if not self.config.is_placed:
+            return kind(value)
+        # Flax moves what is on the mesh, and only that.
+        value = put(value, axes[0], self.config.mesh)
+        if kind is not QuantizedWeight:
+            return kind(value, **self._sharding(axes))
+        # Values and scales alike, [experts, out, ...]. Along other dimensions they stay split as they are.
+        stay = {"eager_sharding": False} if any(axes[1:]) else {}
+        return kind(value, **self._sharding(axes[:1]) | stay)
 
     def _sharding(self, axes: tuple[AxisName, ...]) -> dict[str, Any]:
         """Returns the metadata of a variable."""
@@ -207,7 +333,7 @@ class MoE(nnx.Module):
         """
         return layers.forward(
             self.config,
-            {name: getattr(self, name)[...] for name in parameters(self.config)},
+            {name: getattr(self, name).get_value() for name in parameters(self.config)},
             x,
             selection_bias=None if self.selection_bias is None else self.selection_bias[...],
             token_valid=token_valid,

@@ -12,6 +12,8 @@ from jaxmoe.pytrees import pytree
 class MoEWeights:
     """The weights of one layer, as `from_hf` returns them and `to_hf` takes them. What a family lacks is `None`.
 
+    `jaxmoe.nnx.MoE.from_weights` makes a Flax layer of them.
+
     Args:
       experts: for `jaxmoe.moe_layer`; in as many bits as the checkpoint has them.
       router_kernel: `[hidden, experts]`; logits are `x @ router_kernel`, best in float32.

@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -74,20 +75,24 @@ class LayerConfig(CallOptions):
             )
         object.__setattr__(self, "axis_name", axis_tuple(self.axis_name, "axis_name") or None)
         object.__setattr__(self, "data_axes", axis_tuple(self.data_axes, "data_axes"))
-        self._check_with_moe_layer()
 
-    def _check_with_moe_layer(self) -> None:
-        """Raises what `route` and `moe_layer` would at the first call, before any parameter is made."""
+    def check(self, quantized: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Raises what `route` and `moe_layer` would at the first call, before any parameter is made.
+
+        Args:
+          quantized: the matrices of experts that are, by name.
+        """
         logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
         routing = jax.eval_shape(lambda array: route(array, self.router), logits)
         # Without a mesh, or inside shard_map, the number of ranks is that of a later call.
         mesh = mesh_to_enter(self.mesh)
         tokens = 1 if mesh is None else mesh.size
-        arrays = {
-            name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters(self).items()
-        }
+        # Of a call with x of the parameters' dtype, where none is asked for: GPUs do not take all.
+        dtype = jax.dtypes.canonicalize_dtype(self.param_dtype if self.dtype is None else self.dtype)
+        arrays = {name: jax.ShapeDtypeStruct(parameter.shape, dtype) for name, parameter in parameters(self).items()}
+        arrays |= jax.eval_shape(lambda: dict(quantized))
         arguments = Arguments(
-            jax.ShapeDtypeStruct((tokens, self.hidden), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, self.hidden), dtype),
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_ids.dtype),
             jax.ShapeDtypeStruct((tokens, self.router.top_k), routing.topk_weights.dtype),
             experts_of(arrays),

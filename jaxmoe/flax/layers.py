@@ -21,13 +21,14 @@ from jaxmoe.experts import Experts, takes_experts
 from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of
 from jaxmoe.flax.placement import split_as, split_of, whole
 from jaxmoe.options import Arguments
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, route, router_aux, update_selection_bias
 from jaxmoe.routing.stats import check_token_valid
 
 
 def forward(
     config: LayerConfig,
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Any],
     x: Float[Array, "*batch hidden"],
     *,
     selection_bias: Float[Array, " experts"] | None,
@@ -37,7 +38,7 @@ def forward(
 
     Args:
       config: the layer.
-      arrays: the `parameters`, of whatever dtype.
+      arrays: the `parameters`, of whatever dtype; matrices of experts may be quantised.
       x: tokens.
       selection_bias: for `route`; gets no gradient.
       token_valid: `False` for padding.
@@ -72,10 +73,16 @@ def forward(
     return split_as(y, split_of(x), mesh), aux
 
 
-def _experts_for(dtype: Any, arrays: Mapping[str, Array]) -> Experts:
-    """Returns the experts to compute in `dtype`. In float32 they stay for 16-bit tokens: so do their gradients."""
-    experts = experts_of(arrays)
-    return experts if takes_experts(experts.w_gate.dtype, dtype) else experts.astype(dtype)
+def _experts_for(dtype: Any, arrays: Mapping[str, Any]) -> Experts:
+    """Returns the experts to compute in `dtype`, quantised ones as they are.
+
+    In float32 they stay for 16-bit tokens: so do their gradients.
+    """
+
+    def of(array: Any) -> Any:
+        return array if isinstance(array, QuantizedMatrix) or takes_experts(array.dtype, dtype) else array.astype(dtype)
+
+    return experts_of({name: of(arrays[name]) for name in EXPERT_ARRAYS if name in arrays})
 
 
 def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
@@ -93,9 +100,10 @@ def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
     check_token_valid("MoE", token_valid, x.shape[:-1], "x")
 
 
-def _compute_dtype(config: LayerConfig, x: Any, arrays: Mapping[str, Array]) -> Any:
+def _compute_dtype(config: LayerConfig, x: Any, arrays: Mapping[str, Any]) -> Any:
     """The dtype that was asked for; without one, as in Flax's own layers, the promotion of input and parameters."""
-    return jnp.dtype(config.dtype) if config.dtype is not None else jnp.result_type(x, *arrays.values())
+    wide = (array for array in arrays.values() if not isinstance(array, QuantizedMatrix))
+    return jnp.dtype(config.dtype) if config.dtype is not None else jnp.result_type(x, *wide)
 
 
 def _router_logits(arrays: Mapping[str, Array], tokens: jax.Array, dtype: Any) -> jax.Array:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.sharding import reshard_explicit
+from jaxmoe.sharding import get_concrete_mesh, reshard_explicit
 
 
 def place(value: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None) -> jax.Array:
@@ -22,6 +23,23 @@ def place_explicit(value: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractM
     """As `place`, over Explicit axes alone; Auto axes are left to the compiler."""
     mesh = mesh_to_enter(mesh)
     return value if mesh is None else reshard_explicit(value, spec, mesh)
+
+
+def put(value: Any, axis: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+    """Moves arrays that lie elsewhere onto a mesh, the context's for `mesh=None`, split on their first dimension.
+
+    What is on the mesh already, or traced, stays as it is. Without devices, or inside `shard_map`, everything does.
+    """
+    mesh = get_concrete_mesh() if mesh is None and get_concrete_mesh else mesh
+    if not isinstance(mesh, Mesh) or mesh_to_enter(mesh) is None:
+        return value
+
+    def moved(array: jax.Array) -> jax.Array:
+        if isinstance(array, Tracer) or getattr(array.sharding, "mesh", None) == mesh:
+            return array
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(axis)))
+
+    return jax.tree.map(moved, value)
 
 
 def mesh_to_enter(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TWENTY_LINES = ROOT / "notebooks" / "moe_in_twenty_lines.ipynb"
 FEW_BITS = ROOT / "notebooks" / "experts_in_few_bits.ipynb"
+CHECKPOINT = ROOT / "notebooks" / "load_a_checkpoint.ipynb"
 TRAINING = ROOT / "notebooks" / "train_a_tiny_moe.ipynb"
 
 CELL_SECONDS = 120
@@ -121,7 +122,7 @@ def committed(path: Path) -> Any:
 
 
 def test_the_notebooks_of_these_tests_are_found():
-    assert {TWENTY_LINES, TRAINING, FEW_BITS} <= set(NOTEBOOKS)
+    assert {TWENTY_LINES, TRAINING, FEW_BITS, CHECKPOINT} <= set(NOTEBOOKS)
 
 
 def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
@@ -209,6 +210,17 @@ def test_the_notebook_of_few_bits_shows_what_it_says_of_them():
     )
     assert tokens_wide < 0.8 * tokens_too
     assert mx_tokens_wide < mx_tokens_too < 1.05 * mx_tokens_wide
+
+
+def test_the_notebook_of_a_checkpoint_computes_and_writes_what_transformers_does_and_shows_what_formats_cost():
+    printed = text(executed(CHECKPOINT))
+    assert "transformers by less than 0.0001: True" in printed
+    assert "as transformers writes: True" in printed
+    found = re.findall(r"(\w+): ([\d.]+) of the bytes of BF16, ([\d.]+) % error", printed)
+    names, sizes, errors = zip(*((name, float(size), float(error)) for name, size, error in found), strict=True)
+    assert names == ("FP8", "NVFP4", "MXFP4")
+    assert sizes == pytest.approx([0.5, 4.5 / 16, 4.25 / 16], abs=0.01)
+    assert 0 < errors[0] < errors[1] < errors[2] < 20
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 import jaxmoe
 import jaxmoe.linen
 import jaxmoe.nnx
-from jaxmoe import RouterConfig, SwiGLU
+from jaxmoe import RouterConfig, SwiGLU, sharding
+from jaxmoe.implementations.megakernel import limits
 from tests.unit.blocks_by_hand import BLOCKS, fill
 from tests.unit.flax_layers import LinenLayer, NNXLayer, make_mesh
 
@@ -79,6 +80,15 @@ class Behaviours:
 
 class TestNNX(Behaviours):
     layer = NNXLayer
+
+    def test_a_named_implementation_is_asked_about_the_dtype_that_the_layer_computes_in(self, monkeypatch):
+        monkeypatch.setattr(sharding, "platform", lambda *_: "gpu")
+        monkeypatch.setattr(limits, "_check_platform", lambda *_: None)
+        layer = {"implementation": "megakernel"}
+        for dtypes in ({"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}):
+            self.layer().shapes(**layer, **dtypes)
+        with pytest.raises(TypeError, match="x is float32; implementation='megakernel' on gpu takes bfloat16 and"):
+            self.layer().shapes(**layer)
 
     def test_the_selection_bias_is_a_variable_of_its_own_kind(self):
         moe = self.layer().abstract(selection_bias=True)

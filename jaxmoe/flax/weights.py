@@ -1,0 +1,83 @@
+"""The weights of a checkpoint as the arrays of a layer, for `jaxmoe.nnx.MoE.from_weights`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxmoe.convert.weights import MoEWeights
+from jaxmoe.flax.config import EXPERT_ARRAYS, Parameter
+from jaxmoe.quantization import dequantize
+from jaxmoe.quantized_matrix import QuantizedMatrix
+
+
+def arguments_of(weights: Any) -> dict[str, Any]:
+    """Returns the arguments of a layer that its weights say.
+
+    Raises:
+      TypeError: other weights.
+      NotImplementedError: weights of what the layer does not have.
+    """
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(
+            f"MoE.from_weights: weights is a {type(weights).__name__}; pass what jaxmoe.convert.from_hf returned, or "
+            "jaxmoe.convert.MoEWeights(experts, router_kernel)."
+        )
+    if weights.token_table is not None:
+        raise NotImplementedError(
+            "MoE.from_weights: weights.token_table chooses experts by the ids of tokens, and the layer sees none. Call "
+            "jaxmoe.route(logits, router, topk_ids=weights.token_table[tokens]) and jaxmoe.moe_layer."
+        )
+    if weights.shared_gate is not None:
+        raise NotImplementedError(
+            "MoE.from_weights: weights.shared_gate multiplies what the shared expert answers; the layer adds it as it "
+            "is. Pass dataclasses.replace(weights, shared=None, shared_gate=None), and add the shared expert in your "
+            "model."
+        )
+    experts, shared = weights.experts, weights.shared
+    return {
+        "hidden": experts.hidden,
+        "intermediate": experts.intermediate,
+        "num_experts": experts.num_experts,
+        "gated": experts.w_up is not None,
+        "biases": experts.b_down is not None,
+        "router_bias": weights.router_bias is not None,
+        "selection_bias": weights.selection_bias is not None,
+        "shared_intermediate": None if shared is None else shared.intermediate,
+    }
+
+
+def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeLike | None) -> dict[str, Any]:
+    """Returns the arrays of a layer by name, those of the routed experts as they are, quantised or not.
+
+    Args:
+      weights: of the layer.
+      table: the `parameters` of a layer with their `arguments_of`.
+      dtype: of a shared expert that is quantised, and decoded here: it is one beside all others. `None` is bfloat16.
+
+    Raises:
+      ValueError: arrays are missing, too many or misshapen.
+    """
+    arrays = {"router_kernel": weights.router_kernel, "router_bias": weights.router_bias}
+    arrays |= {name: getattr(weights.experts, name) for name in EXPERT_ARRAYS}
+    if (shared := weights.shared) is not None:
+        if isinstance(shared.w_gate, QuantizedMatrix):
+            shared = dequantize(shared, jnp.bfloat16 if dtype is None else dtype)
+        alone = jax.tree.map(lambda array: array[0], shared)
+        arrays |= {f"shared_{name}": getattr(alone, name) for name in EXPERT_ARRAYS}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    if other := arrays.keys() ^ table.keys():
+        raise ValueError(
+            f"MoE.from_weights: {', '.join(sorted(other))} cannot be there, or missing, beside the other weights. All "
+            "experts, the shared one included, have an up projection or none has, and biases on all projections or on "
+            "none."
+        )
+    for name, parameter in table.items():
+        if tuple(arrays[name].shape) != parameter.shape:
+            raise ValueError(
+                f"MoE.from_weights: {name} has shape {tuple(arrays[name].shape)}; it must be {parameter.shape} to go "
+                f"with w_gate of shape {tuple(arrays['w_gate'].shape)}."
+            )
+    return {name: arrays[name] for name in table}
