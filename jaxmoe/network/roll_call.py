@@ -70,7 +70,10 @@ class RollCall:
 
     def __init__(self, client: Any, progress: Callable[[], Sequence[Any]], process: int, limit_seconds: float) -> None:
         self.client, self.progress, self.process, self.limit_seconds = client, progress, process, limit_seconds
-        self.reported: set[tuple[int, int]] = set()  # devices and launches
+        # Devices and launches. Who is late is asked a second time, a round after: the others tell how far they are once
+        # in a round, and one may just have come.
+        self.suspected: set[tuple[int, int]] = set()
+        self.reported: set[tuple[int, int]] = set()
 
     def run(self) -> None:
         """Rounds without end; the thread ends with the process, or with the service."""
@@ -90,12 +93,12 @@ class RollCall:
         for each in found:
             if not each.waiting or each.waiting_seconds < self.limit_seconds:
                 continue
-            if (each.device, each.waiting) in self.reported:
-                continue
+            launch = each.device, each.waiting
             late = self.late(each.waiting)
-            if late:
-                self.reported.add((each.device, each.waiting))
+            if late and launch in self.suspected - self.reported:
+                self.reported.add(launch)
                 self.report(each, late)
+            self.suspected.add(launch)
 
     def late(self, launch: int) -> Mapping[int, tuple[int, str]]:
         """Returns what the processes have told that have not enqueued a launch: how many they have, and their host."""

@@ -109,3 +109,24 @@ def test_too_little_memory_of_one_process_is_an_error_in_all_of_them_and_smaller
             assert re.search(rf"^call {number} after [\d.]+ s: .*{told}", output, re.M)
         assert "right: small again" in output
         assert "right: large at last" in output
+
+
+@several_gpus
+def test_a_host_that_is_late_is_named_and_waited_for():
+    outputs = start("faults", "late host", waits_s=LIMIT_S)
+    last = len(outputs) - 1
+    for process, output in enumerate(outputs):
+        assert "the same bits after" in output
+        waited = f"of process {process} has waited [3-9] s and not ended"
+        told = rf"{waited}\. Late are process {last} on \S+ \(has started \d+\)"
+        assert bool(re.search(rf"^failures: .*{told}", output, re.M)) == (process != last)
+        assert output.count("jaxmoe: launch ") == 2 * (process != last)  # printed, and among the failures
+
+
+@several_gpus
+def test_a_host_that_is_lost_is_named():
+    outputs = start("faults", "lost host", waits_s=LIMIT_S, may_fail=[GPUS - 1])
+    for output in outputs[:-1]:
+        [(seconds, told)] = re.findall(r"^after ([\d.]+) s: (.*)", output, re.M)
+        assert float(seconds) < 2 * LIMIT_S
+        assert f"Late are process {GPUS - 1} on " in told

@@ -7,6 +7,8 @@ argument 1   "absent": the last rank does not take part in the second call
              "raises": the last rank ends with an exception between two layers
              "short": the GPU of the last rank has no memory for a larger call
              "late": of three processes with two ranks each, whose groups are pairs of processes, the last one is late
+             "late host": each rank is a host, and the last one comes late to the second call
+             "lost host": each rank is a host, and the last one is killed before the second call
              "full": one process, groups of one rank, and one GPU without memory
 """
 
@@ -36,11 +38,12 @@ from tests.multiprocess.workers.megakernel import ALLOWED_ERROR, SIZES
 class Group:
     """All ranks as one group, and its layer, which has run once."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, network: jaxmoe.NetworkPlan | None = None, **sizes: Any) -> None:
         kinds = (jax.sharding.AxisType.Auto,)
         self.mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=kinds)
         self.arrays = self.inputs(**sizes)[1]
-        self.layer = jax.jit(lambda *a: jaxmoe.moe_layer(*a, mesh=self.mesh, implementation="megakernel"))
+        options: Any = {"implementation": "megakernel", "network": network}
+        self.layer = jax.jit(lambda *a: jaxmoe.moe_layer(*a, mesh=self.mesh, **options))
         jax.block_until_ready(self.layer(*self.arrays))
         jaxmoe.raise_if_failed()
         step("first call ended")
@@ -236,6 +239,32 @@ def short() -> None:
     jaxmoe.raise_if_failed()
 
 
+def late_host() -> None:
+    """The others wait for it, say for whom, and go on when it comes."""
+    group = Group(jaxmoe.NetworkPlan(ranks_per_host=1))
+    expected = group.own(group.layer(*group.arrays))
+    if is_last_rank():
+        stay_away()
+    started = time.monotonic()
+    np.testing.assert_array_equal(group.own(group.layer(*group.arrays)), expected)
+    step(f"the same bits after {time.monotonic() - started:.1f} s")
+    step(f"failures: {jaxmoe.failures()}".replace("\n", " "))
+
+
+def lost_host() -> None:
+    """The others say whom they wait for. JAX's own service ends them later, when it has missed the process for long."""
+    group = Group(jaxmoe.NetworkPlan(ranks_per_host=1))
+    if is_last_rank():
+        step("ends")
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    group.layer(*group.arrays)
+    while not jaxmoe.failures() and time.monotonic() < started + 60:
+        time.sleep(0.1)
+    step(f"after {time.monotonic() - started:.1f} s: {jaxmoe.failures()}".replace("\n", " "))
+    os._exit(0)  # the collective never ends
+
+
 LATE_S = 50  # longer than XLA lets the devices of a process wait for each other
 
 
@@ -270,6 +299,8 @@ MODES: dict[str, Callable[[], None]] = {
     "raises": raises,
     "short": short,
     "late": late,
+    "late host": late_host,
+    "lost host": lost_host,
     "full": full,
 }
 
