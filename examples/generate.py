@@ -26,17 +26,6 @@ from jaxtyping import Array, Int32
 
 from jaxmoe.testing import use_virtual_devices
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "directory with config.json and safetensors files", required=True)
-_PROMPT = flags.DEFINE_string("prompt", None, "text to go on with; needs tokenizer.json and the package tokenizers")
-_PROMPT_IDS = flags.DEFINE_list("prompt_ids", None, "the same as ids of tokens: 1,2,3")
-_NEW = flags.DEFINE_integer("max_new_tokens", 16, "tokens to write at most", lower_bound=1)
-_MESH = flags.DEFINE_list("mesh", None, "sizes of axes, such as data=2,expert=4 (default: all devices for experts)")
-_EXPERTS = flags.DEFINE_enum("experts", None, tuple(FORMATS), "format to quantise experts to (default: as they are)")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float16", "float32"), "to compute in")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ("megakernel", "xla", "reference"), "of moe_layer (default: it chooses)"
-)
-
 
 @functools.partial(nnx.jit, static_argnames=("max_new_tokens", "ends"))
 def generate(
@@ -123,20 +112,33 @@ def tokenizer_of(directory: Path) -> Any:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
+def define_flags() -> None:
+    """Defines the flags of the command line: not when this is imported, beside programs that have some themselves."""
+    flags.DEFINE_string("checkpoint", None, "directory with config.json and safetensors files", required=True)
+    flags.DEFINE_string("prompt", None, "text to go on with; needs tokenizer.json and the package tokenizers")
+    flags.DEFINE_list("prompt_ids", None, "the same as ids of tokens: 1,2,3")
+    flags.DEFINE_integer("max_new_tokens", 16, "tokens to write at most", lower_bound=1)
+    flags.DEFINE_list("mesh", None, "sizes of axes, such as data=2,expert=4 (default: all devices for experts)")
+    flags.DEFINE_enum("experts", None, tuple(FORMATS), "format to quantise experts to (default: as they are)")
+    flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float16", "float32"), "to compute in")
+    names = ("megakernel", "xla", "reference")
+    flags.DEFINE_enum("implementation", None, names, "of moe_layer (default: it chooses)")
+
+
 def run() -> None:
     """Reads the checkpoint, writes, and prints what was written."""
-    directory, axes = Path(_CHECKPOINT.value), axes_of(_MESH.value)
-    implementation: Any = _IMPLEMENTATION.value
-    tokenizer = None if _PROMPT.value is None else tokenizer_of(directory)
-    ids = _PROMPT_IDS.value or [] if tokenizer is None else tokenizer.encode(_PROMPT.value).ids
+    given = flags.FLAGS
+    directory, axes = Path(given.checkpoint), axes_of(given.mesh)
+    tokenizer = None if given.prompt is None else tokenizer_of(directory)
+    ids = given.prompt_ids or [] if tokenizer is None else tokenizer.encode(given.prompt).ids
     if not ids:
         raise ValueError("pass --prompt-ids=1,2,3, or --prompt with a text.")
     if axes:
         # Of JAX's CPU backend, which stays unused where JAX has GPUs.
         use_virtual_devices(math.prod(axes.values()))
     with jax.set_mesh(mesh_of(axes)):
-        model = load(directory, dtype=_DTYPE.value, experts=_EXPERTS.value, implementation=implementation)
-        new = generate(model, prompt_of(ids, model.config.vocabulary), _NEW.value, ends_of(directory))
+        model = load(directory, dtype=given.dtype, experts=given.experts, implementation=given.implementation)
+        new = generate(model, prompt_of(ids, model.config.vocabulary), given.max_new_tokens, ends_of(directory))
     written = [int(each) for each in new[0] if each >= 0]
     print(",".join(map(str, written)))
     if tokenizer is not None:
@@ -171,4 +173,5 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main, flags_parser=parse)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.bench import scaling
 from jaxmoe.network import choice, cost, levels, send
 from jaxmoe.network.levels import Levels
 from jaxmoe.sharding import ExpertGroup, replica_groups
@@ -273,3 +275,23 @@ def test_symbols_of_explicit_axes_take_levels_too():
     told = jaxmoe.explain(*arguments[:4], mesh=mesh, implementation="xla", network=NetworkPlan(2))
     assert told.call.levels is not None
     assert told.call.levels.hosts == 4
+
+
+def test_the_document_on_scaling_holds_what_the_command_prints():
+    assert scaling.table() in (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+
+
+def test_more_hosts_need_more_of_the_network_and_sending_never_more_than_gathering_by_a_round():
+    rows = list(scaling.rows())
+    for row in rows:
+        if row.hosts > 1:
+            assert row.plan is not None
+            assert row.send_bytes <= (1 + 1 / choice.ROUNDS) * row.gather_bytes
+            cheaper = "send" if row.send_bytes < 0.8 * row.gather_bytes else "gather"
+            # Chosen before a routing is known, for uniform routing.
+            assert row.limited or row.plan.way == cheaper
+    by_model = {
+        (row.model, row.limited): [r for r in rows if (r.model, r.limited) == (row.model, row.limited)] for row in rows
+    }
+    for of_model in by_model.values():
+        assert [row.network_seconds for row in of_model] == sorted(row.network_seconds for row in of_model)

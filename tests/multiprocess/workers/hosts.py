@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import machine, sharding
 from jaxmoe.implementations.megakernel import limits
+from jaxmoe.network import levels
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs
 from tests.layer_calls import widened
@@ -89,6 +90,7 @@ def main() -> None:
         mock.patch.object(sharding, "platform", return_value="gpu"),
         mock.patch.object(limits, "check_megakernel"),
         mock.patch.object(machine, "visible_gpus", return_value=[]),
+        mock.patch.object(levels, "_is_of_several_cpu_processes", return_value=False),
     ):
         choices(within, across)
 
