@@ -6,6 +6,7 @@ tokens to one of the implementations: `reference.py` (the truth), `xla/` (portab
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe import call as calls
-from jaxmoe import sharding
+from jaxmoe import flat_tokens, sharding
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
@@ -57,7 +58,9 @@ def moe_layer(
 
     Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
     a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first
-    dimension over `(*data_axes, *axis_name)`, experts over `axis_name`.
+    dimension over `(*data_axes, *axis_name)`, experts over `axis_name`. Where that dimension is no multiple of the
+    ranks (a decode batch of 3, or `[2, 64, hidden]` on 8 ranks), tokens are flattened first, and filled up with some
+    that have no expert.
 
     Args:
       x: tokens, bfloat16, float16, float32, or float64 on CPU; at least two dimensions.
@@ -173,9 +176,15 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
     )
 
     def enter(arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
-        as_split = sharding.reshard_explicit(arguments, specs, placement.mesh)
-        y, stats = sharded(as_split)
-        return sharding.like(y, arguments.x, placement.mesh), stats
+        x, rows, mesh = arguments.x, call.flat_tokens, placement.mesh
+        if rows:
+            arguments = flat_tokens.flatten(arguments, rows, mesh)
+        y, stats = sharded(sharding.reshard_explicit(arguments, specs, mesh))
+        if rows:
+            y = flat_tokens.restore(y, x.shape[:-1], mesh)
+            filling = rows - math.prod(x.shape[:-1])
+            stats = stats and flat_tokens.without_filling(stats, filling, call.shape.top_k)
+        return sharding.like(y, x, mesh), stats
 
     return jax.jit(enter)
 

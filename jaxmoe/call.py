@@ -5,6 +5,7 @@
 implementation is named, `reach.obstacle` knows what only speaks against choosing the megakernel.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -81,6 +82,7 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
             quantizes,
             biases=any(bias is not None for bias in (weights.b_gate, weights.b_up, weights.b_down)),
             levels=hosts,
+            flat_tokens=_flat_tokens(x, placement, shape),
         )
 
     call = _choose(options, platform, placement.group if hosts is None else hosts.on_host, call_of)
@@ -197,7 +199,7 @@ def _shape(
     for size in x.shape[:-1]:
         num_tokens *= size
     if entering:
-        num_tokens //= _token_shards(x, placement)
+        num_tokens = -(-num_tokens // _token_shards(placement))
     if ranks * num_tokens * top_k >= MOST_SLOTS:
         raise ValueError(
             f"moe_layer: {ranks} ranks x {num_tokens} tokens x {top_k} slots are more rows than int32 can number. "
@@ -225,17 +227,12 @@ def _uneven_experts(num_experts: int, ranks: int, names: tuple[str, ...]) -> str
     )
 
 
-def _token_shards(x: Any, placement: sharding.Placement) -> int:
+def _token_shards(placement: sharding.Placement) -> int:
     assert placement.mesh is not None
-    sizes = {name: placement.mesh.shape[name] for name in placement.token_axes}
-    shards = 1
-    for size in sizes.values():
-        shards *= size
-    if x.shape[0] % shards:
-        padded = -(-x.shape[0] // shards) * shards
-        raise ValueError(
-            f"moe_layer: the first dimension of x, {x.shape[0]}, cannot be split over the {shards} ranks of mesh "
-            f"axes {sizes}. Pad it to {padded} (token_valid=False for the padding), or reshape x so that its "
-            "first dimension divides."
-        )
-    return shards
+    return math.prod(placement.mesh.shape[name] for name in placement.token_axes)
+
+
+def _flat_tokens(x: Any, placement: sharding.Placement, shape: Shape) -> int:
+    """Returns how many tokens there are once they are flattened and filled up; 0 where the first dimension is split."""
+    shards = 1 if placement.mesh is None else _token_shards(placement)
+    return shards * shape.tokens if x.shape[0] % shards else 0

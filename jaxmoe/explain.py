@@ -1,5 +1,7 @@
 """`explain`: what `moe_layer` would do with the same arguments, why, and what it costs. Runs nothing."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,4 +71,9 @@ def explain(
         CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network),
     )
     of_launch = IMPLEMENTATIONS[call.implementation].explain(call_on_host(call))
-    return across_hosts.explain(call, of_launch)
+    told = across_hosts.explain(call, of_launch)
+    if not call.flat_tokens:
+        return told
+    filling = call.flat_tokens - math.prod(x.shape[:-1])
+    note = f"the first dimension of x, {x.shape[0]}, is not split: tokens are flattened, and {filling} added"
+    return dataclasses.replace(told, reasons=(*told.reasons, note))

@@ -55,7 +55,7 @@ class MoE(nnx.Module):
     load, over all tokens of all ranks.
 
     Outside `shard_map`, under `nnx.jit` or not, with Auto or Explicit mesh axes, the layer works on whole arrays and
-    enters `shard_map` itself: the sizes of `data_axes` and `axis_name` must divide the first dimension of `x`. Inside a
+    enters `shard_map` itself, with tokens split over `data_axes` and `axis_name` (any number of them). Inside a
     `shard_map` that has `axis_name` manual, merge a module whose state has been split by
     `in_specs=nnx.get_partition_spec(state)`; `data_axes` then names the other manual axes over which `aux` is summed.
     `nnx.value_and_grad`, `nnx.remat` and `nnx.scan` over layers apply; create the layers of a scan with `nnx.vmap`, and

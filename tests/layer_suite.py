@@ -25,6 +25,7 @@ from tests.layer_calls import (
     as_dict,
     cotangent,
     gradients_of,
+    jitted_dense,
     layer,
     mesh_of,
 )
@@ -359,6 +360,31 @@ class LayerSuite(LayerChecks):
                 y = run(x)
                 assert y.sharding.spec == spec
                 self.assert_near(y, dense(arguments))
+
+    @pytest.mark.parametrize("batch", [(3,), (2, 2, 3)])
+    def test_any_number_of_tokens_is_split_over_all_ranks(self, batch):
+        count = int(np.prod(batch))
+        arguments = self.inputs(31, tokens=count, biases=True, token_valid=True)
+        x, ids, weights, valid = (
+            array.reshape(*batch, *array.shape[1:]) for array in (*arguments[:3], arguments.token_valid)
+        )
+        y, stats = self.run(Arguments(x, ids, weights, arguments.experts, valid), "all devices", return_stats=True)
+        expected = dense(arguments)
+        self.assert_near(y.reshape(count, HIDDEN), jnp.where(arguments.token_valid[:, None], expected, 0))
+        counted = jaxmoe.load_stats(arguments.topk_ids, EXPERTS, token_valid=arguments.token_valid)
+        jax.tree.map(np.testing.assert_array_equal, stats, counted)
+        whole = gradients_of(functools.partial(self.run, placement="all devices"))(arguments)
+        self.assert_near(whole, jitted_dense("silu", None, True)(arguments))
+
+    def test_any_number_of_tokens_is_taken_over_explicit_axes(self):
+        mesh = mesh_of("data", "expert", kind=AxisType.Explicit)
+        arguments = self.inputs(32, tokens=12)
+        with jax.set_mesh(mesh):
+            x = jax.device_put(arguments.x.reshape(2, 6, HIDDEN), NamedSharding(mesh, P("data", None)))
+            ids, weights = (array.reshape(2, 6, -1) for array in arguments[1:3])
+            y = jax.jit(lambda x: jaxmoe.moe_layer(x, ids, weights, arguments.experts, **self.options()))(x)
+            assert y.sharding.spec == P("data", None, None)
+            self.assert_near(y.reshape(12, HIDDEN), dense(arguments))
 
     def test_leading_dimensions_are_kept(self):
         arguments = self.inputs(19)

@@ -130,6 +130,8 @@ class Call:
       biases: whether the experts have any.
       levels: where the experts are on several hosts: what travels between them, around calls of the layer of one host,
         whose plan this is (`network/choice.py`).
+      flat_tokens: tokens of all ranks after they were flattened and filled up (`flat_tokens.py`); 0 where the first
+        dimension of x is split as it is.
     """
 
     implementation: ImplementationName
@@ -144,6 +146,7 @@ class Call:
     quantizes: bool = False
     biases: bool = False
     levels: "Levels | None" = None
+    flat_tokens: int = 0
 
     @property
     def dtype(self) -> Any:

@@ -276,7 +276,6 @@ def test_help_lists_the_options_without_starting_jax():
     ("argument", "message"),
     [
         ("--hidden=100", "must be a multiple of 32"),
-        ("--batch=12", "12, cannot be split over the 8 ranks"),
         ("more", "options only"),
     ],
 )

@@ -117,17 +117,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "or 1 or 2 or 3 ranks"],
     ),
-    "tokens that the axes do not divide": (
-        {
-            "x": X[:6],
-            "topk_ids": IDS[:6],
-            "topk_weights": WEIGHTS[:6],
-            "axis_name": "expert",
-            "mesh": mesh_of("expert"),
-        },
-        ValueError,
-        ["first dimension of x, 6", "8 ranks", "Pad it to 8", "token_valid"],
-    ),
 }
 
 
