@@ -73,11 +73,6 @@ class Devices:
 
     axes: tuple[tuple[str, int], ...]
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return math.prod(size for _, size in self.axes)
-
     def split(self, h: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens hidden"]:
         """Splits sequences over those axes that share them out evenly; along others all devices compute the same.
 
@@ -224,12 +219,8 @@ class Block(nnx.Module):
         """Returns the layer's output, its cache, and how many rows each of its experts computed."""
         y, cache = self.attention(self.attention_norm(h), cache, position)
         h = self.devices.split(h + y)
-        rows = self.moe_norm(h).reshape(-1, h.shape[-1])  # [batch * tokens, hidden]
-        # Every device of the mesh routes as many rows: those that are missing are padding.
-        count = len(rows)
-        rows = jnp.pad(rows, ((0, -count % self.devices.count), (0, 0)))
-        y, aux = self.moe(rows, token_valid=jnp.arange(len(rows)) < count)
-        return self.devices.split(h + y[:count].reshape(h.shape)), cache, aux.stats.rows_per_expert
+        y, aux = self.moe(self.moe_norm(h))
+        return self.devices.split(h + y), cache, aux.stats.rows_per_expert
 
 
 class Decoder(nnx.Module):

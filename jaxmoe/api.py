@@ -27,14 +27,15 @@ from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 
 
 def moe_layer(
     x: Float[Array, "*batch hidden"],
-    topk_ids: Integer[Array, "*batch top_k"],
-    topk_weights: Float[Array, "*batch top_k"],
-    experts: Experts,
+    topk_ids: Integer[Array, "*batch top_k"] | Routing,
+    topk_weights: Float[Array, "*batch top_k"] | Experts | None = None,
+    experts: Experts | None = None,
     *,
     activation: str | Activation = "silu",
     axis_name: str | Sequence[str] | None = "expert",
@@ -62,10 +63,14 @@ def moe_layer(
     ranks (a decode batch of 3, or `[2, 64, hidden]` on 8 ranks), tokens are flattened first, and filled up with some
     that have no expert.
 
+    `moe_layer(x, routing, experts)`, with what `jaxmoe.route` returned, is `moe_layer(x, routing.topk_ids,
+    routing.topk_weights, experts)`, and sees that the router chose among as many experts as there are.
+
     Args:
       x: tokens, bfloat16, float16, float32, or float64 on CPU; at least two dimensions.
       topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)`
-        count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count.
+        count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count. Or a
+        `jaxmoe.Routing`, behind which the experts come.
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`; or in float32 where `x` is bfloat16 or float16: they are then cast to it in
         every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
@@ -120,22 +125,24 @@ def moe_layer(
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)
     >>> x, logits = jnp.ones((3, 8)), jnp.arange(12.0).reshape(3, 4)
     >>> routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2, renormalize=True))
-    >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, experts, axis_name=None).shape
+    >>> jaxmoe.moe_layer(x, routing, experts, axis_name=None).shape
     (3, 8)
     >>> in_8_bits = jaxmoe.quantize(experts)
     >>> jaxmoe.moe_layer(x, routing.topk_ids, routing.topk_weights, in_8_bits, axis_name=None, precision="fp8").shape
     (3, 8)
     """
-    arguments = Arguments(x, topk_ids, topk_weights, experts, token_valid)
+    arguments, routed_experts = Arguments.given(x, topk_ids, topk_weights, experts, token_valid)
     options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network)
-    y, stats = run(arguments, options, return_stats)
+    y, stats = run(arguments, options, return_stats, routed_experts)
     return (y, stats) if return_stats else y
 
 
-def run(arguments: Arguments, options: CallOptions, return_stats: bool = False) -> tuple[jax.Array, MoEStats | None]:
+def run(
+    arguments: Arguments, options: CallOptions, return_stats: bool = False, routed_experts: int | None = None
+) -> tuple[jax.Array, MoEStats | None]:
     """Returns the output, and statistics where they are asked for: `moe_layer` with its arguments put together."""
     arguments = _as_jax(arguments)
-    call = calls.check(arguments, options)
+    call = calls.check(arguments, options, routed_experts)
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)

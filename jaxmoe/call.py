@@ -30,8 +30,14 @@ MOST_SLOTS = 2**30
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def check(arguments: Arguments, options: CallOptions) -> Call:
-    """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`."""
+def check(arguments: Arguments, options: CallOptions, routed_experts: int | None = None) -> Call:
+    """Returns the call, or raises what is wrong with it. The arrays may be `jax.ShapeDtypeStruct`.
+
+    Args:
+      arguments: of the call.
+      options: of the call.
+      routed_experts: among how many experts the router chose, where that is known.
+    """
     names = tuple(IMPLEMENTATIONS)
     if options.implementation is not None and options.implementation not in names:
         raise ValueError(
@@ -60,6 +66,12 @@ def check(arguments: Arguments, options: CallOptions) -> Call:
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
     shape = _shape(x, topk_ids, weights, placement, precisions.formats_of(precision, weights, x.dtype))
+    if routed_experts not in (None, shape.num_experts):
+        raise ValueError(
+            f"moe_layer: the routing chooses among {routed_experts} experts, and there are {shape.num_experts} "
+            f"({weights.num_experts} in experts.w_gate, {shape.ranks} rank(s) of axis_name={options.axis_name!r}). "
+            "Inside shard_map experts are those of one rank, with axis_name=None all of them."
+        )
     hosts = _levels(options, placement, shape)
     launch_shape = shape if hosts is None else choice.shape_on_host(shape, hosts)
     quantizes = precision is not None and not isinstance(weights.w_gate, QuantizedMatrix)

@@ -19,8 +19,8 @@ __all__ = ["Explanation", "explain"]
 def explain(
     x: Any,
     topk_ids: Any,
-    topk_weights: Any,
-    experts: Any,
+    topk_weights: Any = None,
+    experts: Any = None,
     *,
     activation: Any = "silu",
     axis_name: str | Sequence[str] | None = "expert",
@@ -66,10 +66,9 @@ def explain(
     >>> jaxmoe.explain(x, *slots, in_8_bits, axis_name=None).call.precision
     'fp8'
     """
-    call = calls.check(
-        Arguments(x, topk_ids, topk_weights, experts, token_valid),
-        CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network),
-    )
+    arguments, routed_experts = Arguments.given(x, topk_ids, topk_weights, experts, token_valid)
+    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network)
+    call = calls.check(arguments, options, routed_experts)
     of_launch = IMPLEMENTATIONS[call.implementation].explain(call_on_host(call))
     told = across_hosts.explain(call, of_launch)
     if not call.flat_tokens:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from jaxmoe.experts import Experts
+from jaxmoe.routing.router import Routing
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
@@ -21,6 +22,34 @@ class Arguments(NamedTuple):
     topk_weights: Any
     experts: Experts
     token_valid: Any = None
+
+    @classmethod
+    def given(
+        cls, x: Any, topk_ids: Any, topk_weights: Any, experts: Any, token_valid: Any
+    ) -> tuple["Arguments", int | None]:
+        """Returns the arrays of a call, and of how many experts its routing says that they are, where it does.
+
+        A `Routing` stands for ids and weights: `moe_layer(x, routing, experts)`.
+
+        Raises:
+          TypeError: there are no experts, or weights beside a `Routing`, which has its own.
+        """
+        routing = topk_ids if isinstance(topk_ids, Routing) else None
+        if routing is not None:
+            if experts is None:
+                topk_weights, experts = None, topk_weights
+            if topk_weights is not None:
+                raise TypeError(
+                    "moe_layer: topk_weights come beside a Routing, which has its own. Call moe_layer(x, routing, "
+                    "experts)."
+                )
+            topk_ids, topk_weights = routing.topk_ids, routing.topk_weights
+        if experts is None:
+            raise TypeError(
+                "moe_layer: there are no experts. Call moe_layer(x, routing, experts), or moe_layer(x, topk_ids, "
+                "topk_weights, experts)."
+            )
+        return cls(x, topk_ids, topk_weights, experts, token_valid), routing and routing.scores.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
