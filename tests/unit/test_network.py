@@ -221,7 +221,7 @@ def test_explain_says_levels_ways_and_bytes_of_both_networks():
 
 
 def _received(jaxpr: Any, across: ExpertGroup) -> int:
-    """Bytes that a rank receives from ranks of other hosts in the collectives of a jaxpr, loops counted once."""
+    """Bytes that a rank receives from ranks of other hosts in the collectives of a jaxpr, open loops counted once."""
     total = 0
     for equation in jaxpr.eqns:
         names = equation.params.get("axis_name")
@@ -233,7 +233,10 @@ def _received(jaxpr: Any, across: ExpertGroup) -> int:
         ):
             out = equation.outvars[0].aval
             total += out.size * out.dtype.itemsize * (across.size - 1) // across.size
-        total += sum(_received(inner, across) for value in equation.params.values() for inner in _jaxprs_in(value))
+        times = equation.params.get("length", 1)  # of a scan
+        total += times * sum(
+            _received(inner, across) for value in equation.params.values() for inner in _jaxprs_in(value)
+        )
     return total
 
 
