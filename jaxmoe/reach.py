@@ -39,7 +39,8 @@ def _several_hosts(groups: np.ndarray | None) -> str:
         return ""
     return (
         f"there are devices of {_counted(hosts)}, {needed}, and an abstract mesh does not say which devices those "
-        "have: pass the jax.sharding.Mesh as mesh=, or name the implementation"
+        "have: pass the jax.sharding.Mesh as mesh=, or network=jaxmoe.NetworkPlan(ranks_per_host=...), or name the "
+        "implementation"
     )
 
 

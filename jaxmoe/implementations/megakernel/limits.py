@@ -147,7 +147,9 @@ def _check_sizes(shape: Shape, platform: str) -> None:
     if shape.ranks > MOST_RANKS[platform]:
         raise ValueError(
             f"moe_layer: the experts are spread over {shape.ranks} ranks; {where} takes at most "
-            f"{MOST_RANKS[platform]}. Spread them over fewer and use the other mesh axes as data_axes. {_ANY_SIZE}"
+            f"{MOST_RANKS[platform]} on a host. If they are on several, say so: "
+            "network=jaxmoe.NetworkPlan(ranks_per_host=...). Else spread them over fewer, and use the other mesh axes "
+            f"as data_axes. {_ANY_SIZE}"
         )
     if shape.num_experts > MOST_EXPERTS or shape.local_experts > MOST_LOCAL_EXPERTS:
         raise ValueError(
