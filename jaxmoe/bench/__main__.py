@@ -21,7 +21,7 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import beside, layer, options, peaks, scaling
+    from jaxmoe.bench import beside, command_line, layer, peaks, scaling
     from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE
 
     if argv[1:] not in (["layer"], ["beside"], ["peaks"], ["scaling"]):
@@ -31,17 +31,17 @@ def _run(argv: list[str]) -> None:
             f"{given}."
         )
     if argv[1] == "peaks":
-        sys.exit(peaks.main(options.SECONDS.value, options.REST.value))
+        sys.exit(peaks.main(command_line.SECONDS.value, command_line.REST.value))
     if argv[1] == "scaling":
         sys.exit(scaling.main())
     try:
         if argv[1] == "beside":
             os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))
-            chosen = options.beside_from_flags()
+            chosen = command_line.beside_from_flags()
             _join(chosen.ranks)
             status = beside.run(chosen)
         else:
-            chosen = options.from_flags()
+            chosen = command_line.from_flags()
             _join(max(chosen.ranks))
             status = layer.run(chosen)
     except ValueError as error:
@@ -67,9 +67,9 @@ def _join(ranks: int) -> None:
 
 def main() -> None:
     """Defines the flags of the benchmarks, then parses and runs."""
-    from jaxmoe.bench import options
+    from jaxmoe.bench import command_line
 
-    flags.adopt_module_key_flags(options)
+    flags.adopt_module_key_flags(command_line)
     app.run(_run)
 
 

@@ -1,0 +1,193 @@
+"""The flags of `python -m jaxmoe.bench layer` and `beside`, and the options that they make."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from absl import flags
+
+from jaxmoe.bench import shapes
+from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, ROUNDED, ROUTINGS, BesideOptions, Options, Sweep
+from jaxmoe.bench.passes import PASSES, Pass
+from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.network.plan import WAYS, NetworkPlan
+
+Value = TypeVar("Value")
+
+_SHAPE = flags.DEFINE_multi_string(
+    "shape",
+    ["mixtral-8x7b"],
+    f"Shapes: NAME[,NAME...] with names of {', '.join(shapes.SHAPES)}; or T,D,F,E,K, the numbers of tokens per rank, "
+    "hidden width, intermediate width, experts and experts per token; or D,F,E,K with the tokens of --tokens. May be "
+    "repeated.",
+)
+_TOKENS = flags.DEFINE_list("tokens", ["8192"], "Tokens per rank; not for shapes T,D,F,E,K.")
+_EP = flags.DEFINE_list(
+    "ep",
+    ["0"],
+    "Ranks over which the experts are spread; 0 is all devices. Of several numbers each has its lines, in this order, "
+    "and those behind the first number above 1 say how time scales from there. On CPUs as many devices as the largest "
+    "are made.",
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    "bf16",
+    [*DTYPES, *NARROW],
+    "Of tokens and weights. Of layer also BF16 tokens with experts in 8 or 4 bits: fp8-block, a float32 scale for "
+    "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; w8a16, "
+    "128 x 128 decoded to BF16; mxfp4-a16 and nvfp4-a16, 4 bits decoded to BF16. In 8 or 4 bits only --pass=forward is "
+    "measured.",
+)
+_IMPLEMENTATION = flags.DEFINE_list(
+    "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
+)
+_PASS = flags.DEFINE_list(
+    "pass",
+    ["forward"],
+    "What is timed, any of forward; backward: all gradients, from the inputs and the gradient of the output alone; "
+    "both: output and gradients in one call. Plans are swept of forward passes, KernelPlan, and of backward passes, "
+    "KernelPlan.backward.",
+)
+_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")
+_UNIT_TILES = flags.DEFINE_list("unit-tiles", [], "Plans to sweep: KernelPlan.unit_tiles, in all combinations.")
+_LAG_UNITS = flags.DEFINE_list("lag-units", [], "Plans to sweep: KernelPlan.lag_units, in all combinations.")
+_RING_TILES = flags.DEFINE_list(
+    "ring-tiles",
+    [],
+    "Plans to sweep: KernelPlan.ring_tiles. Without it the default plan's, or the fewest that a plan needs.",
+)
+_CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
+_KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
+_SEGMENT_TILES = flags.DEFINE_list(
+    "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
+)
+_RESIDUALS = flags.DEFINE_enum(
+    "residuals", None, ["recompute", "save"], "Of moe_layer in --pass=both: what is kept for the backward pass."
+)
+_RANKS_PER_HOST = flags.DEFINE_integer(
+    "ranks-per-host",
+    None,
+    "Also measure the layer as if so many of the ranks were on one host: XLA's collectives move tokens between those.",
+    lower_bound=1,
+)
+_WAY = flags.DEFINE_multi_enum("way", [], WAYS, "Of --ranks-per-host: NetworkPlan.way; may be repeated.")
+_CHUNKS = flags.DEFINE_list("chunks", [], "Of --ranks-per-host: NetworkPlan.chunks, in all combinations.")
+_ROUND_TOKENS = flags.DEFINE_list("round-tokens", [], "Of --ranks-per-host: NetworkPlan.round_tokens, likewise.")
+_BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
+SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
+REST = flags.DEFINE_float(
+    "rest",
+    0.0,
+    "Seconds of idleness before each block: short blocks with a rest show what a cool chip does, as many published "
+    "figures do; without it a block is like a stretch of training.",
+    lower_bound=0.0,
+)
+_TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
+_KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
+_PROGRAMS = flags.DEFINE_list(
+    "programs",
+    [],
+    "Of beside: what the layer runs beside, everything where it is not given. --tokens is then 64,1024,8192 and "
+    "--shape the widths of qwen3-30b-a3b with 32 experts per rank where they are not given, --implementation what "
+    "moe_layer chooses; one --ep and one shape.",
+)
+_PRECISION = flags.DEFINE_enum(
+    "precision",
+    None,
+    ROUNDED,
+    "Of beside: that of moe_layer, which rounds the wide experts in every call.",
+)
+_JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
+
+
+def from_flags() -> Options:
+    """Returns the options of the command line.
+
+    Raises:
+      ValueError: shapes, implementations or numbers that cannot be.
+    """
+    return Options(
+        cases=tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
+        tokens=_integers("tokens", _TOKENS.value),
+        ranks=_integers("ep", _EP.value),
+        dtype=_DTYPE.value,
+        implementations=tuple(_IMPLEMENTATION.value),
+        passes=_passes(_PASS.value),
+        residuals=_RESIDUALS.value,
+        routing=_ROUTING.value,  # pyright: ignore[reportArgumentType]
+        sweep=Sweep(
+            _integers("unit-tiles", _UNIT_TILES.value),
+            _integers("lag-units", _LAG_UNITS.value),
+            _integers("ring-tiles", _RING_TILES.value),
+            _integers("chunk-rows", _CHUNK_ROWS.value),
+            tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
+            _integers("segment-tiles", _SEGMENT_TILES.value),
+        ),
+        blocks=_BLOCKS.value,
+        seconds=SECONDS.value,
+        rest=REST.value,
+        terms=_TERMS.value,
+        kernels=_KERNELS.value,
+        networks=_networks(),
+        json=Path(_JSON.value) if _JSON.value else None,
+    )
+
+
+def _networks() -> tuple[NetworkPlan, ...]:
+    ways, chunks, rounds = (
+        _WAY.value,
+        _integers("chunks", _CHUNKS.value),
+        _integers("round-tokens", _ROUND_TOKENS.value),
+    )
+    if _RANKS_PER_HOST.value is None:
+        if ways or chunks or rounds:
+            raise ValueError(
+                "--way, --chunks and --round-tokens are of several hosts. Add --ranks-per-host, or leave them out."
+            )
+        return ()
+    values = itertools.product(ways or (None,), chunks or (None,), rounds or (None,))
+    return tuple(NetworkPlan(_RANKS_PER_HOST.value, *value) for value in values)  # pyright: ignore[reportArgumentType]
+
+
+def beside_from_flags() -> BesideOptions:
+    """Returns the options of `beside` on the command line; flags whose defaults are for `layer` count where given.
+
+    Raises:
+      ValueError: programs, sizes or numbers that cannot be, or several of what one is taken of.
+    """
+    default = BesideOptions()
+    return BesideOptions(
+        programs=tuple(_PROGRAMS.value),
+        tokens=_integers("tokens", _TOKENS.value) if _TOKENS.present else default.tokens,
+        ranks=_one("ep", _integers("ep", _EP.value)),
+        shape=_one("shape", [case for text in _SHAPE.value for case in shapes.parse(text)]).shape
+        if _SHAPE.present
+        else None,
+        dtype=_DTYPE.value,
+        precision=_PRECISION.value,  # pyright: ignore[reportArgumentType]
+        implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
+        seconds=SECONDS.value,
+        json=Path(_JSON.value) if _JSON.value else None,
+    )
+
+
+def _one(flag: str, values: Sequence[Value]) -> Value:
+    if len(values) != 1:
+        raise ValueError(f"--{flag}: beside takes one, and {len(values)} are given.")
+    return values[0]
+
+
+def _passes(values: list[str]) -> tuple[Pass, ...]:
+    known: dict[str, Pass] = {name: name for name in PASSES}
+    for value in values or [""]:
+        if value not in known:
+            raise ValueError(f"--pass={value} is not one of {', '.join(PASSES)}.")
+    return tuple(known[value] for value in values)
+
+
+def _integers(flag: str, values: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(value) for value in values)
+    except ValueError:
+        raise ValueError(f"--{flag}={','.join(values)} must be whole numbers with commas between.") from None
