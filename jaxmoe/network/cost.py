@@ -11,7 +11,8 @@ from jaxmoe.network.plan import NetworkPlan
 # 400 Gb/s for each GPU, each way.
 NETWORK_BYTES_PER_SECOND = 50e9
 # What a launch takes besides its products, before the first and behind the last of them, and what the gradients of
-# experts take that are a sum over launches: written and read again in float32. On 2 x H200: docs/performance.md.
+# experts take that are a sum over launches: written and read again in float32. Together they are what a second chunk of
+# mixtral-8x7b costs on 2 x H200 (docs/performance.md); how much of it is what is a guess.
 FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 200e-6, 700e-6
 SUM_BYTES, MEMORY_BYTES_PER_SECOND = 8, 4e12
 # An id and a routing weight.

@@ -41,32 +41,30 @@ def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Ar
         fixed, trained = trained_of(inputs.experts)
         inputs = inputs._replace(experts=fixed(summed_in_float32(trained)))
     way = gather if levels.plan.way == "gather" else send
-    experts = inputs.experts
 
-    def of_chunk(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return way.run(levels, num_experts, Inputs(x, ids, weights, experts), on_host)
+    def of_chunk(chunk: Inputs) -> jax.Array:
+        return way.run(levels, num_experts, chunk, on_host)
 
     chunks = _chunks(call, inputs)
-    if call.platform == "cpu":
+    if call.platform == "cpu" and len(chunks) > 1:
         # One after the other. On virtual devices a launch holds a thread of XLA's pool until all ranks of its host have
         # come; those of several chunks, on ranks that begin with another one each, could hold all of them.
-        y = jax.lax.map(lambda chunk: of_chunk(*chunk), chunks)
+        tokens_of = jax.tree.map(lambda *parts: jnp.stack(parts), *(chunk._replace(experts=None) for chunk in chunks))
+        outputs = list(jax.lax.map(lambda chunk: of_chunk(chunk._replace(experts=inputs.experts)), tokens_of))
     else:
-        y = jnp.concatenate([of_chunk(*(array[number] for array in chunks)) for number in range(chunks[0].shape[0])])
-    return y.reshape(-1, y.shape[-1])[:tokens]
+        outputs = [of_chunk(chunk) for chunk in chunks]
+    return outputs[0][:tokens] if len(outputs) == 1 else jnp.concatenate(outputs)[:tokens]
 
 
-def _chunks(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tokens, ids and weights in equal parts `[chunks, ...]`, filled up with tokens that have no slots."""
+def _chunks(call: Call, inputs: Inputs) -> list[Inputs]:
+    """Returns equal parts of the tokens; the last one is filled up with tokens that have no slots."""
     assert call.levels is not None
     assert call.levels.plan.chunks is not None
     number = call.levels.plan.chunks
     size = chunk_tokens(call.shape, number)
-    missing = number * size - call.shape.tokens
-
-    def parts(array: jax.Array, fill: int) -> jax.Array:
-        if missing:
-            array = jnp.pad(array, ((0, missing), (0, 0)), constant_values=fill)
-        return array.reshape(number, size, -1)
-
-    return parts(inputs.x, 0), parts(inputs.topk_ids, -1), parts(inputs.topk_weights, 0)
+    x, ids, weights = inputs.x, inputs.topk_ids, inputs.topk_weights
+    if missing := number * size - call.shape.tokens:
+        x, weights = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, weights))
+        ids = jnp.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
+    parts = [slice(each * size, (each + 1) * size) for each in range(number)]
+    return [Inputs(x[part], ids[part], weights[part], inputs.experts) for part in parts]

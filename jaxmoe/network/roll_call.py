@@ -36,7 +36,7 @@ def told() -> tuple[str, ...]:
 
 @functools.cache
 def begin(limit_seconds: float) -> None:
-    """Starts the thread of this process, where there is anybody to ask; later calls do nothing.
+    """Starts a thread, where there is anybody to ask; later calls with the same limit do nothing.
 
     Args:
       limit_seconds: how long a launch may wait.

@@ -4,7 +4,8 @@ Called by `layer.py` for one chunk of tokens. In a round every rank sends each h
 that it needs, to the rank of its own place there. That host's ranks compute the layer for what has arrived, and the
 answers go back. There are as many rounds as the busiest pair of hosts needs, so nothing is dropped.
 
-While a round is computed the tokens of the next one travel. The backward pass does the same rounds again: it fetches
+The tokens of a round are fetched while the one before could be computed: nothing in the loop forbids it, but in a
+profile XLA ran them one after the other (docs/performance.md). The backward pass does the same rounds again: it fetches
 tokens and gradients of outputs together, and keeps nothing of the forward pass but the inputs.
 """
 
