@@ -59,7 +59,7 @@ def run(options: BesideOptions) -> int:
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
     _print(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"{options.precision or options.dtype}, {implementation}, hidden {shape.hidden}, "
+        f"{options.precision or options.dtype}, {implementation}{_hosts_of(options)}, hidden {shape.hidden}, "
         f"intermediate {shape.intermediate}, {shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per "
         f"call over {options.seconds:g} s."
     )
@@ -151,7 +151,7 @@ class _Bench:
         options: BesideOptions,
     ) -> None:
         self.mesh, self.config, self.implementation, self.options = mesh, config, implementation, options
-        self.of_layer: dict[str, Any] = {"implementation": implementation, "precision": options.of_layer}
+        self.of_layer: dict[str, Any] = {"implementation": implementation, **options.of_layer}
         self.names = [name for name in options.programs if PROGRAMS[name].groups == (DATA_AXIS in mesh.axis_names)]
         self.split = NamedSharding(mesh, P(mesh.axis_names))
         hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
@@ -275,7 +275,7 @@ class _Bench:
         """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
         if self.is_right:
             return ""
-        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.options.of_layer)
+        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.of_layer["precision"])
         assert answer.y is not None
         error = error_of(answer.y, sample, self.mesh)
         self.is_right = error <= sample.allowed
@@ -314,6 +314,12 @@ class _Prefetching:
         return there
 
 
+def _hosts_of(options: BesideOptions) -> str:
+    if options.network is None:
+        return ""
+    return f", {options.network.ranks_per_host} rank(s) to a host, way {options.network.way or 'as chosen'}"
+
+
 def _make_meshes(options: BesideOptions) -> dict[bool, Mesh]:
     """Returns the mesh of one group of all ranks under False and, where a program needs it, that of two under True."""
     mesh = make_mesh(options.ranks or jax.device_count())
@@ -343,7 +349,7 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
             jax.ShapeDtypeStruct(slots, jnp.float32),
             jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0)),
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
-            precision=options.of_layer,
+            **options.of_layer,
             **where(mesh),
         ).call.implementation
     except NotImplementedError as error:

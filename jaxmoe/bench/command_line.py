@@ -68,7 +68,8 @@ _RESIDUALS = flags.DEFINE_enum(
 _RANKS_PER_HOST = flags.DEFINE_integer(
     "ranks-per-host",
     None,
-    "Also measure the layer as if so many of the ranks were on one host: XLA's collectives move tokens between those.",
+    "Also measure the layer as if so many of the ranks were on one host: XLA's collectives move tokens between those. "
+    "Of beside the layer is run so alone, with one plan.",
     lower_bound=1,
 )
 _WAY = flags.DEFINE_multi_enum("way", [], WAYS, "Of --ranks-per-host: NetworkPlan.way; may be repeated.")
@@ -167,6 +168,7 @@ def beside_from_flags() -> BesideOptions:
         dtype=_DTYPE.value,
         precision=_PRECISION.value,  # pyright: ignore[reportArgumentType]
         implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
+        network=_one("way, --chunks, --round-tokens", networks) if (networks := _networks()) else None,
         seconds=SECONDS.value,
         json=Path(_JSON.value) if _JSON.value else None,
     )

@@ -197,6 +197,7 @@ class BesideOptions:
       dtype: a key of `DTYPES`, of tokens and weights, or of `NARROW`, of experts.
       precision: of `moe_layer`, where experts are wide.
       implementation: of `moe_layer`; `None` lets it choose.
+      network: the plan between hosts, as if the ranks were on several; `None` for one host.
       seconds: for which a program is timed.
       json: file to which the results are added, one JSON object a line.
     """
@@ -208,6 +209,7 @@ class BesideOptions:
     dtype: str = "bf16"
     precision: Precision | None = None
     implementation: str | None = None
+    network: NetworkPlan | None = None
     seconds: float = 0.3
     json: Path | None = None
 
@@ -245,9 +247,10 @@ class BesideOptions:
         return NARROW[self.dtype].block if self.dtype in NARROW else None
 
     @property
-    def of_layer(self) -> Precision | None:
-        """The precision that `moe_layer` is called with."""
-        return NARROW[self.dtype].precision if self.dtype in NARROW else self.precision
+    def of_layer(self) -> dict[str, Any]:
+        """What `moe_layer` is called with beside its implementation."""
+        precision = NARROW[self.dtype].precision if self.dtype in NARROW else self.precision
+        return {"precision": precision, "network": self.network}
 
 
 def _check_dtype(dtype: str, known: Sequence[str]) -> None:

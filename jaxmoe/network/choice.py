@@ -7,7 +7,13 @@ import dataclasses
 import math
 
 from jaxmoe.implementations.base import Call, Shape
-from jaxmoe.network.cost import NETWORK_BYTES_PER_SECOND, network_bytes, share_of_host, training_seconds
+from jaxmoe.network.cost import (
+    FEWEST_ROUNDS,
+    NETWORK_BYTES_PER_SECOND,
+    network_bytes,
+    share_of_host,
+    training_seconds,
+)
 from jaxmoe.network.levels import Levels
 from jaxmoe.network.plan import NetworkPlan, Way
 
@@ -110,9 +116,10 @@ def _chunks(shape: Shape, hosts: int, way: Way) -> tuple[int, str]:
 
 def _round_tokens(shape: Shape, hosts: int, of_chunk: int) -> tuple[int, str]:
     expected = ROOM * share_of_host(shape, hosts) * of_chunk
-    rounds = min(ROUNDS, max(int(expected) // FEWEST_CHUNK_TOKENS, 1))
+    # What a launch has comes from all hosts.
+    rounds = min(ROUNDS, max(int(hosts * expected) // FEWEST_CHUNK_TOKENS, FEWEST_ROUNDS))
     tokens = math.ceil(expected / rounds)
     return tokens, (
-        f"round_tokens={tokens}: {rounds} round(s) under uniform routing, fewer where tokens go to fewer hosts; each "
-        "rank has room for that many of every host"
+        f"round_tokens={tokens}: {rounds} rounds under uniform routing, fewer where tokens go to fewer hosts; each "
+        "rank has room for that many of every host, and while they are computed those of the next round travel"
     )

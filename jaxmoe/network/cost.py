@@ -17,6 +17,8 @@ FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 200e-6, 700e-6
 SUM_BYTES, MEMORY_BYTES_PER_SECOND = 8, 4e12
 # An id and a routing weight.
 SLOT_BYTES = 8
+# The first and the last one stand outside of the loop over the others.
+FEWEST_ROUNDS = 2
 
 
 def share_of_host(shape: Shape, hosts: int) -> float:
@@ -54,12 +56,12 @@ def training_seconds(shape: Shape, hosts: int) -> tuple[float, float]:
 
 
 def launches(shape: Shape, hosts: int, plan: NetworkPlan) -> int:
-    """Returns the launches of a forward pass under uniform routing: chunks, each with its rounds."""
+    """Returns the launches of a forward pass under uniform routing: chunks, each with its rounds, of `"send"`."""
     assert plan.chunks is not None
     if plan.round_tokens is None:
         return plan.chunks
     of_chunk = share_of_host(shape, hosts) * shape.tokens / plan.chunks
-    return plan.chunks * max(math.ceil(of_chunk / plan.round_tokens), 1)
+    return plan.chunks * max(math.ceil(of_chunk / plan.round_tokens), FEWEST_ROUNDS)
 
 
 def sent_tokens(shape: Shape, hosts: int, plan: NetworkPlan) -> int:

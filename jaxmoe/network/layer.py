@@ -1,7 +1,7 @@
 """A layer over several hosts: chunks of tokens, each moved by `gather.py` or `send.py` around the layer of a host.
 
 `api.py` calls `run`. On GPUs the chunks do not depend on each other, so XLA's scheduler is free to move the tokens of
-one while another is computed.
+one while another is computed. Rounds of `send.py` overlap by themselves.
 """
 
 from collections.abc import Callable

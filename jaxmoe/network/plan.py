@@ -25,7 +25,8 @@ class NetworkPlan:
       chunks: parts into which the tokens of a rank are cut. What one needs can travel while another is computed; each
         is a launch of its own. Of `"gather"` memory shrinks with it.
       round_tokens: of `"send"`, the most tokens that a rank sends a host in a round. Rounds have this size whether it
-        is used or not. There are as many as the routing needs, so that no token is dropped and memory is bounded.
+        is used or not. There are as many as the routing needs, and at least two, so that no token is dropped and memory
+        is bounded. What one needs travels while another is computed.
       reasons: why, one sentence per choice; not compared.
 
     >>> NetworkPlan(ranks_per_host=8, way="gather", chunks=2).chunks

@@ -2,11 +2,14 @@
 
 Called by `layer.py` for one chunk of tokens. In a round every rank sends each host up to `round_tokens` of the tokens
 that it needs, to the rank of its own place there. That host's ranks compute the layer for what has arrived, and the
-answers go back. There are as many rounds as the busiest pair of hosts needs, so nothing is dropped.
+answers go back. There are as many rounds as the busiest pair of hosts needs, so nothing is dropped, and at least two.
 
-The tokens of a round are fetched while the one before could be computed: nothing in the loop forbids it, but in a
-profile XLA ran them one after the other (docs/performance.md). The backward pass does the same rounds again: it fetches
-tokens and gradients of outputs together, and keeps nothing of the forward pass but the inputs.
+While a round is computed, the tokens of the next one and the answers of the one before travel, all of them in one
+collective (`message.py`): XLA lets one be in flight at a time, and beside the layer's kernel there is time for it. The
+first tokens and the last answers have nothing to hide behind.
+
+The backward pass does the same rounds again: tokens go with gradients of outputs, and it keeps nothing of the forward
+pass but the inputs.
 """
 
 import functools
@@ -20,8 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Inputs
+from jaxmoe.network.cost import FEWEST_ROUNDS
 from jaxmoe.network.gradients import gradients_like, summed_in_float32, trained_of
 from jaxmoe.network.levels import Levels
+from jaxmoe.network.message import exchange, exchange_beside
 from jaxmoe.sharding import vary_alike
 
 OnHost = Callable[[Inputs], jax.Array]
@@ -34,13 +39,25 @@ class Routes(NamedTuple):
       order: for each host, the tokens that it needs in their order; behind them, those that it does not.
       counts: how many it needs.
       places: of each token among those that a host needs; -1 where it does not need it.
-      rounds: the same on all ranks.
+      rounds: the same on all ranks, at least `FEWEST_ROUNDS`.
     """
 
     order: Int[Array, "hosts tokens"]
     counts: Int[Array, " hosts"]
     places: Int[Array, "tokens hosts"]
     rounds: Int[Array, ""]
+
+
+class Tokens(NamedTuple):
+    """Tokens and their slots: of a round, for each host, and as they arrive there."""
+
+    x: Array
+    topk_ids: Array
+    topk_weights: Array
+
+    def inputs(self, experts: Any) -> Inputs:
+        """Returns the arguments of the layer of a host."""
+        return Inputs(self.x, self.topk_ids, self.topk_weights, experts)
 
 
 class _Static(NamedTuple):
@@ -61,13 +78,10 @@ def run(levels: Levels, num_experts: int, inputs: Inputs, on_host: OnHost) -> Fl
 def _layer(static: _Static, on_host: OnHost, inputs: Inputs) -> jax.Array:
     routes = _routes(static, inputs.topk_ids)
 
-    def work(number: jax.Array, sums: jax.Array, arrived: Inputs) -> jax.Array:
-        return sums + _bring_back(static, routes, number, on_host(arrived))
+    def compute(arrived: Tokens) -> tuple[jax.Array, None]:
+        return on_host(arrived.inputs(inputs.experts)), None
 
-    wide = jnp.promote_types(inputs.x.dtype, jnp.float32)
-    sums = _in_rounds(
-        routes, lambda number: _fetch(static, routes, number, inputs), work, jnp.zeros_like(inputs.x, wide)
-    )
+    sums, _ = _in_rounds(static, routes, lambda number: _tokens(static, routes, number, inputs), compute, inputs.x)
     return sums.astype(inputs.x.dtype)
 
 
@@ -80,10 +94,10 @@ def _layer_bwd(static: _Static, on_host: OnHost, inputs: Inputs, dy: jax.Array) 
     routes = _routes(static, inputs.topk_ids)
     fixed, trained = trained_of(inputs.experts)
 
-    def fetch(number: jax.Array) -> tuple[Inputs, jax.Array]:
-        return _fetch(static, routes, number, inputs), _send(static, routes, number, dy)
+    def tokens(number: jax.Array) -> tuple[Tokens, jax.Array]:
+        return _tokens(static, routes, number, inputs), _rows(static, routes, number, dy)
 
-    def work(number: jax.Array, sums: Any, arrived: tuple[Inputs, jax.Array]) -> Any:
+    def compute(arrived: tuple[Tokens, jax.Array]) -> tuple[Any, Any]:
         tokens, dout = arrived
 
         def layer(x: jax.Array, weights: jax.Array, trained: dict[str, Any]) -> jax.Array:
@@ -91,20 +105,14 @@ def _layer_bwd(static: _Static, on_host: OnHost, inputs: Inputs, dy: jax.Array) 
 
         # Cast here, not ahead of the loop: casts there and back in one computation are dropped by the compiler.
         dx, dweights, dtrained = jax.vjp(layer, tokens.x, tokens.topk_weights, summed_in_float32(trained))[1](dout)
-        returned = (_bring_back(static, routes, number, dx), _bring_back(static, routes, number, dweights))
-        return jax.tree.map(jnp.add, sums, (*returned, dtrained))
+        return (dx, dweights), dtrained
 
-    zeros = (
-        jnp.zeros_like(inputs.x, jnp.promote_types(inputs.x.dtype, jnp.float32)),
-        jnp.zeros_like(inputs.topk_weights),
-        jax.tree.map(jnp.zeros_like, jax.eval_shape(summed_in_float32, trained)),
-    )
-    dx, dweights, dtrained = _in_rounds(routes, fetch, work, zeros)
+    (dx, dweights), dtrained = _in_rounds(static, routes, tokens, compute, (inputs.x, inputs.topk_weights))
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     gradients = gradients_like(
         inputs.experts, jax.tree.map(lambda sum_, array: sum_.astype(array.dtype), dtrained, trained)
     )
-    return (Inputs(dx.astype(inputs.x.dtype), no_ids, dweights, gradients),)  # pyright: ignore[reportArgumentType]
+    return (Inputs(dx.astype(inputs.x.dtype), no_ids, dweights.astype(inputs.topk_weights.dtype), gradients),)  # pyright: ignore[reportArgumentType]
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)
@@ -122,7 +130,7 @@ def _routes(static: _Static, topk_ids: Int[Array, "tokens top_k"]) -> Routes:
     # Launches and collectives of a round take all ranks of all hosts.
     axes = tuple(dict.fromkeys((*levels.across.axis_names, *levels.on_host.axis_names)))
     rounds = jax.lax.pmax(-(-counts.max() // static.round_tokens), axes)
-    return Routes(order, counts, places, rounds)
+    return Routes(order, counts, places, jnp.maximum(rounds, FEWEST_ROUNDS))
 
 
 def _sources(
@@ -134,60 +142,78 @@ def _sources(
     return tokens, start + jnp.arange(size) < routes.counts[:, None]
 
 
-def _send(static: _Static, routes: Routes, number: jax.Array, rows: Float[Array, "tokens n"]) -> Float[Array, "all n"]:
-    """Sends each host the rows of its tokens of a round; returns what all hosts sent here, in their order."""
+def _rows(
+    static: _Static, routes: Routes, number: jax.Array, rows: Float[Array, "tokens n"]
+) -> Float[Array, "hosts places n"]:
+    """Returns the rows of the tokens that go to each host in a round, zeros in places that are not used."""
     tokens, used = _sources(static, routes, number)
-    sent = jnp.where(used[..., None], rows[tokens], 0)
-    return _exchange(static, sent)
+    return jnp.where(used[..., None], rows[tokens], 0)
 
 
-def _exchange(static: _Static, parts: Array) -> Array:
-    """Sends part i of `[hosts, n, ...]` to host i and returns `[hosts * n, ...]` of all hosts."""
-    flat = parts.reshape(-1, *parts.shape[2:])
-    return static.levels.across.exchange(flat).reshape(flat.shape)
-
-
-def _fetch(static: _Static, routes: Routes, number: jax.Array, inputs: Inputs) -> Inputs:
-    """Sends tokens, ids and routing weights of a round; returns what arrived, ids among the experts of this host."""
-    levels = static.levels
+def _tokens(static: _Static, routes: Routes, number: jax.Array, inputs: Inputs) -> Tokens:
+    """Returns what goes to each host in a round; ids are among its experts."""
     tokens, used = _sources(static, routes, number)
-    hosts = jnp.arange(levels.hosts, dtype=jnp.int32)[:, None, None]
-    ids = levels.ids_on_host(inputs.topk_ids[tokens], hosts, static.num_experts)
+    hosts = jnp.arange(static.levels.hosts, dtype=jnp.int32)[:, None, None]
+    ids = static.levels.ids_on_host(inputs.topk_ids[tokens], hosts, static.num_experts)
     ids = jnp.where(used[..., None], ids, -1)
     weights = jnp.where(ids >= 0, inputs.topk_weights[tokens], 0)
-    x = _send(static, routes, number, inputs.x)
-    return inputs._replace(x=x, topk_ids=_exchange(static, ids), topk_weights=_exchange(static, weights))
+    return Tokens(_rows(static, routes, number, inputs.x), ids, weights)
 
 
-def _bring_back(
-    static: _Static, routes: Routes, number: jax.Array, rows: Float[Array, "all n"]
-) -> Float[Array, "tokens n"]:
-    """Sends the rows of a round back to their tokens' hosts, and adds up those of each token in the order of hosts."""
+def _add_answers(static: _Static, routes: Routes, number: jax.Array, sums: Any, arrived: Any) -> Any:
+    """Adds to each token what the hosts have answered in a round, in the order of hosts."""
     hosts, size = static.levels.hosts, static.round_tokens
-    arrived = static.levels.across.exchange(rows)
     places = routes.places - number * size
     here = (routes.places >= 0) & (places >= 0) & (places < size)
-    of_tokens = arrived[jnp.arange(hosts), jnp.clip(places, 0, size - 1)]
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    return jnp.where(here[..., None], of_tokens, 0).astype(wide).sum(1)
+
+    def add(sums: Float[Array, "tokens n"], rows: Float[Array, "hosts places n"]) -> Float[Array, "tokens n"]:
+        of_tokens = rows[jnp.arange(hosts), jnp.clip(places, 0, size - 1)]
+        return sums + jnp.where(here[..., None], of_tokens, 0).astype(sums.dtype).sum(1)
+
+    return jax.tree.map(add, sums, arrived)
 
 
 def _in_rounds(
-    routes: Routes, fetch: Callable[[jax.Array], Any], work: Callable[[jax.Array, Any, Any], Any], sums: Any
-) -> Any:
-    """Returns the sums after all rounds: `sums = work(number, sums, fetch(number))`.
+    static: _Static,
+    routes: Routes,
+    tokens: Callable[[jax.Array], Any],
+    compute: Callable[[Any], tuple[Any, Any]],
+    like: Any,
+) -> tuple[Any, Any]:
+    """Returns the sums of answers for the tokens of this rank, and the sums of what stays on this host.
 
-    The loop fetches a round ahead, so that its body computes and fetches what do not depend on each other. The last
-    round is computed behind it, where nothing is left to fetch.
+    Args:
+      static: what is no array.
+      routes: of the tokens.
+      tokens: for the number of a round, what goes to the hosts: arrays `[hosts, places, n]`.
+      compute: from what has arrived, arrays `[hosts * places, n]`, to answers of that many rows and what stays here.
+      like: arrays like the sums, which are in float32 at least.
     """
+    across, hosts = static.levels.across, static.levels.hosts
 
-    def step(state: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
-        number, sums, arrived = state
-        return number + 1, work(number, sums, arrived), fetch(number + 1)
+    def by_host(rows: Any) -> Any:
+        return jax.tree.map(lambda array: array.reshape(hosts, -1, *array.shape[1:]), rows)
 
-    first = fetch(jnp.int32(0))
-    sums, first = vary_alike((sums, first))
-    number, sums, arrived = jax.lax.while_loop(
-        lambda state: state[0] < routes.rounds - 1, step, (jnp.int32(0), sums, first)
+    def beside(arrived: Any, sent: Any) -> tuple[Any, Any, Any]:
+        answers, kept = compute(jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrived))
+        exchanged, (answers, kept) = exchange_beside(across, sent, (answers, kept))
+        return by_host(answers), kept, exchanged
+
+    def step(state: tuple[jax.Array, Any, Any, Any, Any]) -> tuple[jax.Array, Any, Any, Any, Any]:
+        number, sums, kept, arrived, answers = state
+        answers, more, (following, returned) = beside(arrived, (tokens(number + 1), answers))
+        sums = _add_answers(static, routes, number - 1, sums, returned)
+        return number + 1, sums, jax.tree.map(jnp.add, kept, more), following, answers
+
+    sums = jax.tree.map(lambda array: jnp.zeros_like(array, jnp.promote_types(array.dtype, jnp.float32)), like)
+    arrived = exchange(across, tokens(jnp.int32(0)))
+    answers, kept, following = beside(arrived, tokens(jnp.int32(1)))
+    state = vary_alike((sums, kept, following, answers))
+    number, sums, kept, arrived, answers = jax.lax.while_loop(
+        lambda state: state[0] < routes.rounds - 1, step, (jnp.int32(1), *state)
     )
-    return work(number, sums, arrived)
+    answers, more, returned = beside(arrived, answers)
+    # Two additions in one kernel of XLA's took 500 us where each alone takes 75 (mixtral-8x7b, 8192 tokens).
+    sums = jax.lax.optimization_barrier(_add_answers(static, routes, number - 1, sums, returned))
+    sums = _add_answers(static, routes, number, sums, exchange(across, answers))
+    return sums, jax.tree.map(jnp.add, kept, more)

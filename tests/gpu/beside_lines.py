@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import pytest
@@ -42,26 +42,25 @@ class Lines:
     """The results of one run of the programs, over all GPUs.
 
     Args:
-      processes: of the run.
-      dtype: of tokens and experts, or of experts alone.
-      precision: of the layer.
+      suite: what the run is of.
       cases: tokens per rank and programs.
     """
 
-    def __init__(self, processes: int, dtype: str, precision: str | None, cases: Iterable[tuple[int, str]]) -> None:
+    def __init__(self, suite: type["BesideSuite"], cases: Iterable[tuple[int, str]]) -> None:
         cases = list(cases)
         tokens = [number for number in TOKENS if number in {case[0] for case in cases}]
         programs = [name for name in PROGRAMS if name in {case[1] for case in cases}]
         options = {"tokens": tokens, "programs": programs, "seconds": SECONDS}
-        options |= {"implementation": "megakernel", "dtype": dtype, "precision": precision}
+        options |= {"implementation": "megakernel", "dtype": suite.dtype, "precision": suite.precision}
+        options |= {"network": suite.network}
         # Beside the tests' own JAX on the same GPUs.
         environment = {"JAXMOE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self.ending = "the run has ended well"
         try:
             outputs = launch(
                 "tests.multiprocess.workers.beside",
-                processes=processes,
-                devices_per_process=GPUS // processes,
+                processes=suite.processes,
+                devices_per_process=GPUS // suite.processes,
                 arguments=(json.dumps(options),),
                 platform="gpu",
                 timeout_s=START_S + len(tokens) * len(programs) * CASE_S,
@@ -114,6 +113,7 @@ class BesideSuite:
     processes: int
     dtype: str = "bf16"  # a key of DTYPES or NARROW of the benchmark's options
     precision: str | None = None  # of the layer, whose experts are wide
+    network: ClassVar[dict[str, Any] | None] = None  # fields of a plan between hosts
 
     @pytest.fixture(autouse=True)
     def _possible(self, program) -> None:

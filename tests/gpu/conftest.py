@@ -9,4 +9,4 @@ from tests.gpu.beside_lines import Lines, selected
 def lines(request):
     """The results of one run of the programs that a subclass of `BesideSuite` is about."""
     suite = request.cls
-    return Lines(suite.processes, suite.dtype, suite.precision, selected(request.session, suite))
+    return Lines(suite, selected(request.session, suite))

@@ -4,6 +4,8 @@
 `-k` picks programs and numbers of tokens, such as `-k "loss and 1024"`.
 """
 
+from typing import ClassVar
+
 from tests.gpu.beside_lines import MARKS, BesideSuite
 
 pytestmark = MARKS
@@ -28,3 +30,10 @@ class TestInOneProcessWithDecodedExperts(BesideSuite):
 class TestInOneProcessInFourBits(BesideSuite):
     processes = 1
     dtype = "mxfp4-a16"
+
+
+class TestInOneProcessOverHosts(BesideSuite):
+    """Of one GPU each: all tokens are gathered in two chunks, whose collectives XLA runs beside the kernels."""
+
+    processes = 1
+    network: ClassVar = {"ranks_per_host": 1, "way": "gather", "chunks": 2}

@@ -4,6 +4,8 @@
 and numbers of tokens, such as `-k "loss and 1024"`. A failure of one process ends the run: the others wait for it.
 """
 
+from typing import ClassVar
+
 from tests.gpu.beside_lines import GPUS, MARKS, BesideSuite
 
 pytestmark = MARKS
@@ -11,3 +13,10 @@ pytestmark = MARKS
 
 class TestWithAProcessForEachGpu(BesideSuite):
     processes = GPUS
+
+
+class TestWithAProcessForEachHost(BesideSuite):
+    """Of one GPU each: rounds of tokens travel beside the kernel, in a loop."""
+
+    processes = GPUS
+    network: ClassVar = {"ranks_per_host": 1, "way": "send"}

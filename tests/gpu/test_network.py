@@ -1,6 +1,5 @@
 """Experts on several hosts, for which the GPUs of one stand: tokens travel by NCCL, each host runs the fused kernel."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -65,14 +64,16 @@ class TestTwoHosts(LayerChecks):
         # The sums of two hosts are rounded to 16 bits before they are added.
         assert relative_error(several, one) < 2 * float(jnp.finfo(self.dtype).eps)
 
-    def test_collectives_of_one_chunk_run_beside_the_kernel_of_another(self):
+    @pytest.mark.parametrize(
+        ("network", "launches"), [(NetworkPlan(1, "gather", 2), 2), (NetworkPlan(1, "send", 1, 4096), 4)]
+    )
+    def test_what_one_chunk_or_round_needs_travels_beside_the_kernel_of_another(self, network, launches):
         sizes = dict(SIZES, tokens=16384, hidden=2048, intermediate=2048)
         arguments = make_inputs(4, **sizes, dtype=self.dtype)
         placed = jax.device_put(arguments, jax.NamedSharding(mesh_of("expert"), jax.P("expert")))
-        network = dataclasses.replace(WAYS["gather"], chunks=2)
         run = jax.jit(layer("all devices", implementation="megakernel", network=network))
         jax.block_until_ready(run(placed))
         times = kernel_times(lambda: run(placed))
         nccl = [each for each in times if "nccl" in each.name.lower()]
-        assert sum(each.launches for each in times if "moe_forward" in each.name) == 2
+        assert sum(each.launches for each in times if "moe_forward" in each.name) == launches
         assert sum(each.beside_layer for each in nccl) > 0.2 * sum(each.microseconds for each in nccl)

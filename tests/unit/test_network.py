@@ -188,7 +188,7 @@ def test_tokens_that_go_to_fewer_hosts_are_sent_in_fewer_rounds():
         return send._routes(static, ids).rounds
 
     counted = jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=P("expert"), out_specs=P()))
-    assert int(counted(on_one)) == 1
+    assert int(counted(on_one)) == cost.FEWEST_ROUNDS  # of which the second one is empty
     assert 3 <= int(counted(anywhere)) <= 5  # 41 % of 64 tokens to each host, 8 in a round, and what chance adds
 
 
@@ -267,8 +267,8 @@ def test_a_round_moves_the_bytes_between_hosts_that_explain_says():
     arguments = make_inputs(0, tokens=512, hidden=64, intermediate=32, num_experts=16, top_k=2)
     call = functools.partial(jaxmoe.moe_layer, mesh=mesh_of("expert"), implementation="xla", network=network)
     moved = _received(jax.make_jaxpr(call)(*arguments[:4]).jaxpr, told.call.levels.across)
-    # One round ahead of the loop and behind it, and one in it.
-    assert moved == 2 * cost.network_bytes(shape, hosts, 16)
+    # Ahead of the loop the tokens of two rounds, behind it the answers of two, and in it both of one.
+    assert moved == 3 * cost.network_bytes(shape, hosts, 16)
     assert told.network_bytes == cost.launches(shape, hosts, plan) * cost.network_bytes(shape, hosts, 16)
 
 

@@ -1,6 +1,7 @@
 """Ranks of `jaxmoe.bench.beside`. The first one prints each line of the table, and as JSON behind the word "result".
 
-argument 1   fields of `jaxmoe.bench.options.BesideOptions` as JSON; `shape` is a list of the four sizes
+argument 1   fields of `jaxmoe.bench.options.BesideOptions` as JSON; `shape` is a list of the four sizes, `network`
+             the fields of a plan
 """
 
 import json
@@ -15,10 +16,13 @@ def main() -> None:
     from jaxmoe.bench.beside_table import line
     from jaxmoe.bench.options import BesideOptions
     from jaxmoe.bench.shapes import LayerShape
+    from jaxmoe.network.plan import NetworkPlan
 
     fields = json.loads(sys.argv[1])
     if "shape" in fields:
         fields["shape"] = LayerShape(*fields["shape"])
+    if fields.get("network"):
+        fields["network"] = NetworkPlan(**fields["network"])
     fields |= {name: tuple(fields[name]) for name in ("programs", "tokens")}
     for result in beside.measure(BesideOptions(**fields), progress=step):
         step(line(result))
