@@ -4,11 +4,11 @@ Called by `api.py` around the `shard_map` that it enters. A decode batch of one 
 more that have no expert: they cost the room that they take.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -48,4 +48,6 @@ def restore(
 
 def without_filling(stats: MoEStats, tokens: int, top_k: int) -> MoEStats:
     """Returns statistics in which so many tokens without slots are not counted."""
-    return dataclasses.replace(stats, unused_slots=stats.unused_slots - tokens * top_k)
+    filling = np.zeros(stats.counts.shape[-1:], np.int32)
+    filling[-1] = tokens * top_k  # unused
+    return MoEStats(stats.counts - filling)

@@ -1,6 +1,7 @@
 """How the library's pytrees are registered, once for all of them."""
 
 import dataclasses
+import json
 import typing
 from typing import Any, TypeVar
 
@@ -27,6 +28,8 @@ def _same(one: Any, other: Any) -> bool:
 def pytree(cls: Class) -> Class:
     """Makes a class a frozen dataclass that is a pytree of its fields and can be part of a `jax.export` signature.
 
+    Fields that are numbers and no arrays say so: `dataclasses.field(metadata={"static": True})`.
+
     Two of them are equal if their fields are, and arrays if they are the same array: what they hold is not looked at,
     so that a comparison has an answer under `jit` as well.
 
@@ -39,7 +42,7 @@ def pytree(cls: Class) -> Class:
     jax.export.register_pytree_node_serialization(
         registered,
         serialized_name=f"jaxmoe.{cls.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
+        serialize_auxdata=lambda numbers: json.dumps(numbers).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text)),
     )
     return registered

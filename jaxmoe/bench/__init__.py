@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m jaxmoe.bench layer --help`, and with the same flags `beside` and `peaks`."""
+"""Benchmarks: `python -m jaxmoe.bench layer --help`, and with the same flags `scan`, `beside` and `peaks`."""

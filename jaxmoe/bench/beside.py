@@ -31,7 +31,7 @@ from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
 from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
 from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, Inputs, Outcome, Seen, where
 from jaxmoe.bench.beside_table import Result, header, line
-from jaxmoe.bench.inputs import AXIS, error_of, sample_of
+from jaxmoe.bench.inputs import AXIS, error_of, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
@@ -269,13 +269,13 @@ class _Bench:
             yield lambda _: compiled(self.inputs, answers)
             return
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            yield _Prefetching(compiled, self.inputs, answers, pool, _whole(self.inputs.x, self.mesh))
+            yield _Prefetching(compiled, self.inputs, answers, pool, whole(self.inputs.x, self.mesh))
 
     def _compare_with_reference(self, arguments: Arguments, answer: Results) -> str:
         """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
         if self.is_right:
             return ""
-        sample = sample_of(arguments, _whole(arguments.topk_ids, self.mesh), self.mesh, self.of_layer["precision"])
+        sample = sample_of(arguments, whole(arguments.topk_ids, self.mesh), self.mesh, self.of_layer["precision"])
         assert answer.y is not None
         error = error_of(answer.y, sample, self.mesh)
         self.is_right = error <= sample.allowed
@@ -354,16 +354,6 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
         ).call.implementation
     except NotImplementedError as error:
         raise ValueError(f"cannot run: {error}") from error
-
-
-@functools.lru_cache(maxsize=8)
-def _gather(mesh: Mesh) -> Any:
-    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, P()))
-
-
-def _whole(array: jax.Array, mesh: Mesh) -> np.ndarray:
-    """The whole of an array that is split, in every process."""
-    return np.asarray(_gather(mesh)(array))
 
 
 def _gave_up(error: Exception) -> bool:

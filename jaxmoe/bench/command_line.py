@@ -1,4 +1,4 @@
-"""The flags of `python -m jaxmoe.bench layer` and `beside`, and the options that they make."""
+"""The flags of `python -m jaxmoe.bench layer`, `scan` and `beside`, and the options that they make."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from absl import flags
 from jaxmoe.bench import shapes
 from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, ROUNDED, ROUTINGS, BesideOptions, Options, Sweep
 from jaxmoe.bench.passes import PASSES, Pass
+from jaxmoe.bench.scan import ScanOptions
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import WAYS, NetworkPlan
 
@@ -99,6 +100,13 @@ _PRECISION = flags.DEFINE_enum(
     ROUNDED,
     "Of beside: that of moe_layer, which rounds the wide experts in every call.",
 )
+_LAYERS = flags.DEFINE_integer(
+    "layers",
+    16,
+    "Of scan: how many layers, each with weights of its own. It takes --shape, --tokens (64,1024,8192 where it is not "
+    "given), one --ep, --dtype of wide weights, one --implementation and --seconds.",
+    lower_bound=1,
+)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
 
 
@@ -174,9 +182,35 @@ def beside_from_flags() -> BesideOptions:
     )
 
 
+def scan_from_flags() -> ScanOptions:
+    """Returns the options of `scan` on the command line; flags whose defaults are for `layer` count where given.
+
+    Raises:
+      ValueError: shapes or numbers that cannot be, or several of what one is taken of.
+    """
+    if _DTYPE.value not in DTYPES:
+        raise ValueError(f"--dtype={_DTYPE.value}: scan takes {' or '.join(DTYPES)}.")
+    tokens = _integers("tokens", _TOKENS.value) if _TOKENS.present else ScanOptions.tokens
+    ranks = _one("ep", _integers("ep", _EP.value))
+    if not tokens or min(tokens) < 1 or ranks < 0:
+        raise ValueError(
+            f"--tokens={','.join(map(str, tokens))} --ep={ranks}: numbers of at least 1, or --ep=0 for all."
+        )
+    return ScanOptions(
+        cases=tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
+        tokens=tokens,
+        ranks=ranks,
+        layers=_LAYERS.value,
+        dtype=DTYPES[_DTYPE.value],
+        implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
+        seconds=SECONDS.value,
+        json=Path(_JSON.value) if _JSON.value else None,
+    )
+
+
 def _one(flag: str, values: Sequence[Value]) -> Value:
     if len(values) != 1:
-        raise ValueError(f"--{flag}: beside takes one, and {len(values)} are given.")
+        raise ValueError(f"--{flag}: beside and scan take one, and {len(values)} are given.")
     return values[0]
 
 

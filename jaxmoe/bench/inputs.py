@@ -245,6 +245,16 @@ def take(mesh: Mesh) -> Any:
     )
 
 
+def whole(array: jax.Array, mesh: Mesh) -> np.ndarray:
+    """Returns the whole of an array that is split, in every process."""
+    return np.asarray(_gather(mesh)(array))
+
+
+@functools.lru_cache(maxsize=8)
+def _gather(mesh: Mesh) -> Any:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, P()))
+
+
 def sample_of(
     arguments: Arguments,
     ids: np.ndarray,

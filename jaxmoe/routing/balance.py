@@ -5,6 +5,7 @@ All of it is plain JAX on what `route` returned, so that training code can weigh
 `stats.py` says how all of it is summed at once.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -13,25 +14,54 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.router import Routing
-from jaxmoe.routing.stats import Counters, MoEStats, any_slot, check_token_valid, manual_axes, sum_over_tokens
+from jaxmoe.routing.stats import (
+    Counters,
+    MoEStats,
+    any_slot,
+    check_token_valid,
+    manual_axes,
+    stats_of,
+    sum_over_tokens,
+)
 
 
 @pytree
 class MoEAux:
     """What a layer says about its routing besides its output, over the tokens of all ranks.
 
-    The Flax layers return it, and so does `router_aux`. Under `lax.scan` over layers all fields get a leading
-    dimension.
+    The Flax layers return it, and so does `router_aux`. What is kept are sums over tokens; losses and statistics are
+    made of them where they are asked for. Under `lax.scan` over layers return it as it is: that is one array to store,
+    and of few layers XLA then adds up the sums over the mesh once, behind the loop.
 
     Args:
-      load_balancing_loss: `[*stack]` float32, see `jaxmoe.load_balancing_loss`; add it to the loss with a small factor.
-      router_z_loss: `[*stack]` float32, see `jaxmoe.router_z_loss`.
-      stats: rows of every expert.
+      sums: `[*stack, columns]` float32: the counts of `MoEStats`, more than once where one sum could not count exactly;
+        the probability of each expert, summed over tokens that have any; how many those are; squares of the z-loss,
+        summed over valid tokens; how many those are.
+      num_experts: of the layer.
     """
 
-    load_balancing_loss: Float[Array, "*stack"]
-    router_z_loss: Float[Array, "*stack"]
-    stats: MoEStats
+    sums: Float[Array, "*stack columns"]
+    num_experts: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def load_balancing_loss(self) -> Float[Array, "*stack"]:
+        """`[*stack]` float32, see `jaxmoe.load_balancing_loss`; add it to the loss with a small factor."""
+        mass, tokens = self.sums[..., -self.num_experts - 3 : -3], self.sums[..., -3:-2]
+        rows = self.stats.rows_per_expert
+        used = jnp.maximum(rows.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(mass.dtype)
+        # Nothing is left to do behind the sum: that would be a kernel of its own.
+        return jnp.sum(rows.astype(mass.dtype) * (rows.shape[-1] / used) * _mean(mass, tokens), -1)
+
+    @property
+    def router_z_loss(self) -> Float[Array, "*stack"]:
+        """`[*stack]` float32, see `jaxmoe.router_z_loss`; 0 where `router_aux` was given no logits."""
+        return _mean(self.sums[..., -2], self.sums[..., -1])
+
+    @property
+    def stats(self) -> MoEStats:
+        """The rows of every expert, and what became of the other slots."""
+        counts = jax.lax.stop_gradient(self.sums[..., : -self.num_experts - 3])
+        return stats_of(counts.reshape(*counts.shape[:-1], -1, self.num_experts + 2))
 
 
 def router_aux(
@@ -41,7 +71,7 @@ def router_aux(
     token_valid: Bool[Array, "*batch"] | None = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> MoEAux:
-    """Returns the balance loss, the z-loss and the load of a routing, with one all-reduce for the three.
+    """Returns the balance loss, the z-loss and the load of a routing: sums for all of them, in one all-reduce.
 
     The same as `load_balancing_loss`, `router_z_loss` and `load_stats`, or `moe_layer(..., return_stats=True)`, which
     sum over the mesh one by one.
@@ -68,22 +98,28 @@ def router_aux(
     >>> stats.rows_per_expert
     Array([1, 1, 1, 1], dtype=int32)
     """
-    check_token_valid("router_aux", token_valid, routing.scores.shape[:-1], "routing")
     if logits is not None and logits.shape != routing.scores.shape:
         raise ValueError(
             f"router_aux: logits have shape {logits.shape}, and routing was made of logits of shape "
             f"{routing.scores.shape}. Pass those, or none."
         )
-    axes = manual_axes("router_aux", axis_name)
-    counters = Counters.of(routing.topk_ids.shape, routing.scores.shape[-1], axes)
-    columns = [counters.columns(routing.topk_ids, token_valid), *_probabilities(routing, token_valid)]
-    if logits is not None:
-        columns += _squares(logits, token_valid)
-    counted, mass, tokens, *squares = sum_over_tokens(columns, axes)
+    return _aux("router_aux", routing, logits, token_valid, axis_name)
+
+
+def _aux(
+    caller: str,
+    routing: Routing,
+    logits: jax.Array | None,
+    token_valid: jax.Array | None,
+    axis_name: str | Sequence[str] | None,
+) -> MoEAux:
+    check_token_valid(caller, token_valid, routing.scores.shape[:-1], "routing")
+    axes, num_experts = manual_axes(caller, axis_name), routing.scores.shape[-1]
+    counters = Counters.of(routing.topk_ids.shape, num_experts, axes)
+    mass, routed = _probabilities(routing, token_valid)
+    squares = _squares(logits, token_valid) if logits is not None else [jnp.zeros_like(routed)] * 2
     return MoEAux(
-        load_balancing_loss=_load_balancing_loss(counters, counted, mass, tokens),
-        router_z_loss=_mean(*squares)[0] if squares else jnp.zeros((), mass.dtype),
-        stats=counters.stats(counted),
+        sum_over_tokens([counters.columns(routing.topk_ids, token_valid), mass, routed, *squares], axes), num_experts
     )
 
 
@@ -122,12 +158,7 @@ def load_balancing_loss(
     >>> round(float(loss), 3)
     1.0
     """
-    check_token_valid("load_balancing_loss", token_valid, routing.scores.shape[:-1], "routing")
-    axes = manual_axes("load_balancing_loss", axis_name)
-    counters = Counters.of(routing.topk_ids.shape, routing.scores.shape[-1], axes)
-    columns = [counters.columns(routing.topk_ids, token_valid), *_probabilities(routing, token_valid)]
-    counted, mass, tokens = sum_over_tokens(columns, axes)
-    return _load_balancing_loss(counters, counted, mass, tokens)
+    return _aux("load_balancing_loss", routing, None, token_valid, axis_name).load_balancing_loss
 
 
 def router_z_loss(
@@ -154,7 +185,8 @@ def router_z_loss(
     """
     check_token_valid("router_z_loss", token_valid, logits.shape[:-1], "logits")
     axes = manual_axes("router_z_loss", axis_name)
-    return _mean(*sum_over_tokens(_squares(logits, token_valid), axes))[0]
+    squares, tokens = sum_over_tokens(_squares(logits, token_valid), axes)
+    return _mean(squares, tokens)
 
 
 def update_selection_bias(
@@ -198,16 +230,6 @@ def update_selection_bias(
     return selection_bias + jnp.asarray(rate, selection_bias.dtype) * sign.astype(selection_bias.dtype)
 
 
-def _load_balancing_loss(
-    counters: Counters, counted: Float[Array, " _"], mass: Float[Array, " experts"], tokens: Float[Array, "1"]
-) -> Float[Array, ""]:
-    """Returns the loss, given the sums over tokens of the counters' columns and of `_probabilities`."""
-    rows = counters.stats(counted).rows_per_expert.astype(mass.dtype)
-    used = jnp.maximum(counters.used_slots(counted), 1).astype(mass.dtype)
-    # Nothing is left to do behind the sum: that would be a kernel of its own.
-    return jnp.sum(rows * (rows.size / used) * _mean(mass, tokens))
-
-
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's probabilities, and one where it has any expert: `_masked`."""
     valid = any_slot(routing.topk_ids >= 0)
@@ -227,6 +249,6 @@ def _masked(values: Float[Array, "*batch columns"], valid: Bool[Array, "*batch"]
     return [jnp.where(valid[..., None], values, 0), valid[..., None].astype(values.dtype)]
 
 
-def _mean(sums: Float[Array, " columns"], tokens: Float[Array, "1"]) -> Float[Array, " columns"]:
-    """Returns the mean, given the sums of what `_masked` returned; 0 without a valid token."""
+def _mean(sums: Float[Array, "..."], tokens: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns means, given the sums of what `_masked` returned; 0 without a valid token."""
     return sums / jnp.maximum(jax.lax.stop_gradient(tokens), 1)

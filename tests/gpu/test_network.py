@@ -65,7 +65,7 @@ class TestTwoHosts(LayerChecks):
         assert relative_error(several, one) < 2 * float(jnp.finfo(self.dtype).eps)
 
     @pytest.mark.parametrize(
-        ("network", "launches"), [(NetworkPlan(1, "gather", 2), 2), (NetworkPlan(1, "send", 1, 4096), 4)]
+        ("network", "launches"), [(NetworkPlan(1, "gather", 2), 2), (NetworkPlan(1, "send", 1, 2048), 4)]
     )
     def test_what_one_chunk_or_round_needs_travels_beside_the_kernel_of_another(self, network, launches):
         sizes = dict(SIZES, tokens=16384, hidden=2048, intermediate=2048)

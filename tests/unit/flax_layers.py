@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import jaxmoe
 import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe import RouterConfig
-from jaxmoe.routing import MoEAux
 from jaxmoe.testing import relative_error
 from tests.unit.blocks_by_hand import (
     BATCH,
@@ -41,6 +40,14 @@ DEFAULTS: dict[str, Any] = {
     "router": RouterConfig.mixtral(),
     "axis_name": None,
 }
+
+
+class Aux(NamedTuple):
+    """What layers of both libraries say about their routing."""
+
+    load_balancing_loss: jax.Array
+    router_z_loss: jax.Array
+    stats: jaxmoe.MoEStats
 
 
 class NNXLayer:
@@ -73,9 +80,10 @@ class NNXLayer:
         moe = nnx.jit(lambda: self.make(**arguments))()
         return {name: variable[...] for name, variable in nnx.state(moe, nnx.Param).items()}
 
-    def calling(self, **arguments: Any) -> Callable[..., tuple[jax.Array, MoEAux]]:
-        def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, MoEAux]:
-            return self.filled(parameters, bias, **arguments)(x, token_valid)
+    def calling(self, **arguments: Any) -> Callable[..., tuple[jax.Array, Aux]]:
+        def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, Aux]:
+            y, aux = self.filled(parameters, bias, **arguments)(x, token_valid)
+            return y, Aux(aux.load_balancing_loss, aux.router_z_loss, aux.stats)
 
         return call
 
@@ -105,14 +113,14 @@ class LinenLayer:
         boxed = jax.jit(self.make(**arguments).init)(jax.random.key(0), X())["params"]
         return {name: getattr(box, "value", box) for name, box in boxed.items()}
 
-    def calling(self, **arguments: Any) -> Callable[..., tuple[jax.Array, MoEAux]]:
+    def calling(self, **arguments: Any) -> Callable[..., tuple[jax.Array, Aux]]:
         moe = self.make(**arguments)
 
-        def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, MoEAux]:
+        def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, Aux]:
             variables = {"params": parameters} | ({} if bias is None else {"moe_state": {"selection_bias": bias}})
             y, sown = moe.apply(variables, x, token_valid, mutable=["losses", "intermediates"])
             losses, (stats,) = sown["losses"], sown["intermediates"]["moe_stats"]
-            return y, MoEAux(losses["load_balancing_loss"][0], losses["router_z_loss"][0], stats)
+            return y, Aux(losses["load_balancing_loss"][0], losses["router_z_loss"][0], stats)
 
         return call
 

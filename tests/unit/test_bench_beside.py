@@ -23,6 +23,7 @@ from jaxmoe.bench.beside_programs import PROGRAMS, Inputs, Layer, Outcome, Progr
 from jaxmoe.bench.beside_table import Result
 from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.testing import relative_error
 
 SHAPE = LayerShape(hidden=32, intermediate=48, num_experts=8, top_k=2)
@@ -92,6 +93,11 @@ def test_with_experts_in_4_bits_programs_return_what_layer_and_other_work_return
     shape = LayerShape(64, 64, 8, 2)
     results = measured("loss", "two_layers", dtype="mxfp4-a16", shape=shape, implementation="megakernel")
     assert_equal_to_their_parts(results)
+
+
+def test_over_hosts_programs_return_what_layer_and_other_work_return_alone():
+    network = NetworkPlan(1, "send", 1, 8)
+    assert_equal_to_their_parts(measured("train", "gathers", implementation="megakernel", network=network))
 
 
 def inputs_on(mesh: jax.sharding.Mesh) -> Inputs:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench import scaling
-from jaxmoe.network import choice, cost, levels, send
+from jaxmoe.network import choice, cost, levels, message, send
 from jaxmoe.network.levels import Levels
 from jaxmoe.sharding import ExpertGroup, replica_groups
 from jaxmoe.testing import make_inputs
@@ -190,6 +190,33 @@ def test_tokens_that_go_to_fewer_hosts_are_sent_in_fewer_rounds():
     counted = jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=P("expert"), out_specs=P()))
     assert int(counted(on_one)) == cost.FEWEST_ROUNDS  # of which the second one is empty
     assert 3 <= int(counted(anywhere)) <= 5  # 41 % of 64 tokens to each host, 8 in a round, and what chance adds
+
+
+# --- one message ------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_several_dtypes_arrive_with_their_bits_in_one_collective():
+    mesh = mesh_of("expert")
+    _, across = levels.split(ExpertGroup(("expert",), 8), 2, mesh)
+    rng = np.random.default_rng(0)
+    # Of each rank, one part for each of four hosts. Any bits: among them are NaNs with a payload.
+    words = rng.integers(0, 2**16, (8 * 4, 3, 5), np.uint16)
+    sent = (words.view(jnp.bfloat16), rng.integers(-(2**31), 2**31, (8 * 4, 3, 2), np.int32), rng.random((8 * 4, 3)))
+    sent = (*sent[:2], sent[2].astype(np.float32))
+
+    def on_rank(tree: Any) -> Any:
+        arrived, computed = message.exchange_beside(across, tree, jnp.float32(2.0))
+        return arrived, computed[None]
+
+    run = jax.shard_map(on_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+    arrived, computed = jax.jit(run)(sent)
+    assert str(jax.make_jaxpr(run)(sent)).count("all_to_all[") == 1
+    assert computed.tolist() == [2.0] * 8
+    for got, given in zip(arrived, sent, strict=True):
+        # Rank = 2 * host + place: part `host` of each rank of that place, in the order of the hosts they come from.
+        parts = np.asarray(given).reshape(4, 2, 4, *given.shape[1:])
+        wanted = parts.transpose(2, 1, 0, *range(3, parts.ndim)).reshape(given.shape)
+        assert np.asarray(got).tobytes() == wanted.tobytes()
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -57,8 +57,20 @@ def z_loss_of(a: Inputs, axes: Any) -> jax.Array:
     return jaxmoe.router_z_loss(a.logits, token_valid=a.token_valid, axis_name=axes)
 
 
-def aux_of(a: Inputs, axes: Any) -> jaxmoe.MoEAux:
-    return jaxmoe.router_aux(a.routing, a.logits, token_valid=a.token_valid, axis_name=axes)
+class Figures(NamedTuple):
+    """What is read of a `MoEAux`."""
+
+    load_balancing_loss: jax.Array
+    router_z_loss: jax.Array
+    stats: jaxmoe.MoEStats
+
+
+def figures_of(aux: jaxmoe.MoEAux) -> Figures:
+    return Figures(aux.load_balancing_loss, aux.router_z_loss, aux.stats)
+
+
+def aux_of(a: Inputs, axes: Any) -> Figures:
+    return figures_of(jaxmoe.router_aux(a.routing, a.logits, token_valid=a.token_valid, axis_name=axes))
 
 
 FUNCTIONS = {"load_stats": stats_of, "load_balancing_loss": loss_of, "router_z_loss": z_loss_of, "router_aux": aux_of}
@@ -175,11 +187,11 @@ def by_hand(a: Inputs) -> tuple[Any, Any]:
     balance = EXPERTS * (rows / rows.sum() * scores[routed].mean(0)).sum()
     log_sum = np.log(np.exp(logits).sum(-1))
     z = (log_sum[valid] ** 2).mean()
-    stats = (rows, 0, ids.size - rows.sum(), out_of_range)
+    stats = np.array([*rows, out_of_range, ids.size - rows.sum() - out_of_range])
     dscores = routed[..., None] * EXPERTS * rows / rows.sum() / routed.sum()
     softmax = np.exp(logits - log_sum[..., None])
     dlogits = 2 * valid[..., None] * 2 * log_sum[..., None] * softmax / valid.sum()
-    return (balance, z, *stats), (dscores, dlogits)
+    return (balance, z, stats), (dscores, dlogits)
 
 
 @pytest.mark.parametrize("mesh_name", ["no mesh", *MESHES])
@@ -208,7 +220,7 @@ def test_together_and_one_by_one_are_the_same() -> None:
 
 def test_without_logits_the_z_loss_is_zero_and_nothing_else_changes() -> None:
     a = inputs()
-    aux, whole = jaxmoe.router_aux(a.routing, token_valid=a.token_valid), aux_of(a, None)
+    aux, whole = figures_of(jaxmoe.router_aux(a.routing, token_valid=a.token_valid)), aux_of(a, None)
     assert aux.router_z_loss == 0
     np.testing.assert_allclose(aux.load_balancing_loss, whole.load_balancing_loss, rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, aux.stats, whole.stats)
@@ -263,7 +275,7 @@ def test_no_column_exceeds_what_it_counts_exactly_and_the_counts_are_right(
 
     def on_rank(ids: jax.Array) -> tuple[jax.Array, jaxmoe.MoEStats]:
         counters = counting.Counters.of(shape, num_experts, ("expert",))
-        (sums,) = counting.sum_over_tokens([counters.columns(ids, None)], ("expert",))
+        sums = counting.sum_over_tokens([counters.columns(ids, None)], ("expert",))
         return sums, counters.stats(sums)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -277,8 +289,8 @@ def test_no_column_exceeds_what_it_counts_exactly_and_the_counts_are_right(
 
 
 def test_one_counter_is_enough_for_calls_of_usual_size() -> None:
-    assert counting.Counters.of((2**21, 8), 128, ()) == counting.Counters(128, 8, token_turns=1, slots=2**24)
-    assert counting.Counters.of((2**21 + 1, 8), 128, ()) == counting.Counters(128, 7, token_turns=1, slots=2**24 + 8)
+    assert counting.Counters.of((2**21, 8), 128, ()) == counting.Counters(128, 8, token_turns=1, top_k=8)
+    assert counting.Counters.of((2**21 + 1, 8), 128, ()) == counting.Counters(128, 7, token_turns=1, top_k=8)
 
 
 @pytest.mark.parametrize("top_k", [31, 32, 33])
