@@ -1,4 +1,8 @@
-"""`python -m jaxmoe.profiling timeline [flags]`: runs a layer, or reads a recording, and shows where the time goes."""
+"""`python -m jaxmoe.profiling timeline [flags]`, or `budget [flags]`: where the time of a layer goes.
+
+`timeline` runs a layer or reads a recording and shows all of it; `budget` prints a row for each shape and number of
+tokens, microseconds that add up to the length of the launch.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +10,13 @@ from absl import app, flags
 from jax.sharding import AxisType
 
 import jaxmoe
-from jaxmoe.bench import shapes
+from jaxmoe.bench import peaks, shapes
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
 from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
-from jaxmoe.profiling import summary, timeline
+from jaxmoe.profiling import budget, summary, timeline
 from jaxmoe.testing import use_virtual_devices
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -22,7 +26,12 @@ _SHAPE = flags.DEFINE_string(
     "deepseek-v3",
     "A name in jaxmoe/bench/shapes.py, or [tokens per rank,]hidden width,intermediate width,experts,experts per token.",
 )
-_TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank; not for shapes that name them.", lower_bound=1)
+_TOKENS = flags.DEFINE_list("tokens", ["1024"], "Tokens per rank; not for shapes that name them. Several of budget.")
+_PLAIN = flags.DEFINE_float(
+    "plain",
+    None,
+    "Of budget: TFLOP/s of a plain product, what `python -m jaxmoe.bench peaks` sustains. Where not set, its burst.",
+)
 _EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
@@ -45,13 +54,17 @@ _TITLE = flags.DEFINE_string("title", None, "Title of the picture; what was run 
 
 def main(argv: list[str]) -> int:
     """Runs what the flags ask for; returns the exit status."""
+    if argv[1:] == ["budget"]:
+        return _print_budgets()
     if argv[1:] != ["timeline"]:
-        raise app.UsageError(f"name what to show: python -m jaxmoe.profiling timeline [flags]; got {argv[1:]}")
+        raise app.UsageError(
+            f"name what to show: python -m jaxmoe.profiling timeline [flags] or budget; got {argv[1:]}"
+        )
     if _READ.value:
         recorded = timeline.load(_READ.value)
         title = f"{_READ.value}, {recorded[0].pass_name} pass"
     else:
-        recorded, title = _record()
+        recorded, title, _ = _record(*_one_case())
     print(title)
     for each in recorded:
         print(summary.summarize(each))
@@ -71,12 +84,35 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _record() -> tuple[list[timeline.Timeline], str]:
-    cases = shapes.parse(_SHAPE.value)
-    if len(cases) != 1:
-        raise app.UsageError(f"--shape={_SHAPE.value}: one shape at a time.")
-    (case,), dtype = cases, DTYPES[_DTYPE.value]
-    tokens = case.tokens or _TOKENS.value
+def _print_budgets() -> int:
+    print(budget.header(), flush=True)
+    for case in shapes.parse(_SHAPE.value):
+        for tokens in (case.tokens,) if case.tokens else _tokens():
+            recorded, _, rank_flops = _record(case, tokens)
+            known = peaks.known(jax.devices()[0].device_kind)
+            rate = _PLAIN.value or (known.tflops if known else None)
+            found = [budget.budget(each, rank_flops[each.rank], rate) for each in recorded]
+            print(budget.line(case.name, tokens, found), flush=True)
+    return 0
+
+
+def _tokens() -> list[int]:
+    try:
+        return [int(text) for text in _TOKENS.value]
+    except ValueError:
+        raise app.UsageError(f"--tokens={','.join(_TOKENS.value)}: whole numbers with commas between.") from None
+
+
+def _one_case() -> tuple[shapes.Case, int]:
+    cases, tokens = shapes.parse(_SHAPE.value), _tokens()
+    if len(cases) != 1 or len(tokens) != 1:
+        raise app.UsageError(f"--shape={_SHAPE.value} --tokens={_TOKENS.value}: a timeline is of one of each.")
+    return cases[0], cases[0].tokens or tokens[0]
+
+
+def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], str, list[float]]:
+    """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
+    dtype = DTYPES[_DTYPE.value]
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
     ranks = _EP.value or jax.device_count()
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
@@ -109,7 +145,14 @@ def _record() -> tuple[list[timeline.Timeline], str]:
     recorded = timeline.record(calls, pass_name=_PASS.value)
     device = jax.devices()[0].device_kind
     what = f"{case.name}, {_PASS.value} pass, {tokens} tokens per rank, {ranks} x {device}, {_DTYPE.value}"
-    return recorded, f"{what}, {_ROUTING.value} routing, relative error {error:.1e}"
+    # The last call is the one that is shown.
+    routing = inputs.routings[(_RUNS.value - 1) % len(inputs.routings)]
+    projections = inputs.shape.projections
+    # Backward: those into h again, gradients of h and of the tokens, and of all matrices.
+    products = projections + 1 if _PASS.value == "forward" else 3 * projections + 2
+    of_row = 2.0 * products * inputs.shape.hidden * inputs.shape.intermediate
+    rank_flops = [of_row * routing.rows(rank) for rank in range(ranks)]
+    return recorded, f"{what}, {_ROUTING.value} routing, relative error {error:.1e}", rank_flops
 
 
 if __name__ == "__main__":
