@@ -74,6 +74,7 @@ def measure(pass_name: Any, routing: Any = "uniform") -> table.Result:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_implementation_has_both_passes_and_they_pass_the_check(tmp_path):
     chosen = options(implementations=MEASURED, passes=("backward", "both"))
     status, results = run(chosen, tmp_path / "results")
