@@ -120,6 +120,18 @@ def gradients_of(function: Any):
     return lambda a: gradients(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)
 
 
+def both_of(function: Any):
+    """Returns the jitted outputs, and beside them what `gradients_of` returns: one program for both."""
+
+    def loss(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts, ids: jax.Array, valid: Any) -> Any:
+        y = function(Arguments(x, ids, weights, experts, valid))
+        counted = y if valid is None else jnp.where(valid[:, None], y, 0)
+        return jnp.sum(counted.astype(jnp.promote_types(y.dtype, jnp.float32)) * cotangent(y)), y
+
+    pair = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    return lambda a: pair(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)[::-1]
+
+
 @functools.cache
 def jitted(placement: str, gradients: bool, options: tuple[tuple[str, Any], ...]) -> Any:
     function = layer(placement, **dict(options))
@@ -127,9 +139,13 @@ def jitted(placement: str, gradients: bool, options: tuple[tuple[str, Any], ...]
 
 
 @functools.cache
-def jitted_dense(activation: Any, compute_dtype: Any, gradients: bool) -> Any:
-    function = functools.partial(dense, activation=activation, compute_dtype=compute_dtype)
-    return gradients_of(function) if gradients else jax.jit(function)
+def jitted_both(placement: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    return both_of(layer(placement, **dict(options)))
+
+
+@functools.cache
+def jitted_dense_both(activation: Any, compute_dtype: Any) -> Any:
+    return both_of(functools.partial(dense, activation=activation, compute_dtype=compute_dtype))
 
 
 def widened(arguments: Arguments) -> Arguments:
@@ -163,6 +179,10 @@ class LayerChecks:
     def gradients(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
         return jitted(placement, True, tuple(sorted((self.options() | options).items())))(arguments)
 
+    def both(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> Any:
+        """The output and the gradients, of one program: it compiles in little more time than that of the gradients."""
+        return jitted_both(placement, tuple(sorted((self.options() | options).items())))(arguments)
+
     def plan_of(self, number: int) -> AnyPlan | None:
         """A plan that is legal for every size, another one for each number from 1."""
         if self.implementation == "xla":
@@ -186,16 +206,15 @@ class LayerChecks:
     def check(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> None:
         """The output and every gradient agree with the dense reference."""
         activation, dtype = options.get("activation", "silu"), arguments.x.dtype
-        for gradients, run in ((False, self.run), (True, self.gradients)):
-            truth = jitted_dense(activation, None, gradients)(widened(arguments))
-            value = run(arguments, placement, **options)
-            if dtype == jnp.float32:  # the truth is no wider: only the order of sums differs
-                self.assert_near(value, truth)
-                continue
-            rough = as_dict(jitted_dense(activation, dtype, gradients)(arguments))
-            for key, want in as_dict(truth).items():
-                error, allowed = relative_error(as_dict(value)[key], want), tolerance(rough[key], want, dtype)
-                assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
+        truth = jitted_dense_both(activation, None)(widened(arguments))
+        value = self.both(arguments, placement, **options)
+        if dtype == jnp.float32:  # the truth is no wider: only the order of sums differs
+            self.assert_near(value, truth)
+            return
+        rough = as_dict(jitted_dense_both(activation, dtype)(arguments))
+        for key, want in as_dict(truth).items():
+            error, allowed = relative_error(as_dict(value)[key], want), tolerance(rough[key], want, dtype)
+            assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
 
 
 def schedule_in(text: str, target: str) -> Any:

@@ -1,4 +1,8 @@
-"""The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one."""
+"""The behaviours that every implementation of `moe_layer` has. A test class inherits `LayerSuite` and names one.
+
+Compiling is what takes time here: a test that is not about the structure of a program calls one that others call, with
+other arrays. Most call that of gated experts with biases and a mask.
+"""
 
 import functools
 from typing import Any
@@ -25,7 +29,7 @@ from tests.layer_calls import (
     as_dict,
     cotangent,
     gradients_of,
-    jitted_dense,
+    jitted_dense_both,
     layer,
     mesh_of,
 )
@@ -37,11 +41,14 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "plain": {"gated": False},
     "plain with biases": {"gated": False, "biases": True},
 }
-ACTIVATIONS: dict[str, Any] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "relu": "relu",
+# Of each structure another one; relu is that of identity experts.
+ACTIVATION_OF = {
+    "gated": "silu",
+    "gated with biases and a mask": "silu",
+    "plain": "gelu_tanh",
+    "plain with biases": "gelu",
+}
+SWIGLUS = {
     "SwiGLU": jaxmoe.SwiGLU(),
     # Limits that the unit-scale test inputs do reach.
     "SwiGLU gpt-oss": jaxmoe.SwiGLU(limit=0.7, alpha=1.702, up_offset=1.0),
@@ -57,16 +64,20 @@ class LayerSuite(LayerChecks):
     @pytest.mark.parametrize("routing", ROUTING_KINDS)
     @pytest.mark.parametrize("structure", STRUCTURES)
     def test_output_and_gradients_equal_the_reference_for_every_routing(self, structure, routing):
-        activation = "gelu" if structure.startswith("plain") else "silu"
-        self.check(self.inputs(1, **STRUCTURES[structure], routing=routing), activation=activation)
+        activation = ACTIVATION_OF[structure]
+        arguments = self.inputs(1, **STRUCTURES[structure], routing=routing)
+        self.check(arguments, activation=activation)
+        # A call that nobody differentiates is another program.
+        y, _ = self.both(arguments, activation=activation)
+        self.assert_near(self.run(arguments, activation=activation), y)
 
     @pytest.mark.parametrize("placement", PLACEMENTS)
     def test_output_and_gradients_equal_the_reference_wherever_it_is_called(self, placement):
         self.check(self.inputs(2, biases=True, routing="zipf", token_valid=True), placement)
 
-    @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_output_and_gradients_equal_the_reference_for_every_activation(self, name):
-        self.check(self.inputs(3, biases=True), activation=ACTIVATIONS[name])
+    @pytest.mark.parametrize("name", SWIGLUS)
+    def test_output_and_gradients_equal_the_reference_for_every_swiglu(self, name):
+        self.check(self.inputs(3, biases=True, token_valid=True), "one rank", activation=SWIGLUS[name])
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     def test_low_precision_costs_at_most_twice_the_error_of_the_same_maths(self, dtype):
@@ -76,7 +87,9 @@ class LayerSuite(LayerChecks):
     @pytest.mark.parametrize("structure", ["gated with biases and a mask", "plain with biases"])
     def test_what_is_kept_for_the_backward_pass_changes_no_bit(self, structure, routing):
         arguments = self.inputs(21, **STRUCTURES[structure], routing=routing)
-        saved, again = (self.gradients(arguments, residuals=residuals) for residuals in ("save", "recompute"))
+        options = {"activation": ACTIVATION_OF[structure]}
+        saved = self.both(arguments, residuals="save", **options)
+        again = self.both(arguments, residuals="recompute", **options)
         for key, value in as_dict(saved).items():
             np.testing.assert_array_equal(value, as_dict(again)[key], key)
 
@@ -92,7 +105,7 @@ class LayerSuite(LayerChecks):
         for key, value in wide.items():
             np.testing.assert_array_equal(value.astype(narrow[key].dtype), narrow[key], key)
 
-    @settings(max_examples=6)
+    @settings(max_examples=4)
     @given(
         tokens=st.integers(1, 24),
         hidden=st.integers(1, 40),
@@ -129,16 +142,17 @@ class LayerSuite(LayerChecks):
             run = layer("data x expert, Auto", implementation=self.implementation, activation="silu")
 
             @jax.jit
+            @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
             def loss(x, weights, experts):
                 return jnp.sum(run(a._replace(x=x, topk_weights=weights, experts=experts)) ** 2)
 
             at = (a.x, a.topk_weights, a.experts)
-            gradients = jax.grad(loss, argnums=(0, 1, 2))(*at)
+            _, gradients = loss(*at)
             rng, step = np.random.default_rng(0), 1e-6
             for _ in range(3):
                 along = jax.tree.map(lambda array: jnp.asarray(rng.standard_normal(array.shape)), at)
-                ahead = loss(*jax.tree.map(lambda p, d: p + step * d, at, along))
-                behind = loss(*jax.tree.map(lambda p, d: p - step * d, at, along))
+                ahead, _ = loss(*jax.tree.map(lambda p, d: p + step * d, at, along))
+                behind, _ = loss(*jax.tree.map(lambda p, d: p - step * d, at, along))
                 slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: jnp.vdot(g, d), gradients, along)))
                 np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-6)
 
@@ -147,12 +161,13 @@ class LayerSuite(LayerChecks):
     def test_identity_experts_return_the_tokens_times_their_weights(self):
         arguments = self.inputs(6)._replace(experts=identity_experts(EXPERTS, HIDDEN, self.dtype))
         arguments = arguments._replace(topk_weights=jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0))
-        np.testing.assert_array_equal(self.run(arguments, activation="relu"), 4 * arguments.x)
+        y, _ = self.both(arguments, activation="relu")
+        np.testing.assert_array_equal(y, 4 * arguments.x)
 
     def test_gradients_of_identity_experts_are_the_cotangents_times_the_weights(self):
         arguments = self.inputs(6)._replace(experts=identity_experts(EXPERTS, HIDDEN, self.dtype))
         arguments = arguments._replace(topk_weights=jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0))
-        dx, dweights, _ = self.gradients(arguments, activation="relu")
+        _, (dx, dweights, _) = self.both(arguments, activation="relu")
         dy = cotangent(arguments.x)
         self.assert_near(dx, 4 * dy)
         self.assert_near(dweights, jnp.broadcast_to((dy * arguments.x).sum(-1, keepdims=True), (TOKENS, TOP_K)))
@@ -162,8 +177,9 @@ class LayerSuite(LayerChecks):
         num_experts = self.most_experts if jnp.iinfo(dtype).bits == 8 else EXPERTS
         arguments = self.inputs(27, num_experts=num_experts)
         ids = jnp.minimum(arguments.topk_ids, min(jnp.iinfo(dtype).max, 2**31 - 1))
-        y, stats = self.run(arguments._replace(topk_ids=ids.astype(dtype)), "all devices", return_stats=True)
-        expected, counted = self.run(arguments._replace(topk_ids=ids), "all devices", return_stats=True)
+        options: dict[str, Any] = {"plan": None, "return_stats": True}
+        y, stats = self.run(arguments._replace(topk_ids=ids.astype(dtype)), "all devices", **options)
+        expected, counted = self.run(arguments._replace(topk_ids=ids), "all devices", **options)
         np.testing.assert_array_equal(y, expected)
         np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
         assert np.asarray(y).any()
@@ -191,9 +207,8 @@ class LayerSuite(LayerChecks):
 
     def test_zero_tokens_give_zero_tokens_and_zero_gradients(self):
         arguments = self.inputs(9, tokens=0)
-        assert self.run(arguments).shape == (0, HIDDEN)
-        dx, _, dexperts = self.gradients(arguments)
-        assert dx.shape == (0, HIDDEN)
+        y, (dx, _, dexperts) = self.both(arguments)
+        assert y.shape == dx.shape == (0, HIDDEN)
         assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(dexperts))
 
         def loss(x: jax.Array) -> Any:
@@ -205,9 +220,9 @@ class LayerSuite(LayerChecks):
         assert int(stats.rows_per_expert.sum()) == 0
 
     def test_an_expert_without_rows_gets_gradients_of_exactly_zero(self):
-        arguments = self.inputs(10, biases=True, routing="empty-expert")
+        arguments = self.inputs(10, biases=True, token_valid=True, routing="empty-expert")
         assert not (np.asarray(arguments.topk_ids) == 0).any()
-        _, _, dexperts = self.gradients(arguments)
+        _, (_, _, dexperts) = self.both(arguments)
         for leaf in jax.tree.leaves(dexperts):
             assert not np.asarray(leaf[0]).any()
             assert np.asarray(leaf[1:]).any()
@@ -215,20 +230,20 @@ class LayerSuite(LayerChecks):
     def test_unused_slots_get_weight_gradients_of_exactly_zero(self):
         arguments = self.inputs(11, routing="unused-slots")
         arguments = arguments._replace(topk_weights=jnp.where(arguments.topk_ids < 0, jnp.nan, arguments.topk_weights))
-        _, dweights, _ = self.gradients(arguments)
+        _, (_, dweights, _) = self.both(arguments)
         unused = np.asarray(arguments.topk_ids) < 0
         assert not np.asarray(dweights)[unused].any()
         assert np.asarray(dweights)[~unused].all()
 
     def test_nan_in_a_masked_token_reaches_nothing(self):
-        arguments = self.inputs(12, token_valid=True)
+        arguments = self.inputs(12, biases=True, token_valid=True)
         masked = ~np.asarray(arguments.token_valid)
         assert np.isnan(np.asarray(arguments.x)[masked]).all()
         weights = jnp.where(masked[:, None], jnp.nan, arguments.topk_weights)
-        y = np.asarray(self.run(arguments._replace(topk_weights=weights)))
+        output, gradients = self.both(arguments._replace(topk_weights=weights))
+        y = np.asarray(output)
         assert not y[masked].any()
         assert np.isfinite(y).all()
-        gradients = self.gradients(arguments._replace(topk_weights=weights))
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradients))
         assert not np.asarray(gradients[0])[masked].any()
 
@@ -248,13 +263,14 @@ class LayerSuite(LayerChecks):
             assert np.isfinite(np.asarray(leaf, np.float32)).all()
 
     def test_nan_in_a_token_stays_with_that_token_and_its_experts(self):
-        arguments = self.inputs(13, routing="uniform", biases=True)
+        arguments = self.inputs(13, routing="uniform", biases=True, token_valid=True)
+        arguments = arguments._replace(token_valid=jnp.ones(TOKENS, bool), x=jnp.nan_to_num(arguments.x))
         poisoned = arguments._replace(x=arguments.x.at[5].set(jnp.nan))
-        y, clean = np.asarray(self.run(poisoned)), np.asarray(self.run(arguments))
+        output, (dx, _, dexperts) = self.both(poisoned)
+        y, clean = np.asarray(output), np.asarray(self.both(arguments)[0])
         assert np.isnan(y[5]).all()
         others = np.arange(TOKENS) != 5
         np.testing.assert_array_equal(y[others], clean[others])
-        dx, _, dexperts = self.gradients(poisoned)
         assert np.isfinite(np.asarray(dx)[others]).all()
         # The cotangent of this token's output is finite in this loss; a square makes it NaN too.
         run = layer("data x expert, Auto", **self.options())
@@ -269,10 +285,9 @@ class LayerSuite(LayerChecks):
 
     def test_the_same_call_gives_the_same_bits(self):
         arguments = self.inputs(14, dtype=jnp.bfloat16, biases=True)
-        first = (self.run(arguments), self.gradients(arguments))
+        first = self.both(arguments)
         for _ in range(5):
-            again = (self.run(arguments), self.gradients(arguments))
-            jax.tree.map(np.testing.assert_array_equal, first, again)
+            jax.tree.map(np.testing.assert_array_equal, first, self.both(arguments))
 
     def test_every_plan_gives_the_same_result(self):
         arguments = self.inputs(15, routing="zipf", biases=True)
@@ -292,7 +307,7 @@ class LayerSuite(LayerChecks):
 
     @pytest.mark.parametrize("inside", [False, True], ids=["outside shard_map", "in shard_map"])
     def test_scan_over_layers_equals_the_loop(self, inside):
-        layers = [self.inputs(20 + i).experts for i in range(3)]
+        layers = [self.inputs(20 + i).experts for i in range(2)]
         arguments = self.inputs(17)
         stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
         run = layer("all devices" if not inside else "one rank", **self.options())
@@ -323,7 +338,7 @@ class LayerSuite(LayerChecks):
 
         def looped(experts):
             x = arguments.x
-            for i in range(3):
+            for i in range(2):
                 one = jax.tree.map(lambda array: array[i], experts)  # noqa: B023
                 x = x + dense(arguments._replace(x=x, experts=one))
             return jnp.sum(x.astype(jnp.float32) ** 2)
@@ -354,7 +369,7 @@ class LayerSuite(LayerChecks):
         mesh = mesh_of("data", "expert", kind=AxisType.Explicit)
         arguments = self.inputs(18)
         with jax.set_mesh(mesh):
-            for spec in (P(("data", "expert"), None), P("data", None), P(None, None), P("data", "expert")):
+            for spec in (P(("data", "expert"), None), P(None, None), P("data", "expert")):
                 x = jax.device_put(arguments.x, NamedSharding(mesh, spec))
                 run = jax.jit(lambda x: jaxmoe.moe_layer(x, *arguments[1:4], **self.options()))
                 y = run(x)
@@ -373,7 +388,7 @@ class LayerSuite(LayerChecks):
         counted = jaxmoe.load_stats(arguments.topk_ids, EXPERTS, token_valid=arguments.token_valid)
         jax.tree.map(np.testing.assert_array_equal, stats, counted)
         whole = gradients_of(functools.partial(self.run, placement="all devices"))(arguments)
-        self.assert_near(whole, jitted_dense("silu", None, True)(arguments))
+        self.assert_near(whole, jitted_dense_both("silu", None)(arguments)[1])
 
     def test_any_number_of_tokens_is_taken_over_explicit_axes(self):
         mesh = mesh_of("data", "expert", kind=AxisType.Explicit)

@@ -228,7 +228,9 @@ class TaskWalk {
   JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert)
       : shape_(shape), schedule_(schedule), first_(schedule, rows_per_expert, shape.local_experts()),
         middle_(schedule, rows_per_expert, shape.local_experts()),
-        last_(schedule, rows_per_expert, shape.local_experts()) {}
+        last_(schedule, rows_per_expert, shape.local_experts()),
+        gate_up_columns_(h_tiles(shape, schedule.tile)),
+        down_columns_(answer_tiles(shape, schedule.tile)) {}
 
   // The task with that number; false after the last. The numbers asked of one walk must not fall.
   JAXMOE_ANY bool seek(int32_t number, Task& task) {
@@ -254,21 +256,25 @@ class TaskWalk {
  private:
   static constexpr int32_t kGemmsOfUnit = kPass == Pass::kForward ? 2 : 3;  // weight gradients are those of a segment
 
-  // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile.
+  // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile. Units of
+  // one tile, which short launches have most of, need no division.
   JAXMOE_ANY void take_tile(int32_t position, Task& task) const {
     const int32_t wide = unit_.tiles - narrow_;
-    const int32_t pair = position / (2 * wide + narrow_);
-    const int32_t in_pair = position % (2 * wide + narrow_);
+    const bool one = unit_.tiles == 1;
+    const int32_t of_pair = one ? 2 - narrow_ : 2 * wide + narrow_;
+    const int32_t pair = one ? position >> (1 - narrow_) : position / of_pair;
+    const int32_t in_pair = position - pair * of_pair;
     const int32_t columns = at_most(columns_ - 2 * pair, 2);
     const bool is_narrow = in_pair >= wide * columns;
-    const int32_t tile = is_narrow ? wide : in_pair % wide;
+    const int32_t column = one || is_narrow ? in_pair : in_pair / wide;
+    const int32_t tile = is_narrow ? wide : one ? 0 : in_pair - column * wide;
     const int32_t row_tile = unit_.first_tile + tile;
     task = {gemm_,
             unit_.expert,
             row_tile,
             row_tile % schedule_.ring_tiles,
             unit_.rows_of_tile(tile, schedule_.tile.rows),
-            2 * pair + (is_narrow ? 0 : in_pair / wide),
+            2 * pair + (is_narrow ? 0 : column),
             is_narrow ? columns : 1,
             -1,
             gemm_ == Gemm::kHGradient && is_saved(unit_) ? kSavedPart : 0,
@@ -336,9 +342,13 @@ class TaskWalk {
 
   JAXMOE_ANY void begin_section() {
     if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
-    columns_ = gemm_ == Gemm::kGateUp           ? h_tiles(shape_, schedule_.tile)
-               : gemm_ == Gemm::kHGradient ? gradient_tiles(shape_, schedule_.tile)
-                                                : answer_tiles(shape_, schedule_.tile);
+    if (kPass == Pass::kForward) {
+      columns_ = gemm_ == Gemm::kGateUp ? gate_up_columns_ : down_columns_;
+    } else {
+      columns_ = gemm_ == Gemm::kGateUp      ? h_tiles(shape_, schedule_.tile)
+                 : gemm_ == Gemm::kHGradient ? gradient_tiles(shape_, schedule_.tile)
+                                             : answer_tiles(shape_, schedule_.tile);
+    }
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
     narrow_ = rows_left <= schedule_.narrow_rows ? 1 : 0;
@@ -350,6 +360,10 @@ class TaskWalk {
   UnitWalk first_;   // of the gate/up GEMM
   UnitWalk middle_;  // of h_gradient; a forward pass has none
   UnitWalk last_;    // of the down GEMM, of token_gradient
+  // Of a forward pass, counted once: between two tasks of a short launch walking takes half of the time, and a division
+  // is much of a step. A backward kernel that records a timeline has no registers for them.
+  const int32_t gate_up_columns_;
+  const int32_t down_columns_;
   Unit unit_{};
   bool has_unit_ = false;
   int32_t step_ = -1;

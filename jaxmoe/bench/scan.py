@@ -242,7 +242,8 @@ def _make_weights(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> 
     def of_layer(key: jax.Array) -> tuple[jax.Array, jaxmoe.Experts]:
         router = jax.random.normal(key, (shape.hidden, shape.num_experts), jnp.float32) * shape.hidden**-0.5
         experts = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
-        return router.astype(dtype), experts
+        # Small answers: there is no norm between layers, and tokens would grow without end.
+        return router.astype(dtype), dataclasses.replace(experts, w_down=experts.w_down / 16)
 
     split = NamedSharding(mesh, P(None, AXIS))
     make = jax.jit(lambda keys: jax.lax.map(of_layer, keys), out_shardings=(NamedSharding(mesh, P()), split))

@@ -80,29 +80,22 @@ def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path,
 
 
 def test_all_numbers_of_ranks_of_a_list_are_measured_in_its_order_and_compared_from_two_ranks_on(tmp_path, capsys):
-    chosen = options(OTHER, TINY, ranks=(1, 2, 4), implementations=("megakernel", "xla"))
+    chosen = options(TINY, ranks=(1, 2, 4), implementations=("megakernel", "xla"))
     status, results = run(chosen, tmp_path / "results")
     assert status == 0
-    assert [(r["shape"], r["ranks"], r["implementation"]) for r in results] == [
-        (shape, ranks, implementation)
-        for shape in ("other", "tiny")
-        for ranks in (1, 2, 4)
-        for implementation in ("xla", "megakernel")
+    assert [(r["ranks"], r["implementation"]) for r in results] == [
+        (ranks, implementation) for ranks in (1, 2, 4) for implementation in ("xla", "megakernel")
     ]
-    cells = []
-    for on_one, on_two, on_four in (
-        (results[:2], results[2:4], results[4:6]),
-        (results[6:8], results[8:10], results[10:]),
-    ):
-        for result in (*on_one, *on_two):
-            assert (result["scaling"], result["scaling_ranks"]) == (None, None)
-        for reference, result in zip(on_two, on_four, strict=True):
-            assert result["scaling"] == reference["microseconds"] / result["microseconds"]
-            assert result["scaling_ranks"] == 2
-        cells += [None] * 4 + [f"{result['scaling']:.2f} of EP 2" for result in on_four]
-        # Other implementations are compared on as many ranks.
-        xla, megakernel = on_four
-        assert megakernel["times_faster"]["xla"] == xla["microseconds"] / megakernel["microseconds"]
+    on_one, on_two, on_four = results[:2], results[2:4], results[4:]
+    for result in (*on_one, *on_two):
+        assert (result["scaling"], result["scaling_ranks"]) == (None, None)
+    for reference, result in zip(on_two, on_four, strict=True):
+        assert result["scaling"] == reference["microseconds"] / result["microseconds"]
+        assert result["scaling_ranks"] == 2
+    cells = [None] * 4 + [f"{result['scaling']:.2f} of EP 2" for result in on_four]
+    # Other implementations are compared on as many ranks.
+    xla, megakernel = on_four
+    assert megakernel["times_faster"]["xla"] == xla["microseconds"] / megakernel["microseconds"]
     header, *lines = capsys.readouterr().out.splitlines()[2:]
     assert header.split()[:4] == ["shape", "tokens", "EP", "pass"]
     assert header.endswith(" scaling")
@@ -117,12 +110,14 @@ def test_a_number_of_ranks_that_comes_twice_is_measured_once(tmp_path):
     assert [result["ranks"] for result in results] == [2, jax.device_count()]
 
 
-def test_a_scaling_is_of_default_plans(tmp_path):
-    chosen = options(ranks=(2, 4), implementations=("megakernel",), sweep=Sweep(lag_units=(0, 2)))
+def test_a_scaling_is_of_default_plans_and_of_one_shape(tmp_path):
+    chosen = options(OTHER, TINY, ranks=(2, 4), implementations=("megakernel",), sweep=Sweep(lag_units=(0, 2)))
     status, results = run(chosen, tmp_path / "results")
     assert status == 0
-    assert [result["scaling_ranks"] for result in results] == [None, None, None, 2, None, None]
-    assert results[3]["scaling"] == results[0]["microseconds"] / results[3]["microseconds"]
+    assert [(r["shape"], r["ranks"]) for r in results[::3]] == [("other", 2), ("other", 4), ("tiny", 2), ("tiny", 4)]
+    assert [result["scaling_ranks"] for result in results] == [None, None, None, 2, None, None] * 2
+    for on_two, on_four in ((results[0], results[3]), (results[6], results[9])):
+        assert on_four["scaling"] == on_two["microseconds"] / on_four["microseconds"]
 
 
 def test_a_number_of_ranks_that_a_shape_cannot_have_fails_alone(tmp_path, capsys):
@@ -436,16 +431,16 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
-def test_the_program_measures_what_its_flags_say(tmp_path):
+def test_the_program_measures_what_its_flags_say_and_makes_as_many_devices_as_the_largest_number_of_ranks(tmp_path):
     path = tmp_path / "results"
     done = program(
         "layer",
         "--shape=24,16,24,4,2",
         "--shape=16,24,8,2",
-        "--tokens=8,12",
-        "--ep=2",
+        "--tokens=8",
+        "--ep=2,1",
         "--dtype=f16",
-        "--implementation=megakernel,xla",
+        "--implementation=megakernel,reference",
         "--routing=zipf",
         "--unit-tiles=1",
         "--ring-tiles=8,9",
@@ -454,30 +449,52 @@ def test_the_program_measures_what_its_flags_say(tmp_path):
         f"--json={path}",
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cpu x 2/1, 1 process(es)")
     results = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(results) == 3 * (1 + 3)
-    assert {(r["ranks"], r["dtype"], r["routing"], r["processes"]) for r in results} == {(2, "f16", "zipf", 1)}
-    assert [r["tokens"] for r in results[::4]] == [24, 8, 12]
-    assert [r["plan"] and r["plan"]["ring_tiles"] for r in results[:4]][2:] == [8, 9]
+    assert {(r["dtype"], r["routing"], r["processes"]) for r in results} == {("f16", "zipf", 1)}
+    assert [(r["tokens"], r["ranks"]) for r in results[::4]] == [(24, 2), (24, 1), (8, 2), (8, 1)]
+    for of_case in (results[i : i + 4] for i in range(0, 16, 4)):
+        assert [r["implementation"] for r in of_case] == [*["megakernel"] * 3, "reference"]
+        assert [r["plan"]["ring_tiles"] for r in of_case[1:3]] == [8, 9]
 
 
-def test_the_program_makes_as_many_devices_as_the_largest_number_of_ranks(tmp_path):
-    path = tmp_path / "results"
-    done = program("layer", "--shape=24,16,24,4,2", "--ep=1,4,2", "--blocks=2", "--seconds=0", f"--json={path}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("cpu x 1/4/2, 1 process(es)")
-    results = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(r["ranks"], r["scaling_ranks"]) for r in results] == [(1, None), (4, None), (2, 4)]
+# Several runs of the program as a user starts it, in one interpreter: starting one takes seconds.
+RUNS = """
+import json, sys
+from absl import flags
+from jaxmoe.bench import __main__ as program
+
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        program.main()
+    except SystemExit as end:
+        print(f"ended with {end.code}", flush=True)
+    flags.FLAGS.unparse_flags()
+    for name in ("shape", "tokens", "ep"):
+        flags.FLAGS[name].unparse()
+"""
 
 
 def test_the_program_says_what_is_wrong_with_its_flags():
-    for arguments, message in (
-        (["layer", "--shape=nothing"], "jaxmoe bench: --shape=nothing is neither"),
-        (["layer", "--tokens=a"], "jaxmoe bench: --tokens=a must be whole numbers"),
-        (["layer", "--ep=2,4.5"], "jaxmoe bench: --ep=2,4.5 must be whole numbers with commas between"),
-        (["layer", "--ep=2,-4"], "jaxmoe bench: --ep=2,-4: a number of ranks is at least 1, or 0 for all devices"),
-        ([], "name what to measure"),
-    ):
-        done = program(*arguments)
-        assert done.returncode == 1
-        assert message in done.stderr + done.stdout
+    wrong = (
+        (["layer", "--shape=nothing"], "ended with jaxmoe bench: --shape=nothing is neither"),
+        (["layer", "--tokens=a"], "ended with jaxmoe bench: --tokens=a must be whole numbers"),
+        (["layer", "--ep=2,4.5"], "ended with jaxmoe bench: --ep=2,4.5 must be whole numbers with commas between"),
+        (["layer", "--ep=2,-4"], "ended with jaxmoe bench: --ep=2,-4: a number of ranks is at least 1, or 0 for all"),
+        ([], "ended with 1"),
+    )
+    command = [sys.executable, "-c", RUNS, json.dumps([arguments for arguments, _ in wrong])]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("ended with")]
+    assert len(told) == len(wrong)
+    for line, (_, message) in zip(told, wrong, strict=True):
+        assert line.startswith(message)
+    assert "name what to measure" in done.stdout + done.stderr
+
+
+def test_the_program_ends_with_status_1_and_a_line_where_a_flag_is_wrong():
+    done = program("layer", "--shape=nothing")
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxmoe bench: --shape=nothing is neither")

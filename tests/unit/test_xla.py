@@ -63,7 +63,7 @@ def test_one_rank_that_receives_every_row_drops_none_in_that_memory(routing):
     assert rows.max() > 2 * plan.batch_rows
 
 
-@pytest.mark.parametrize("batch_rows", [8, 64, 512])
+@pytest.mark.parametrize("batch_rows", [8, 512])
 def test_gradients_in_many_batches_are_as_exact_as_in_one(batch_rows):
     arguments = make_inputs(3, tokens=512, num_experts=4, biases=True, routing="one-hot", dtype=jnp.bfloat16)
 

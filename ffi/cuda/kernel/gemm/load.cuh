@@ -28,11 +28,14 @@ inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 // `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there
 // is one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of
 // ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal where row
-// tiles share them, which then find each other's lines in L2. `track` is that of the timeline.
-template <class Product, class Variant, class Track>
+// tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is called once
+// where the product has more than kStepsLeft steps, before the last of them are loaded.
+inline constexpr int32_t kStepsLeft = 3;
+template <class Product, class Variant, class Track, class NearEnd>
 __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position, const Task& task,
-                                          bool own_b, uint64_t b_policy, uint64_t a_policy, const Track& track) {
+                                          bool own_b, uint64_t b_policy, uint64_t a_policy, const Track& track,
+                                          const NearEnd& near_end) {
   using Shape = GemmShape<Variant>;
   using Stage = typename Shape::Stage;
   using A = typename Product::A;
@@ -53,7 +56,9 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   const A a{first_row_of<A>(cta, task)};
   const B b = B::columns_of(p, task);
 
+  int32_t steps_left = Product::Depth::steps(p, task);
   Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
+    if (steps_left-- == kStepsLeft) near_end();
     track.stall([&] { ring.acquire(position); });
     ring.commit(position, bytes);
     Stage& stage = ring.stage(position);
