@@ -26,6 +26,10 @@ def explain(call: Call, of_launch: Explanation) -> Explanation:
     elif of_launch.residual_bytes:
         kept = {"recompute": 0}
     arrived = launch.tokens * shape.answer_bytes
+    memory = {"network: tokens that arrived": 2 * arrived if number > 1 else arrived, "network: answers": 2 * arrived}
+    if plan.way == "send":
+        # In float32, while rounds add to them.
+        memory["network: sums"] = chunk_tokens(shape, plan.chunks) * shape.hidden * 4
     return dataclasses.replace(
         of_launch,
         call=call,
@@ -35,8 +39,7 @@ def explain(call: Call, of_launch: Explanation) -> Explanation:
             f"{number} launch(es) on each host in a forward pass, each of up to {launch.tokens} tokens per rank",
             *of_launch.reasons[1:],
         ),
-        memory_bytes=of_launch.memory_bytes
-        | {"network: tokens that arrived": 2 * arrived if number > 1 else arrived, "network: answers": 2 * arrived},
+        memory_bytes=of_launch.memory_bytes | memory,
         residual_bytes=kept,
         wire_bytes=number * of_launch.wire_bytes,
         network_bytes=network_bytes(shape, hosts, sent),

@@ -297,6 +297,7 @@ def test_a_round_moves_the_bytes_between_hosts_that_explain_says():
     # Ahead of the loop the tokens of two rounds, behind it the answers of two, and in it both of one.
     assert moved == 3 * cost.network_bytes(shape, hosts, 16)
     assert told.network_bytes == cost.launches(shape, hosts, plan) * cost.network_bytes(shape, hosts, 16)
+    assert told.memory_bytes["network: sums"] == shape.tokens * shape.hidden * 4
 
 
 def test_symbols_of_explicit_axes_take_levels_too():
