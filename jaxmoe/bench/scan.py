@@ -9,8 +9,9 @@ Four lines for each shape and number of tokens, each with all that the one befor
 - `loss`: `routed` with the load statistics and the balance loss of each layer.
 
 Before a line is timed, its program runs once with what every layer was given among its results. The layer alone, called
-for each of them, has to return the same (of `"megakernel"` bit for bit), and of the first one a sample is compared with
-the reference; statistics have to be the counts of the ids. The program that is timed has to return the same output.
+for each of them, has to return equal numbers, as `"megakernel"` does; of the first one a sample is compared with the
+reference; statistics have to be the counts of the ids. The program that is timed has to return the same output. An
+implementation that XLA fuses in another way in a scan has no figures here.
 """
 
 import dataclasses
