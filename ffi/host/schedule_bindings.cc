@@ -12,6 +12,7 @@
 
 #include "common/chunks.h"
 #include "common/extension.h"
+#include "common/exchange.h"
 #include "common/layer_arrays.h"
 #include "common/protocol.h"
 #include "common/scheduler.h"
@@ -35,6 +36,8 @@ void define_names(py::module_& module) {
   py::enum_<Site> sites(module, "Site", "Where in the code a wait stands.");
   for (int32_t i = 0; i < static_cast<int32_t>(Site::kCount); ++i) sites.value(kSiteNames[i], static_cast<Site>(i));
   module.attr("ARRAY_NAMES") = std::vector<std::string>(std::begin(kArrayNames), std::end(kArrayNames));
+  module.attr("EXCHANGE_ARRAY_NAMES") =
+      std::vector<std::string>(std::begin(kExchangeArrayNames), std::end(kExchangeArrayNames));
   module.def("is_per_tile", &is_per_tile, py::arg("signal"));
   module.def("is_from_peers", &is_from_peers, py::arg("signal"));
 }

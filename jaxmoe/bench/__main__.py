@@ -22,7 +22,7 @@ _PROCESS = flags.DEFINE_integer(
 
 def _run(argv: list[str]) -> None:
     from jaxmoe.bench import beside, command_line, layer, peaks, scaling, scan
-    from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE
+    from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE
 
     if argv[1:] not in (["layer"], ["scan"], ["beside"], ["peaks"], ["scaling"]):
         given = " ".join(argv[1:]) or "nothing"

@@ -17,16 +17,8 @@
 
 namespace jaxmoe::sort {
 
-// Lies where the stages of the GEMMs will be.
-struct Scratch {
-  int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this sorter
-  int32_t total[kMaxExperts];                 // of all sorters
-  // Of one round of the block over its slots; all zero between rounds.
-  uint16_t slots_of_warp[Roles::kWarps][kMaxExperts];
-};
-
 template <class Variant>
-__device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, int32_t sorter) {
+__device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots, int32_t sorter) {
   const Shape& shape = cta.params.shape;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
   __syncthreads();
@@ -42,7 +34,7 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
 }
 
 template <class Variant>
-__device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sorter, int32_t sorters) {
+__device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t sorter, int32_t sorters) {
   const auto& p = cta.params;
   if (threadIdx.x == 0) {
     // Pairs with the release at the end of count() of every sorter.
@@ -100,7 +92,7 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sort
 }
 
 template <class Variant>
-__device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
+__device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots) {
   const auto& p = cta.params;
   const int32_t local = p.shape.local_experts();
   const int warp = threadIdx.x / 32;
@@ -136,8 +128,7 @@ __device__ void run(const Cta<Variant>& cta) {
   const int32_t sorter = cta.block();
   const int32_t sorters = num_sorters(cta.params.shape, cta.shared.crew.workers);
   if (sorter >= sorters) return;
-  Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
-  static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));
+  SortScratch& scratch = cta.shared.sort_scratch();
   const Share slots = share_of(cta.params.shape.slots(), sorter, sorters);
   count(cta, scratch, slots, sorter);
   position(cta, scratch, sorter, sorters);
