@@ -62,8 +62,8 @@ class ExchangeRank : RankRoles<Precision> {
 
   void combine(int32_t worker) {
     Roles::clear_other_bank(worker);
-    // That its answers may be written: the launch before, which read them, has ended.
-    Roles::tell_all(worker, Signal::kInputsPublished, Signal::kInputsReady, Site::kPublish);
+    // That answers may be written here: the launch before, which read them, has ended.
+    if (worker == 0) signals_.release_to_all(Signal::kInputsReady);
     Roles::wait_for_all(Signal::kInputsReady, Site::kWalk, worker);
     push(worker);
     Roles::tell_all(worker, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);

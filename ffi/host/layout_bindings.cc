@@ -52,8 +52,13 @@ py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]
   return regions;
 }
 
+void check_sizes(const Shape& shape, const Schedule& schedule) {
+  check(shape);
+  check(schedule, 0);
+}
+
 void check(const Shape& shape, const Schedule& schedule, const HeadCapacity& head) {
-  check(shape, schedule);
+  check_sizes(shape, schedule);
   check(head);
   require(head.holds(needed_head(shape, schedule)),
           "the head is too small for the shape. It needs to hold needed_head().");
@@ -144,7 +149,7 @@ void define_layout(py::module_& module) {
     module.def(
         name,
         [count](const Shape& shape, const Schedule& schedule) {
-          check(shape, schedule);
+          check_sizes(shape, schedule);
           return count(shape, schedule);
         },
         py::arg("shape"), py::arg("schedule"));

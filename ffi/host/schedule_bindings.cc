@@ -76,6 +76,13 @@ void define_structs(py::module_& module) {
   define_struct(module, "Granularity", "Into what pieces the work of a platform is cut.",
                 Field{"tile", &Granularity::tile}, Field{"workers", &Granularity::workers},
                 Field{"dispatchers_per_worker", &Granularity::dispatchers_per_worker});
+  module.def(
+      "exchange_schedule",
+      [](const std::string& platform) {
+        const Granularity pieces = granularity(platform, false, false);
+        return exchange_schedule(pieces, pieces.workers);
+      },
+      py::arg("platform"), "Of a dispatch or a combine on its own.");
   module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"), py::arg("scaled") = false,
              "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated. "
              "Columns of h that share a scale share a tile.");

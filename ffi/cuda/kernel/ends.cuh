@@ -31,15 +31,21 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.launch_number() + 1) & 1] = 0;
 }
 
-// Gathers the crew, and copies what peers will read: copy(team) by all of the team together. `kCopiesEarly`: while
+struct DoNothing {
+  __device__ __forceinline__ void operator()(const crew::Enlisted&) const {}
+};
+
+// Gathers the crew, and copies what peers will read. First first(self) by one thread of every worker, as soon as it has
+// started; then copy(team) by all of the team together, and rest() by the crew. `kCopiesEarly`: copies are made while
 // the blocks start, dealt to all blocks of the launch, which nearly always are the crew. A crew that is not complete
-// copies everything once more; what others copy as well is the same. Then the crew does the rest.
-template <bool kCopiesEarly, class Variant, class Copy, class Rest>
-__device__ __forceinline__ void enroll(const Cta<Variant>& cta, Copy copy, Rest rest) {
+// copies everything once more; what others copy as well is the same.
+template <bool kCopiesEarly, class Variant, class First, class Copy, class Rest>
+__device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Copy copy, Rest rest) {
   crew::Enlisted self{};
   if (threadIdx.x == 0) {
     if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Tiling::kBlocks);
     cta.signals.read_launch_number();
+    if (cta.cta_rank == 0) first(self);
   }
   if constexpr (kCopiesEarly) {
     copy(Team{int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
@@ -61,7 +67,7 @@ __device__ void prepare(const Cta<Variant>& cta) {
   track.start();
   // Not early in backward passes: a second copy of the code makes registers spill there.
   const auto copy_inputs = [&](Team team) { publish::copy_inputs(cta, team); };
-  enroll<!Cta<Variant>::kBackward>(cta, copy_inputs, [&] {
+  enroll<!Cta<Variant>::kBackward>(cta, DoNothing{}, copy_inputs, [&] {
     publish::forget_kept_tokens(cta);
     track.mark(EventKind::kCopyInputs);
     sort::run(cta);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch(const __grid_
     publish::copy_inputs(cta, team);
     publish::copy_weights(cta, team);
   };
-  ends::enroll<true>(cta, copy_inputs, [&] {
+  ends::enroll<true>(cta, ends::DoNothing{}, copy_inputs, [&] {
     arrivals::forget_slots(cta);
     if (params.topk_ids != nullptr) sort::run(cta);
     publish::tell_peers(cta);
@@ -47,9 +47,12 @@ template <class Variant>
 __global__ void __launch_bounds__(Roles::kThreads, 1) moe_combine(const __grid_constant__ ExchangeParams params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   const Cta<Variant> cta(params, *reinterpret_cast<ExchangeStorage*>(shared_bytes));
-  ends::enroll<false>(cta, [](Team) {}, [&] {
-    // That its answers may be written: the launch before, which read them, has ended.
-    publish::tell_peers(cta);
+  // The first worker to start tells all ranks that answers may be written here: the launch before, which read them, has
+  // ended.
+  const auto allow_answers = [&](const crew::Enlisted& self) {
+    if (self.started == 0) cta.signals.release_to_all(Signal::kInputsReady);
+  };
+  ends::enroll<false>(cta, allow_answers, [](Team) {}, [&] {
     publish::wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
     arrivals::push(cta);
     publish::tell_all(cta, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);

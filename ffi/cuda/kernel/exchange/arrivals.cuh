@@ -162,6 +162,16 @@ __device__ __forceinline__ float scale_row(uint4* target, const uint4* source, c
 // Rows that a warp looks up at once.
 inline constexpr int32_t kMostRowsAtOnce = 8;
 
+// By a warp. Where it has one row alone, the way over NVLink counts, and a row of 7168 elements takes it twice.
+__device__ __forceinline__ void copy_whole_row(uint4* target, const uint4* source, int32_t vectors, bool is_alone,
+                                               int lane) {
+  if (is_alone) {
+    copy_row<16>(target, nullptr, source, vectors, lane);
+  } else {
+    copy_row(target, nullptr, source, vectors, lane);
+  }
+}
+
 // All warps of the block.
 template <class Variant>
 __device__ void pull(const Cta<Variant>& cta) {
@@ -206,10 +216,10 @@ __device__ void pull(const Cta<Variant>& cta) {
       const dispatch::TokenPlace token{source.source(), source.slot() / p.shape.top_k};
       if constexpr (Precision::kTokens.is_scaled()) {
         const PulledScales pulled(tokens.scales_at(token), blocks, lane);
-        copy_row(target, nullptr, tokens.at(token), vectors, lane);
+        copy_whole_row(target, tokens.at(token), vectors, rows_at_once == 1, lane);
         pulled.store(p.scales + row * blocks, 1, nullptr);
       } else if (p.weights == nullptr) {
-        copy_row(target, nullptr, tokens.at(token), vectors, lane);
+        copy_whole_row(target, tokens.at(token), vectors, rows_at_once == 1, lane);
       } else {
         const uint4* outputs =
             p.outputs == nullptr ? nullptr : static_cast<const uint4*>(p.outputs) + row * vectors;
@@ -241,8 +251,9 @@ __device__ void push(const Cta<Variant>& cta) {
     for (uint32_t there = __ballot_sync(0xffffffff, to.packed != RowTarget::kNone); there != 0; there &= there - 1) {
       const int32_t i = __ffs(there) - 1;
       const RowTarget target{__shfl_sync(0xffffffff, to.packed, i)};
-      copy_row(cta.peers.template at<uint4>(target.source(), p.layout.answers.offset) + int64_t{target.slot()} * vectors,
-               nullptr, rows + (first + i) * vectors, vectors, lane);
+      copy_whole_row(
+          cta.peers.template at<uint4>(target.source(), p.layout.answers.offset) + int64_t{target.slot()} * vectors,
+          rows + (first + i) * vectors, vectors, rows_at_once == 1, lane);
     }
   }
 }
