@@ -75,6 +75,7 @@ struct ArenaLayout {
   Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' sort -> dispatch
+                        //   of an exchange the place of each slot in that order, -1 of those of other ranks
   int64_t head_bytes;
 
   // Body, what peers reach. The order is the guarantee that a rank finds a peer's regions where its own lie: they come
@@ -263,7 +264,7 @@ JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const H
          ((launch_number & 1) * head.ranks + source) * int64_t{head.local_experts} * int64_t{sizeof(int32_t)};
 }
 
-// Byte offset of the slot list that `source` wrote for this rank's experts.
+// Byte offset of the slot list, or of the places, that `source` wrote for this rank's experts.
 JAXMOE_ANY constexpr int64_t slots_from_source(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
   return layout.source_slots.offset + source * head.slots * int64_t{sizeof(int32_t)};
 }

@@ -76,6 +76,8 @@ class ExchangeRank : RankRoles<Precision> {
   // RowTarget of every row of the array.
   std::vector<uint32_t> laid_out(int32_t worker) {
     std::vector<uint32_t> sources(room_.rows, RowTarget::kNone);
+    std::vector<std::vector<int32_t>> lists;  // of each source, its slots that name local experts in their order
+    for (int32_t source = 0; source < m_.shape.ranks; ++source) lists.push_back(list_of(source));
     int32_t start = 0;
     for (int32_t expert = 0; expert < m_.shape.local_experts(); ++expert) {
       const int32_t end = room_.end_from(start);
@@ -84,9 +86,8 @@ class ExchangeRank : RankRoles<Precision> {
         const int64_t offset = rows_from_source(m_.layout, m_.launch.head, launch_number_, source);
         const int32_t* ends = m_.template here<int32_t>(offset) + expert;
         const int32_t first = expert > 0 ? ends[-1] : 0;
-        const int32_t* slots = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, source));
         for (int32_t i = first; i < *ends; ++i, ++sent) {
-          if (row < end) sources[row++] = RowTarget::of(source, slots[i]).packed;
+          if (row < end) sources[row++] = RowTarget::of(source, lists[source][i]).packed;
         }
       }
       if (worker == 0) {
@@ -96,6 +97,15 @@ class ExchangeRank : RankRoles<Precision> {
       start = room_.start_behind(start, sent);
     }
     return sources;
+  }
+
+  std::vector<int32_t> list_of(int32_t source) const {
+    std::vector<int32_t> list(m_.shape.slots());
+    const int32_t* places = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, source));
+    for (int32_t slot = 0; slot < m_.shape.slots(); ++slot) {
+      if (places[slot] >= 0) list[places[slot]] = slot;
+    }
+    return list;
   }
 
   // Those that the call brings, which may be anything.

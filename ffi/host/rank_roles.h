@@ -58,7 +58,8 @@ class RankRoles {
     if (worker == 0) m_.control().tasks_taken[(launch_number_ + 1) & 1] = 0;
   }
 
-  // --- sort: sorts this rank's slots by expert, stably, and writes each owner its list and counts --------------------
+  // --- sort: sorts this rank's slots by expert, stably, and writes each owner its list and counts; in an exchange the
+  // place that every slot has in such a list, to all owners ----------------------------------------------------------
 
   void sort_slots(int32_t sorter) {
     if (sorter >= sorters_) return;
@@ -90,11 +91,18 @@ class RankRoles {
         }
       }
     }
+    const int64_t list = slots_from_source(m_.layout, m_.launch.head, m_.rank);
     for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
       const int32_t expert = m_.arrays.topk_ids[slot];
-      if (!m_.shape.has_expert(expert)) continue;
-      m_.template at<int32_t>(expert / local, slots_from_source(m_.layout, m_.launch.head, m_.rank))[next[expert]++] =
-          static_cast<int32_t>(slot);
+      const int32_t owner = m_.shape.has_expert(expert) ? expert / local : -1;
+      const int32_t place = owner < 0 ? -1 : next[expert]++;
+      if (m_.schedule.exchanges()) {
+        for (int32_t rank = 0; rank < m_.shape.ranks; ++rank) {
+          m_.template at<int32_t>(rank, list)[slot] = rank == owner ? place : -1;
+        }
+      } else if (owner >= 0) {
+        m_.template at<int32_t>(owner, list)[place] = static_cast<int32_t>(slot);
+      }
     }
   }
 

@@ -34,8 +34,13 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch(const __grid_
     if (params.topk_ids != nullptr) sort::run(cta);
     publish::tell_peers(cta);
     publish::wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
-    if (params.topk_ids != nullptr) arrivals::lay_out(cta);
-    arrivals::pull(cta);
+    if (params.topk_ids != nullptr) {
+      arrivals::lay_out(cta);
+      arrivals::pull_tokens(cta);
+      arrivals::clear_unused_rows(cta);
+    } else if constexpr (!Variant::Precision::kTokens.is_scaled()) {  // wide rows alone: gradients, and other tokens
+      arrivals::pull_rows(cta);
+    }
     publish::tell_all(cta, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
     publish::wait_for_all(cta, Signal::kAnswersReady, Site::kCombine);
     arrivals::take_slots(cta);

@@ -61,10 +61,11 @@ struct KernelStorage {
 
 // Of a dispatch or a combine. Most of it is idle in a combine, which needs none.
 struct ExchangeStorage {
-  // The rows of local expert e from rank s are number e * ranks + s; the sorter is done when they are counted.
+  // The sorter is done when this is filled.
   struct Arrivals {
-    int32_t first_row[kMaxExperts + 1];  // in the array; behind the last of them its end
-    int32_t rows[kMaxExperts];           // before any is dropped
+    int32_t first_row[kMaxExperts];    // in the array, of local expert e from rank s at e * ranks + s
+    int32_t rows[kMaxExperts];         // before any is dropped, likewise
+    int32_t first_place[kMaxExperts];  // in the order of the slots of s, at s * local_experts + e
   };
   union {
     SortScratch sorter;
@@ -77,9 +78,10 @@ struct ExchangeStorage {
   __device__ __forceinline__ SortScratch& sort_scratch() { return sorter; }
 };
 
-constexpr bool is_exchange(Pass pass) { return pass == Pass::kDispatch || pass == Pass::kCombine; }
+template <class Variant>
+inline constexpr bool kIsExchange = Variant::kPass == Pass::kDispatch || Variant::kPass == Pass::kCombine;
 
-template <class Variant, bool kExchange = is_exchange(Variant::kPass)>
+template <class Variant, bool = kIsExchange<Variant>>
 struct StorageChoice {
   using Type = KernelStorage<Variant>;
 };

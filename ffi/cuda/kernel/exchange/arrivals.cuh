@@ -1,5 +1,5 @@
-// Rows that arrive in an array of the caller's (common/exchange.h): where each comes from, pulled from there, and the
-// row of every slot told to the rank that owns the token. All warps of a dispatch on its own.
+// Rows that arrive in an array of the caller's (common/exchange.h): laid out, pulled, and the row of every slot told to
+// the rank that owns the token. And the way back, by routes that are known. All warps of a dispatch or a combine.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,6 @@
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/dispatch.cuh"
-#include "cuda/kernel/exchange/scaled_rows.cuh"
 
 namespace jaxmoe::arrivals {
 
@@ -50,8 +49,10 @@ __device__ void lay_out(const Cta<Variant>& cta) {
   // Counts of a rank that never came would be those of another launch.
   const bool usable = !cta.signals.given_up();
   for (int32_t i = threadIdx.x; i < local * ranks; i += blockDim.x) {
-    const dispatch::SlotsOfExpert named = dispatch::slots_of_expert(cta, i / ranks, i % ranks);
+    const int32_t expert = i / ranks, source = i % ranks;
+    const dispatch::SlotsOfExpert named = dispatch::slots_of_expert(cta, expert, source);
     table.rows[i] = usable ? named.count : 0;
+    table.first_place[source * local + expert] = usable ? named.start : 0;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -74,53 +75,56 @@ __device__ void lay_out(const Cta<Variant>& cta) {
           table.first_row[expert * ranks + source] = row;
           row = at_most(row + table.rows[expert * ranks + source], end);
         }
-        if (cta.block() == 0 && p.rows_per_expert != nullptr) {
+        if (cta.block() == 0) {
           p.rows_per_expert[expert] = row - own;
           p.dropped_rows[expert] = rows - (row - own);
         }
       }
     }
-    if (lane == 0) table.first_row[local * ranks] = p.room.rows;
   }
   __syncthreads();
 }
 
-// Of a row of the array; kNone where it is nobody's. By any lane alone.
-template <class Variant>
-__device__ __forceinline__ RowTarget source_of(const Cta<Variant>& cta, int32_t row) {
-  const auto& p = cta.params;
-  uint32_t packed = RowTarget::kNone;
-  if (p.topk_ids == nullptr) {
-    packed = static_cast<uint32_t>(p.row_sources[row]);
-  } else {
-    const auto& table = cta.shared.arrivals;
-    // The last expert and source that begin here or before.
-    int32_t low = 0, high = p.shape.num_experts;  // as many as local experts times ranks
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      if (table.first_row[middle] <= row) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const int32_t place = row - table.first_row[low];
-    const int32_t source = low % p.shape.ranks;
-    if (place >= 0 && place < table.rows[low]) {
-      const int32_t start = dispatch::slots_of_expert(cta, low / p.shape.ranks, source).start;
-      packed = RowTarget::of(source, __ldcg(cta.peers.template here<int32_t>(
-                                                slots_from_source(p.layout, p.head, source)) +
-                                            start + place)).packed;
+// The last of `count` numbers, which do not fall, that is at most `value`; the first where none is.
+__device__ __forceinline__ int32_t last_at_most(const int32_t* numbers, int32_t count, int32_t value) {
+  int32_t low = 0, high = count;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    if (numbers[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
     }
   }
-  // Only where a wait was given up, or where routes are not those of a dispatch.
-  const RowTarget target{packed};
-  const bool is_there = target.source() < p.shape.ranks && target.slot() < p.shape.slots();
-  return is_there ? target : RowTarget{RowTarget::kNone};
+  return low;
+}
+
+// The row of the slot with a place in the order of a source; kNoRow where it found no room.
+inline constexpr int32_t kNoRow = -1;
+template <class Variant>
+__device__ __forceinline__ int32_t row_of_place(const Cta<Variant>& cta, int32_t source, int32_t place) {
+  const auto& p = cta.params;
+  const auto& table = cta.shared.arrivals;
+  const int32_t ranks = p.shape.ranks, local = p.shape.local_experts();
+  const int32_t* first_places = table.first_place + source * local;
+  const int32_t expert = last_at_most(first_places, local, place);
+  const int32_t nth = place - first_places[expert];
+  // Only where a wait was given up.
+  if (nth < 0 || nth >= table.rows[expert * ranks + source]) return kNoRow;
+  const int32_t row = table.first_row[expert * ranks + source] + nth;
+  return row < p.room.end_from(table.first_row[expert * ranks]) ? row : kNoRow;
+}
+
+// Whether a row of the array is nobody's.
+template <class Variant>
+__device__ __forceinline__ bool is_unused(const Cta<Variant>& cta, int32_t row) {
+  const auto& table = cta.shared.arrivals;
+  const int32_t last = last_at_most(table.first_row, cta.params.shape.num_experts, row);  // local experts times ranks
+  return row - table.first_row[last] >= table.rows[last];
 }
 
 // By a warp: a row times a factor to `target`. Returns in every lane the product of the row, without the factor, with
-// that of the outputs, where there are any.
+// that of the outputs.
 template <class Precision>
 __device__ __forceinline__ float scale_row(uint4* target, const uint4* source, const uint4* outputs, float factor,
                                            int32_t vectors, int lane) {
@@ -133,7 +137,7 @@ __device__ __forceinline__ float scale_row(uint4* target, const uint4* source, c
     for (int i = 0; i < kLoadsInFlight; ++i) {
       if (first + 32 * i >= vectors) continue;
       values[i] = ptx::load_once(source + first + 32 * i);
-      if (outputs != nullptr) others[i] = ptx::load_once(outputs + first + 32 * i);
+      others[i] = ptx::load_once(outputs + first + 32 * i);
     }
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) {
@@ -145,11 +149,9 @@ __device__ __forceinline__ float scale_row(uint4* target, const uint4* source, c
       for (int j = 0; j < 4; ++j) {
         const float2 pair = Precision::unpack(words[j]);
         scaled[j] = Precision::pack(factor * pair.x, factor * pair.y);
-        if (outputs != nullptr) {
-          const float2 other = Precision::unpack(other_words[j]);
-          product += pair.x * other.x;
-          product += pair.y * other.y;
-        }
+        const float2 other = Precision::unpack(other_words[j]);
+        product += pair.x * other.x;
+        product += pair.y * other.y;
       }
       target[first + 32 * i] = {scaled[0], scaled[1], scaled[2], scaled[3]};
     }
@@ -159,8 +161,133 @@ __device__ __forceinline__ float scale_row(uint4* target, const uint4* source, c
   return product;
 }
 
-// Rows that a warp looks up at once.
+// Vectors that a warp copies at a time.
+inline constexpr int32_t kVectorsAtOnce = 4 * 32;
+
+// By a warp: vectors from `begin` on, up to `end`, of a token to all rows that lanes in `there` have the numbers of.
+__device__ __forceinline__ void spread(uint4* rows, const uint4* token, int32_t vectors, int32_t begin, int32_t end,
+                                       int32_t row, uint32_t there, int lane) {
+  constexpr int kLoadsInFlight = kVectorsAtOnce / 32;
+#pragma unroll 1
+  for (int32_t start = begin; start < end; start += kVectorsAtOnce) {
+    uint4 values[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int32_t vector = start + 32 * i + lane;
+      if (vector < end) values[i] = ptx::load_once(token + vector);
+    }
+#pragma unroll 1
+    for (uint32_t left = there; left != 0; left &= left - 1) {
+      uint4* const target = rows + int64_t{__shfl_sync(0xffffffff, row, __ffs(left) - 1)} * vectors;
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        const int32_t vector = start + 32 * i + lane;
+        if (vector < end) target[vector] = values[i];
+      }
+    }
+  }
+}
+
+// All warps of the block: every token that local experts want, which crosses the link once, to all of its rows.
+template <class Variant>
+__device__ void pull_tokens(const Cta<Variant>& cta) {
+  using Precision = typename Variant::Precision;
+  const auto& p = cta.params;
+  const int lane = threadIdx.x % 32;
+  const int32_t ranks = p.shape.ranks, top_k = p.shape.top_k;
+  const dispatch::Tokens<Variant> tokens(cta);
+  const int32_t vectors = tokens.vectors(), blocks = scale_blocks(p.shape.hidden);
+  const int32_t warps = cta.blocks() * Roles::kWarps;
+  // Neighbouring multiprocessors take tokens of different ranks. Where there are more warps than tokens, several share
+  // one.
+  const int32_t items = ranks * p.shape.tokens;
+  const int32_t sharing = items > 0 && items < warps ? warps / items : 1;
+  const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce), sharing);
+  const int32_t vectors_of_part = ceil_div(ceil_div(vectors, parts), 32) * 32;
+  for (int32_t item = threadIdx.x / 32 * cta.blocks() + cta.block(); item < items * parts; item += warps) {
+    const int32_t part = item % parts;
+    const int32_t source = (item / parts + cta.peers.rank()) % ranks;
+    const int32_t token = item / parts / ranks;
+    const int32_t slot = token * top_k + lane;
+    int32_t row = kNoRow;
+    if (lane < top_k) {
+      const int64_t places = slots_from_source(p.layout, p.head, source);
+      const int32_t place = __ldcg(cta.peers.template here<int32_t>(places) + slot);
+      if (place >= 0) row = row_of_place(cta, source, place);
+    }
+    const uint32_t there = __ballot_sync(0xffffffff, row != kNoRow);
+    if (there == 0) continue;
+    if (part == 0 && row != kNoRow) {
+      p.made_row_sources[row] = static_cast<int32_t>(RowTarget::of(source, slot).packed);
+      cta.peers.template at<int32_t>(source, p.layout.slot_rows.offset)[slot] = row;
+    }
+    const dispatch::TokenPlace place{source, token};
+    if constexpr (Precision::kTokens.is_scaled()) {
+      if (part == 0) {
+        const float* scales = tokens.scales_at(place);
+        for (int32_t first = 0; first < blocks; first += 32) {
+          const float scale = first + lane < blocks ? __ldcg(scales + first + lane) : 0.0f;
+          for (uint32_t left = there; left != 0; left &= left - 1) {
+            const int64_t target = __shfl_sync(0xffffffff, row, __ffs(left) - 1);
+            if (first + lane < blocks) p.scales[target * blocks + first + lane] = scale;
+          }
+        }
+      }
+    }
+    spread(static_cast<uint4*>(p.rows), tokens.at(place), vectors, part * vectors_of_part,
+           at_most((part + 1) * vectors_of_part, vectors), row, there, lane);
+  }
+}
+
+// By a warp: a row that is nobody's.
+template <class Variant>
+__device__ __forceinline__ void clear_row(const Cta<Variant>& cta, int64_t row, int32_t vectors, int lane) {
+  const auto& p = cta.params;
+  uint4* const target = static_cast<uint4*>(p.rows) + row * vectors;
+  for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};
+  if constexpr (Variant::Precision::kTokens.is_scaled()) {
+    const int32_t blocks = scale_blocks(p.shape.hidden);
+    for (int32_t block = lane; block < blocks; block += 32) p.scales[row * blocks + block] = 0.0f;
+  }
+}
+
+// The rows of the array in turns, for warps: each(first, count) for neighbouring ones. Dealt by warp, then by block:
+// neighbouring rows, of which some may be nobody's, go to different multiprocessors.
 inline constexpr int32_t kMostRowsAtOnce = 8;
+template <class Variant, class Each>
+__device__ __forceinline__ void deal_rows(const Cta<Variant>& cta, const Each& each) {
+  const int32_t rows = cta.params.room.rows;
+  const int32_t warps = cta.blocks() * Roles::kWarps;
+  const int32_t warp = threadIdx.x / 32 * cta.blocks() + cta.block();
+  const int32_t at_once = at_most(ceil_div(rows, warps), kMostRowsAtOnce);
+  for (int64_t first = int64_t{warp} * at_once; first < rows; first += int64_t{warps} * at_once) {
+    each(static_cast<int32_t>(first), static_cast<int32_t>(at_most(rows - first, int64_t{at_once})));
+  }
+}
+
+// All warps of the block.
+template <class Variant>
+__device__ void clear_unused_rows(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  const int lane = threadIdx.x % 32;
+  const int32_t vectors = dispatch::Tokens<Variant>(cta).vectors();
+  deal_rows(cta, [&](int32_t first, int32_t count) {
+    const bool unused = lane < count && is_unused(cta, first + lane);
+    if (unused) p.made_row_sources[first + lane] = static_cast<int32_t>(RowTarget::kNone);
+    for (uint32_t left = __ballot_sync(0xffffffff, unused); left != 0; left &= left - 1) {
+      clear_row(cta, first + __ffs(left) - 1, vectors, lane);
+    }
+  });
+}
+
+// Where a row comes from by routes that the caller has, which may be anything; kNone where it is nobody's.
+template <class Variant>
+__device__ __forceinline__ RowTarget known_source(const Cta<Variant>& cta, int32_t row) {
+  const auto& p = cta.params;
+  const RowTarget source{static_cast<uint32_t>(p.row_sources[row])};
+  const bool is_there = source.source() < p.shape.ranks && source.slot() < p.shape.slots();
+  return is_there ? source : RowTarget{RowTarget::kNone};
+}
 
 // By a warp. Where it has one row alone, the way over NVLink counts, and a row of 7168 elements takes it twice.
 __device__ __forceinline__ void copy_whole_row(uint4* target, const uint4* source, int32_t vectors, bool is_alone,
@@ -172,66 +299,43 @@ __device__ __forceinline__ void copy_whole_row(uint4* target, const uint4* sourc
   }
 }
 
-// All warps of the block.
+// All warps of the block: rows by known routes, each for itself, times the weights of their slots where there are any.
 template <class Variant>
-__device__ void pull(const Cta<Variant>& cta) {
-  using Precision = typename Variant::Precision;
+__device__ void pull_rows(const Cta<Variant>& cta) {
+  using Precision = typename Variant::Precision::Wide;
   const auto& p = cta.params;
   const int lane = threadIdx.x % 32;
   const dispatch::Tokens<Variant> tokens(cta);
-  const int32_t vectors = tokens.vectors(), blocks = scale_blocks(p.shape.hidden);
-  uint4* const rows = static_cast<uint4*>(p.rows);
-  // Dealt by warp, then by block: neighbouring rows, of which some may be nobody's, go to different multiprocessors.
-  const int32_t warps = cta.blocks() * Roles::kWarps;
-  const int32_t warp = threadIdx.x / 32 * cta.blocks() + cta.block();
-  const int32_t balanced = ceil_div(p.room.rows, warps);
-  const int32_t rows_at_once = at_most(balanced, kMostRowsAtOnce);
-  for (int64_t first = int64_t{warp} * rows_at_once; first < p.room.rows; first += int64_t{warps} * rows_at_once) {
-    const int32_t count = static_cast<int32_t>(at_most(p.room.rows - first, int64_t{rows_at_once}));
+  const int32_t vectors = tokens.vectors();
+  deal_rows(cta, [&](int32_t first, int32_t count) {
     RowTarget from{RowTarget::kNone};
     float weight = 1.0f;
-    if (lane < count) {
-      const int32_t row = static_cast<int32_t>(first) + lane;
-      from = source_of(cta, row);
-      const bool is_row = from.packed != RowTarget::kNone;
-      if (p.made_row_sources != nullptr) {
-        p.made_row_sources[row] = static_cast<int32_t>(from.packed);
-        if (is_row) cta.peers.template at<int32_t>(from.source(), p.layout.slot_rows.offset)[from.slot()] = row;
-      }
-      if (p.weights != nullptr && is_row) {
-        weight = __ldcg(cta.peers.template at<float>(from.source(), p.layout.routing_weights.offset) + from.slot());
-      }
+    if (lane < count) from = known_source(cta, first + lane);
+    if (p.weights != nullptr && from.packed != RowTarget::kNone) {
+      weight = __ldcg(cta.peers.template at<float>(from.source(), p.layout.routing_weights.offset) + from.slot());
     }
     for (int32_t i = 0; i < count; ++i) {
       const RowTarget source{__shfl_sync(0xffffffff, from.packed, i)};
       const int64_t row = first + i;
-      uint4* const target = rows + row * vectors;
       if (source.packed == RowTarget::kNone) {
-        for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};
-        if constexpr (Precision::kTokens.is_scaled()) {
-          for (int32_t block = lane; block < blocks; block += 32) p.scales[row * blocks + block] = 0.0f;
-        }
+        clear_row(cta, row, vectors, lane);
         continue;
       }
-      const dispatch::TokenPlace token{source.source(), source.slot() / p.shape.top_k};
-      if constexpr (Precision::kTokens.is_scaled()) {
-        const PulledScales pulled(tokens.scales_at(token), blocks, lane);
-        copy_whole_row(target, tokens.at(token), vectors, rows_at_once == 1, lane);
-        pulled.store(p.scales + row * blocks, 1, nullptr);
-      } else if (p.weights == nullptr) {
-        copy_whole_row(target, tokens.at(token), vectors, rows_at_once == 1, lane);
-      } else {
-        const uint4* outputs =
-            p.outputs == nullptr ? nullptr : static_cast<const uint4*>(p.outputs) + row * vectors;
-        const float product = scale_row<Precision>(target, tokens.at(token), outputs,
-                                                   __shfl_sync(0xffffffff, weight, i), vectors, lane);
-        if (p.weight_gradients != nullptr && lane == 0) {
-          cta.peers.template at<float>(source.source(), p.layout.routing_weight_gradients.offset)[source.slot()] =
-              product;
-        }
+      uint4* const target = static_cast<uint4*>(p.rows) + row * vectors;
+      const uint4* token = tokens.at({source.source(), source.slot() / p.shape.top_k});
+      if (p.weights == nullptr) {
+        copy_whole_row(target, token, vectors, count == 1, lane);
+        continue;
+      }
+      const uint4* outputs = static_cast<const uint4*>(p.outputs) + row * vectors;
+      const float product =
+          scale_row<Precision>(target, token, outputs, __shfl_sync(0xffffffff, weight, i), vectors, lane);
+      if (lane == 0) {
+        cta.peers.template at<float>(source.source(), p.layout.routing_weight_gradients.offset)[source.slot()] =
+            product;
       }
     }
-  }
+  });
 }
 
 // All warps of a combine: rows of the caller's, to where each came from.
@@ -241,21 +345,17 @@ __device__ void push(const Cta<Variant>& cta) {
   const int lane = threadIdx.x % 32;
   const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
   const uint4* const rows = static_cast<const uint4*>(p.outputs);
-  const int32_t warps = cta.blocks() * Roles::kWarps;
-  const int32_t warp = threadIdx.x / 32 * cta.blocks() + cta.block();
-  const int32_t rows_at_once = at_most(ceil_div(p.room.rows, warps), 32);
-  for (int64_t first = int64_t{warp} * rows_at_once; first < p.room.rows; first += int64_t{warps} * rows_at_once) {
-    const int32_t count = static_cast<int32_t>(at_most(p.room.rows - first, int64_t{rows_at_once}));
+  deal_rows(cta, [&](int32_t first, int32_t count) {
     RowTarget to{RowTarget::kNone};
-    if (lane < count) to = source_of(cta, static_cast<int32_t>(first) + lane);
-    for (uint32_t there = __ballot_sync(0xffffffff, to.packed != RowTarget::kNone); there != 0; there &= there - 1) {
-      const int32_t i = __ffs(there) - 1;
+    if (lane < count) to = known_source(cta, first + lane);
+    for (uint32_t left = __ballot_sync(0xffffffff, to.packed != RowTarget::kNone); left != 0; left &= left - 1) {
+      const int32_t i = __ffs(left) - 1;
       const RowTarget target{__shfl_sync(0xffffffff, to.packed, i)};
       copy_whole_row(
           cta.peers.template at<uint4>(target.source(), p.layout.answers.offset) + int64_t{target.slot()} * vectors,
-          rows + (first + i) * vectors, vectors, rows_at_once == 1, lane);
+          rows + int64_t{first + i} * vectors, vectors, count == 1, lane);
     }
-  }
+  });
 }
 
 }  // namespace jaxmoe::arrivals

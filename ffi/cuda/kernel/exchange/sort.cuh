@@ -6,6 +6,7 @@
 //   position  sums over sorters and over an owner's experts give each its first position; sorter 0 tells the owner
 //                                                              -> rows_from
 //   write     slots into the owners' lists                     -> source_slots
+//             or, in a dispatch on its own, the place in such a list of every slot, to all owners
 #pragma once
 
 #include <cuda_runtime.h>
@@ -91,6 +92,19 @@ __device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t 
   __syncthreads();
 }
 
+inline constexpr int32_t kNobody = -1;
+inline constexpr int32_t kNoPlace = -1;
+
+// The owner of a slot's expert is told its place, all others that they have none.
+template <class Variant>
+__device__ __forceinline__ void tell_place(const Cta<Variant>& cta, int64_t slot, int32_t owner, int32_t place) {
+  const auto& p = cta.params;
+  const int64_t places = slots_from_source(p.layout, p.head, cta.peers.rank());
+  for (int32_t rank = 0; rank < p.shape.ranks; ++rank) {
+    cta.peers.template at<int32_t>(rank, places)[slot] = rank == owner ? place : kNoPlace;
+  }
+}
+
 template <class Variant>
 __device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots) {
   const auto& p = cta.params;
@@ -111,8 +125,15 @@ __device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots
       int32_t position = scratch.next[expert] + in_warp;
       for (int earlier = 0; earlier < warp; ++earlier) position += scratch.slots_of_warp[earlier][expert];
       const int32_t owner = expert / local;
-      cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
-          static_cast<int32_t>(slot);
+      if constexpr (kIsExchange<Variant>) {
+        tell_place(cta, slot, owner, position);
+      } else {
+        cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
+            static_cast<int32_t>(slot);
+      }
+    }
+    if constexpr (kIsExchange<Variant>) {
+      if (!is_used && slot < slots.end) tell_place(cta, slot, kNobody, kNoPlace);
     }
     __syncthreads();
     if (first_of_expert) {
