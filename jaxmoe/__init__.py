@@ -12,6 +12,8 @@ from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.e4m3_fit import fits_e4m3
+from jaxmoe.exchange.api import combine, dispatch
+from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
@@ -47,8 +49,10 @@ __all__ = [
     "MXFP4",
     "NVFP4",
     "BlockScaled",
+    "Dispatched",
     "Experts",
     "Explanation",
+    "Handle",
     "KernelPlan",
     "LayerFailedError",
     "MoEAux",
@@ -58,9 +62,11 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "SwiGLU",
+    "combine",
     "convert",
     "default_plan",
     "dequantize",
+    "dispatch",
     "experts_from_gpt_oss",
     "explain",
     "failures",

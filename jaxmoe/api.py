@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -25,7 +24,7 @@ from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
+from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
@@ -141,7 +140,7 @@ def run(
     arguments: Arguments, options: CallOptions, return_stats: bool = False, routed_experts: int | None = None
 ) -> tuple[jax.Array, MoEStats | None]:
     """Returns the output, and statistics where they are asked for: `moe_layer` with its arguments put together."""
-    arguments = _as_jax(arguments)
+    arguments = as_jax(arguments)
     call = calls.check(arguments, options, routed_experts)
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
@@ -157,11 +156,6 @@ def _constant_quantized(experts: Experts) -> Experts:
         return not_differentiated(array) if isinstance(array, QuantizedMatrix) else array
 
     return jax.tree.map(guarded, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
-
-
-def _as_jax(tree: Any) -> Any:
-    """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64)."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)
 
 
 @functools.lru_cache(maxsize=1024)

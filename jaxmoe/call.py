@@ -199,7 +199,7 @@ def _shape(
     ranks, names = placement.group.size, placement.group.axis_names
     entering = placement.mesh is not None
     if entering and experts.num_experts % ranks:
-        raise ValueError(_uneven_experts(experts.num_experts, ranks, names))
+        raise ValueError(uneven_experts("moe_layer", experts.num_experts, ranks, names))
     num_experts = experts.num_experts if entering else experts.num_experts * ranks
     top_k = topk_ids.shape[-1]
     if top_k > num_experts:
@@ -229,11 +229,12 @@ def _shape(
     )
 
 
-def _uneven_experts(num_experts: int, ranks: int, names: tuple[str, ...]) -> str:
+def uneven_experts(caller: str, num_experts: int, ranks: int, names: tuple[str, ...]) -> str:
+    """Returns the error of experts that are not equally many on every rank."""
     axis = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
     fitting = " or ".join(str(size) for size in range(1, max(ranks, 2)) if num_experts % size == 0)
     return (
-        f"moe_layer: num_experts={num_experts} cannot be spread over the {ranks} ranks of mesh {axis} "
+        f"{caller}: num_experts={num_experts} cannot be spread over the {ranks} ranks of mesh {axis} "
         f"({num_experts} % {ranks} = {num_experts % ranks}). Use {-(-num_experts // ranks) * ranks} experts, "
         f"or {fitting} ranks."
     )

@@ -18,11 +18,12 @@ from jaxmoe.quantized_matrix import QuantizedMatrix
 Matrix = TypeVar("Matrix", bound=QuantizedMatrix)
 
 
-def _refuse(args: Any, dims: Any, **_: Any) -> Any:
+def _refuse(args: Any, dims: Any, *, caller: str = "moe_layer", **_: Any) -> Any:
+    takes_tokens = "dispatch" if caller == "combine" else caller
     raise NotImplementedError(
-        "moe_layer: jax.vmap over moe_layer is not supported (and jax.jacrev and jax.jacfwd map too). A batch of token "
-        "arrays is one call: moe_layer takes x of shape [..., hidden], so pass the batch dimension along. To map over "
-        "different experts (several layers), use jax.lax.map or jax.lax.scan."
+        f"{caller}: jax.vmap over {caller} is not supported (and jax.jacrev and jax.jacfwd map too). A batch of token "
+        f"arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension along. To map "
+        "over different experts (several layers), use jax.lax.map or jax.lax.scan."
     )
 
 
@@ -36,7 +37,7 @@ def _unmapped_identity(name: str) -> Primitive:
 
 
 _identity = _unmapped_identity("jaxmoe_not_mapped")
-ad.deflinear2(_identity, lambda cotangent, _: [_identity.bind(cotangent)])
+ad.deflinear2(_identity, lambda cotangent, _, caller: [_identity.bind(cotangent, caller=caller)])
 _constant = _unmapped_identity("jaxmoe_constant")
 
 
@@ -52,9 +53,9 @@ def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int) -> A
 ad.primitive_jvps[_constant] = _refuse_gradients
 
 
-def not_mapped(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns the array; raises `NotImplementedError` under `jax.vmap`."""
-    return jax.tree.map(_identity.bind, array)
+def not_mapped(array: Shaped[Array, "..."], caller: str = "moe_layer") -> Shaped[Array, "..."]:
+    """Returns the array; raises `NotImplementedError` under `jax.vmap`, in the name of what the user called."""
+    return jax.tree.map(functools.partial(_identity.bind, caller=caller), array)
 
 
 def not_differentiated(matrix: Matrix) -> Matrix:

@@ -6,6 +6,10 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxmoe.experts import Experts
 from jaxmoe.routing.router import Routing
 
@@ -65,3 +69,8 @@ class CallOptions:
     residuals: Any = None
     precision: Any = None
     network: Any = None
+
+
+def as_jax(tree: Any) -> Any:
+    """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64)."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)

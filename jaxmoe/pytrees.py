@@ -25,10 +25,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @typing.dataclass_transform(frozen_default=True)
-def pytree(cls: Class) -> Class:
-    """Makes a class a frozen dataclass that is a pytree of its fields and can be part of a `jax.export` signature.
+def local_pytree(cls: Class) -> Class:
+    """Makes a class a frozen dataclass that is a pytree of its fields, for use within one process.
 
-    Fields that are numbers and no arrays say so: `dataclasses.field(metadata={"static": True})`.
+    Fields that are no arrays say so: `dataclasses.field(metadata={"static": True})`. They are hashable.
 
     Two of them are equal if their fields are, and arrays if they are the same array: what they hold is not looked at,
     so that a comparison has an answer under `jit` as well.
@@ -38,7 +38,13 @@ def pytree(cls: Class) -> Class:
     """
     frozen = typing.no_type_check(dataclasses.dataclass(frozen=True, eq=False)(cls))
     frozen.__eq__, frozen.__hash__ = _equal, None
-    registered = jax.tree_util.register_dataclass(frozen)
+    return jax.tree_util.register_dataclass(frozen)
+
+
+@typing.dataclass_transform(frozen_default=True)
+def pytree(cls: Class) -> Class:
+    """Makes a class a `local_pytree` that can also be part of a `jax.export` signature: static fields are numbers."""
+    registered = local_pytree(cls)
     jax.export.register_pytree_node_serialization(
         registered,
         serialized_name=f"jaxmoe.{cls.__name__}",

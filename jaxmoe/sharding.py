@@ -162,15 +162,15 @@ class Placement:
     stats_axes: tuple[str, ...] = ()
 
 
-def axis_tuple(names: str | Sequence[str] | None, argument: str) -> tuple[str, ...]:
+def axis_tuple(names: str | Sequence[str] | None, argument: str, caller: str = "moe_layer") -> tuple[str, ...]:
     """Returns axis names as a tuple; raises where they are not a name, a sequence of different names, or `None`."""
     if names is None:
         return ()
     if not isinstance(names, str | Sequence):
-        raise TypeError(f"moe_layer: {argument}={names!r} must be a mesh axis name or a tuple of names.")
+        raise TypeError(f"{caller}: {argument}={names!r} must be a mesh axis name or a tuple of names.")
     names = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-        raise ValueError(f"moe_layer: {argument}={names!r} must be a mesh axis name or a tuple of different names.")
+        raise ValueError(f"{caller}: {argument}={names!r} must be a mesh axis name or a tuple of different names.")
     return names
 
 
@@ -180,60 +180,61 @@ def place(
     axis_name: str | Sequence[str] | None,
     data_axes: str | Sequence[str],
     mesh: Mesh | AbstractMesh | None,
+    caller: str = "moe_layer",
 ) -> Placement:
     """Decides whether the call is inside `shard_map` already, and over which axes tokens and experts lie.
 
     Raises:
       ValueError: an axis is not in the mesh, is not manual inside a `shard_map`, or there is no mesh at all.
     """
-    expert_axes = axis_tuple(axis_name, "axis_name")
-    data_axes = axis_tuple(data_axes, "data_axes")
+    expert_axes = axis_tuple(axis_name, "axis_name", caller)
+    data_axes = axis_tuple(data_axes, "data_axes", caller)
     if both := set(expert_axes) & set(data_axes):
         raise ValueError(
-            f"moe_layer: mesh axes {sorted(both)} are in data_axes={data_axes} and in axis_name={expert_axes}; "
+            f"{caller}: mesh axes {sorted(both)} are in data_axes={data_axes} and in axis_name={expert_axes}; "
             "data_axes are the other axes over which tokens are split."
         )
     context = jax.sharding.get_abstract_mesh()
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"moe_layer: mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh or None.")
+        raise TypeError(f"{caller}: mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh or None.")
     if context.manual_axes:
-        return Placement(_group_inside(expert_axes, context), stats_axes=expert_axes)
+        return Placement(_group_inside(expert_axes, context, caller), stats_axes=expert_axes)
     if mesh is not None and not context.empty and mesh.abstract_mesh != context:
         raise ValueError(
-            f"moe_layer: mesh={mesh} differs from the mesh that is set, {context}. Leave out mesh=, or set that mesh."
+            f"{caller}: mesh={mesh} differs from the mesh that is set, {context}. Leave out mesh=, or set that mesh."
         )
     if isinstance(mesh, AbstractMesh) and context.empty:
-        raise ValueError("moe_layer: mesh= is an AbstractMesh, which has no devices. Pass a Mesh, or set one.")
+        raise ValueError(f"{caller}: mesh= is an AbstractMesh, which has no devices. Pass a Mesh, or set one.")
     chosen = context if mesh is None else mesh
     explicit = _axes_of_type(AxisType.Explicit, chosen)
     if not (expert_axes or data_axes or explicit):
         return Placement(ExpertGroup())
     if chosen.empty:
         raise ValueError(
-            f"moe_layer: axis_name={axis_name!r} needs a mesh and none is set. Call it inside shard_map, "
+            f"{caller}: axis_name={axis_name!r} needs a mesh and none is set. Call it inside shard_map, "
             "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
         )
-    _check_in_mesh((*data_axes, *expert_axes), chosen)
+    _check_in_mesh((*data_axes, *expert_axes), chosen, caller)
     data_axes = data_axes or _axes_of_tokens(x, chosen, expert_axes)
     token_axes = (*data_axes, *expert_axes)
     group = _group(expert_axes, chosen)
     return Placement(group, chosen, token_axes, explicit | set(token_axes), stats_axes=token_axes)
 
 
-def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh) -> ExpertGroup:
-    _check_in_mesh(expert_axes, context)
+def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh, caller: str) -> ExpertGroup:
+    _check_in_mesh(expert_axes, context, caller)
     manual = tuple(context.manual_axes)
     for name in expert_axes:
         if name not in manual:
             raise ValueError(
-                f"moe_layer: mesh axis {name!r} is not manual inside this shard_map, whose manual axes are {manual}. "
-                f"Add {name!r} to the axis_names of that shard_map, or call moe_layer outside of it."
+                f"{caller}: mesh axis {name!r} is not manual inside this shard_map, whose manual axes are {manual}. "
+                f"Add {name!r} to the axis_names of that shard_map, or call {caller} outside of it."
             )
     # Sorts and grouped GEMMs have no rule for arrays that are still split over an Explicit axis.
     if remaining := _axes_of_type(AxisType.Explicit, context):
         raise ValueError(
-            f"moe_layer: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are "
-            f"{manual}. Make them manual too (leave out axis_names=), or call moe_layer outside of it."
+            f"{caller}: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are "
+            f"{manual}. Make them manual too (leave out axis_names=), or call {caller} outside of it."
         )
     return _group(expert_axes, context)
 
@@ -260,11 +261,11 @@ def _axes_of_type(kind: AxisType, mesh: Mesh | AbstractMesh) -> frozenset[str]:
     return frozenset(name for name, type_ in zip(mesh.axis_names, mesh.axis_types, strict=True) if type_ == kind)
 
 
-def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
+def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh, caller: str) -> None:
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"moe_layer: axis {name!r} is not in the mesh, whose axes are "
+                f"{caller}: axis {name!r} is not in the mesh, whose axes are "
                 f"{dict(mesh.shape)}. Pass axis_name= (experts) or data_axes= (tokens) with names of that mesh, "
                 "or axis_name=None for no expert parallelism."
             )

@@ -1,0 +1,12 @@
+"""Dispatch and combine on their own, for experts that are computed by something else than `moe_layer`.
+
+`api.py` has the two functions. What runs on each rank is in the table below: `reference.py` (the truth) or `xla.py`
+(portable).
+"""
+
+from jaxmoe.exchange import reference, xla
+from jaxmoe.exchange.base import Implementation
+
+XLA = Implementation("xla", xla.send, xla.add_up, xla.pull, xla.pull_weighted)
+REFERENCE = Implementation("reference", reference.send, reference.add_up)
+IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (XLA, REFERENCE)}

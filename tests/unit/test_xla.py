@@ -10,7 +10,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
-from jaxmoe.implementations.xla.local_rows import _count_below, stable_argsort
+from jaxmoe.implementations.xla.local_rows import count_below, stable_argsort
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_calls import layer, mesh_of, widened
 from tests.layer_suite import LayerSuite
@@ -127,7 +127,7 @@ def test_checkpoint_names_spare_the_gate_and_up_gemms_and_nothing_repeats_the_do
 def test_the_borders_between_experts_are_those_of_a_search_in_the_sorted_ids(slots):
     ids = np.sort(np.random.default_rng(slots).integers(0, 9, slots)).astype(np.int32)
     values = np.arange(11, dtype=np.int32)
-    np.testing.assert_array_equal(_count_below(jnp.asarray(ids), jnp.asarray(values)), np.searchsorted(ids, values))
+    np.testing.assert_array_equal(count_below(jnp.asarray(ids), jnp.asarray(values)), np.searchsorted(ids, values))
 
 
 @pytest.mark.parametrize("num_keys", [3, 2**20])

@@ -50,7 +50,7 @@ def sort_slots(
     local = all_ids.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     order = stable_argsort(local, num_experts + 1)
-    borders = _count_below(local[order], jnp.arange(num_experts + 1, dtype=jnp.int32))
+    borders = count_below(local[order], jnp.arange(num_experts + 1, dtype=jnp.int32))
     row_of_slot = (
         jnp.zeros_like(local)
         .at[order]
@@ -75,7 +75,7 @@ def stable_argsort(keys: Int[Array, "slots"], num_keys: int) -> Int[Array, "slot
     return (words & np.uint32((1 << position_bits) - 1)).astype(jnp.int32)
 
 
-def _count_below(sorted_ids: Int[Array, "slots"], values: Int[Array, "experts"]) -> Int[Array, "experts"]:
+def count_below(sorted_ids: Int[Array, "slots"], values: Int[Array, "experts"]) -> Int[Array, "experts"]:
     """Returns how many ids are below each value: the border between the rows of two experts.
 
     A binary search, where a histogram would be atomics and a comparison with every value 1 GB of memory on a CPU.
@@ -108,13 +108,22 @@ def take_rows(array: Float[Array, "all_tokens hidden"], batch: Batch) -> Float[A
 def sum_slots(
     values: Float[Array, "rows width"], weights: Float[Array, "all_tokens top_k"] | None, rows: LocalRows, batch: Batch
 ) -> Float[Array, "all_tokens width"]:
-    """Returns for every token the (weighted) sum of its rows in this batch, in the order of its slots.
+    """Returns for every token the (weighted) sum of its rows in this batch, in the order of its slots."""
+    return sum_by_slot(values, weights, rows.row_of_slot - batch.start)
+
+
+def sum_by_slot(
+    values: Float[Array, "rows width"],
+    weights: Float[Array, "all_tokens top_k"] | None,
+    row_of_slot: Int[Array, "all_tokens top_k"],
+) -> Float[Array, "all_tokens width"]:
+    """Returns for every token the (weighted) sum of the rows of its slots, those that are no rows of `values` left out.
 
     One gather per slot, all of which XLA fuses with the sum: nothing of size [all_tokens, top_k, width] exists.
     """
     total = 0
-    for k in range(rows.row_of_slot.shape[1]):
-        row = rows.row_of_slot[:, k] - batch.start
+    for k in range(row_of_slot.shape[1]):
+        row = row_of_slot[:, k]
         inside = (row >= 0) & (row < values.shape[0])
         value = values.at[jnp.clip(row, 0, values.shape[0] - 1)].get(mode="promise_in_bounds")
         value = value.astype(jnp.promote_types(values.dtype, jnp.float32))

@@ -1,0 +1,278 @@
+"""The checks of a dispatch and of a combine, and the choice of the implementation: all before anything runs.
+
+Every error of bad input is raised here, in `sharding.place` or in an implementation's own `check`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxmoe import reach, sharding
+from jaxmoe.call import FLOAT_DTYPES, MOST_SLOTS, uneven_experts
+from jaxmoe.exchange import IMPLEMENTATIONS, XLA
+from jaxmoe.exchange.base import (
+    MOST_RANKS,
+    MOST_SLOTS_OF_RANK,
+    ExchangeCall,
+    ExchangePrecision,
+    ExchangeShape,
+    Implementation,
+    Room,
+)
+from jaxmoe.exchange.handle import Handle
+from jaxmoe.integers import integer
+from jaxmoe.options import ImplementationName
+from jaxmoe.routing.router import Routing
+from jaxmoe.routing.stats import check_token_valid
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchOptions:
+    """What a dispatch is given besides arrays, as the user wrote it: `dispatch` documents it."""
+
+    num_experts: Any = None
+    axis_name: Any = "expert"
+    capacity: Any = None
+    alignment: Any = 1
+    per_expert: Any = False
+    precision: Any = None
+    data_axes: Any = ()
+    mesh: Any = None
+    implementation: Any = None
+
+
+def check_dispatch(x: Any, topk_ids: Any, token_valid: Any, options: DispatchOptions) -> ExchangeCall:
+    """Returns the call, or raises what is wrong with it. `topk_ids` may be a `Routing`."""
+    names, precisions = get_args(ImplementationName), get_args(ExchangePrecision)
+    if options.implementation is not None and options.implementation not in names:
+        raise ValueError(
+            f"dispatch: implementation={options.implementation!r} is not known. Use one of "
+            f"{', '.join(map(repr, names))}, or None to choose."
+        )
+    if options.precision is not None and options.precision not in precisions:
+        raise ValueError(
+            f"dispatch: precision={options.precision!r} is not known. Use one of "
+            f"{', '.join(map(repr, precisions))} to send tokens in 8 bits, or None for the dtype of x."
+        )
+    num_experts = _num_experts(topk_ids, options.num_experts)
+    topk_ids = topk_ids.topk_ids if isinstance(topk_ids, Routing) else topk_ids
+    _check_tokens(x, topk_ids, token_valid)
+    if options.precision is not None and x.dtype == jnp.float64:
+        raise TypeError(
+            f"dispatch: x is float64, and precision={options.precision!r} is for bfloat16, float16 and float32: scales "
+            "are float32. Cast x, or leave precision out."
+        )
+    placement = sharding.place(
+        x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh, caller="dispatch"
+    )
+    platform = sharding.platform(placement, x)
+    if x.dtype == jnp.float64 and platform != "cpu":
+        raise TypeError(f"dispatch: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
+    shape = _shape(x, topk_ids, num_experts, placement)
+    room = _room(shape, options)
+
+    def call_of(implementation: Implementation, reason: str) -> ExchangeCall:
+        return ExchangeCall(implementation.name, reason, placement, platform, shape, room, options.precision)
+
+    return choose(options.implementation, platform, placement.group, options.mesh, call_of)
+
+
+def choose(
+    name: ImplementationName | None,
+    platform: str,
+    group: sharding.ExpertGroup,
+    mesh: Any,
+    call_of: Callable[[Implementation, str], ExchangeCall],
+) -> ExchangeCall:
+    """Returns the call with an implementation: where none is named compiled kernels on GPUs that can run it."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"dispatch: implementation={name!r} has no dispatch and combine of its own. Use one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
+        )
+    if name is not None:
+        call = call_of(IMPLEMENTATIONS[name], f"implementation={name!r} was asked for")
+        IMPLEMENTATIONS[name].check(call)
+        return call
+    otherwise, best = f"implementation=None: {XLA.name!r}", IMPLEMENTATIONS.get("megakernel")
+    if best is None or platform != "gpu":
+        return call_of(XLA, f"{otherwise} on {platform}")
+    call = call_of(best, f"implementation=None: {best.name!r}, which can run this call")
+    try:
+        best.check(call)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return call_of(XLA, f"{otherwise}; {best.name!r} cannot run this call ({str(error).split('. ')[0]})")
+    obstacle = reach.obstacle(group, mesh)
+    return call_of(XLA, f"{otherwise}; {obstacle}") if obstacle else call
+
+
+def _num_experts(topk_ids: Any, given: Any) -> int:
+    routed = topk_ids.scores.shape[-1] if isinstance(topk_ids, Routing) else None
+    if given is None and routed is None:
+        raise TypeError(
+            "dispatch: num_experts is missing. Pass num_experts=, the experts of all ranks together; with a "
+            "jaxmoe.Routing in place of topk_ids it may be left out."
+        )
+    num_experts = routed if given is None else integer(given)
+    if num_experts is None or num_experts < 1:
+        raise ValueError(f"dispatch: num_experts={given!r} must be a positive integer, the experts of all ranks.")
+    if routed not in (None, num_experts):
+        raise ValueError(
+            f"dispatch: the routing chooses among {routed} experts, and num_experts={num_experts}. Leave num_experts "
+            "out, or pass the experts of all ranks."
+        )
+    return num_experts
+
+
+def _is_array(array: Any) -> bool:
+    return hasattr(array, "shape") and hasattr(array, "dtype")
+
+
+def _check_tokens(x: Any, topk_ids: Any, token_valid: Any) -> None:
+    for name, array in (("x", x), ("topk_ids", topk_ids), ("token_valid", token_valid)):
+        if not _is_array(array) and not (name == "token_valid" and array is None):
+            raise TypeError(f"dispatch: {name} is a {type(array).__name__}; it must be an array.")
+    if len(x.shape) < 2 or 0 in x.shape[-1:]:
+        raise ValueError(f"dispatch: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
+    if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
+        raise TypeError(f"dispatch: x is {x.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+    if len(topk_ids.shape) != len(x.shape) or topk_ids.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"dispatch: topk_ids has shape {topk_ids.shape}; it must be [..., top_k] with the leading dimensions "
+            f"{x.shape[:-1]} of x."
+        )
+    if topk_ids.shape[-1] == 0:
+        raise ValueError(f"dispatch: topk_ids has shape {topk_ids.shape}; top_k must be at least 1.")
+    if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
+        raise TypeError(f"dispatch: topk_ids is {topk_ids.dtype}; it must be an integer type, such as int32.")
+    check_token_valid("dispatch", token_valid, x.shape[:-1], "x")
+
+
+def _shape(x: Any, topk_ids: Any, num_experts: int, placement: sharding.Placement) -> ExchangeShape:
+    ranks, shards = placement.group.size, token_shards(placement)
+    if num_experts % ranks:
+        raise ValueError(uneven_experts("dispatch", num_experts, ranks, placement.group.axis_names))
+    if x.shape[0] % shards:
+        raise ValueError(
+            f"dispatch: the first dimension of x {x.shape} is split over the {shards} ranks of mesh axes "
+            f"{placement.token_axes}, and {x.shape[0]} % {shards} = {x.shape[0] % shards}. Fill it up to "
+            f"{-(-x.shape[0] // shards) * shards}, with topk_ids of -1, or flatten the leading dimensions."
+        )
+    tokens, top_k = math.prod(x.shape[:-1]) // shards, topk_ids.shape[-1]
+    if ranks > MOST_RANKS:
+        raise ValueError(
+            f"dispatch: {ranks} ranks share the experts, and a row's source names one of at most {MOST_RANKS}. Spread "
+            "the experts over fewer ranks, and the others as a data axis."
+        )
+    if tokens * top_k > MOST_SLOTS_OF_RANK or ranks * tokens * top_k >= MOST_SLOTS:
+        raise ValueError(
+            f"dispatch: {ranks} ranks x {tokens} tokens x {top_k} slots are too many: at most {MOST_SLOTS_OF_RANK} "
+            f"slots of a rank, and fewer than {MOST_SLOTS} of all, have numbers. Split the tokens, e.g. by jax.lax.map "
+            "over parts of the batch."
+        )
+    return ExchangeShape(tokens, x.shape[-1], num_experts, top_k, ranks, jnp.dtype(x.dtype))
+
+
+def token_shards(placement: sharding.Placement) -> int:
+    """Returns the parts into which the first dimension of the tokens is split on entry of `shard_map`."""
+    return 1 if placement.mesh is None else math.prod(placement.mesh.shape[name] for name in placement.token_axes)
+
+
+def _room(shape: ExchangeShape, options: DispatchOptions) -> Room:
+    capacity, alignment = options.capacity, integer(options.alignment)
+    if alignment is None or alignment < 1:
+        raise ValueError(f"dispatch: alignment={options.alignment!r} must be a positive integer, a number of rows.")
+    if not isinstance(options.per_expert, bool):
+        raise TypeError(f"dispatch: per_expert={options.per_expert!r} must be True or False.")
+    if capacity is not None:
+        capacity = integer(capacity)
+        if capacity is None or capacity < 1:
+            raise ValueError(f"dispatch: capacity={options.capacity!r} must be a positive integer, a number of rows.")
+    if options.per_expert:
+        if capacity is None:
+            raise ValueError(
+                "dispatch: per_expert=True needs capacity=, the rows of each expert; those beyond it are dropped. No "
+                f"row is with capacity={shape.all_slots}, all slots of all ranks."
+            )
+        room = Room(shape.local_experts * capacity, capacity_per_expert=capacity)
+    else:
+        if capacity is None:
+            worst = shape.all_slots + shape.local_experts * (alignment - 1)
+            capacity = -(-worst // alignment) * alignment
+        room = Room(capacity, alignment)
+    # The first row of an expert is computed in int32, also where it lies behind the last one.
+    most = max(room.rows, shape.all_slots + shape.local_experts * room.alignment)
+    if most >= MOST_SLOTS:
+        raise ValueError(
+            f"dispatch: capacity={options.capacity} and alignment={options.alignment} with {shape.local_experts} "
+            f"experts per rank make up to {most} rows, and there can be fewer than {MOST_SLOTS}. Make them smaller."
+        )
+    return room
+
+
+def check_combine(outputs: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
+    """Returns the call of the handle, or raises what is wrong with it or with the arrays."""
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"combine: handle is a {type(handle).__name__}; it must be the handle that jaxmoe.dispatch returned, "
+            "dispatched.handle."
+        )
+    call = handle.call
+    shards = token_shards(call.placement)
+    room, experts = call.room, call.shape.local_experts
+    places = (shards * room.rows,)
+    if room.capacity_per_expert:
+        places = (shards * experts, room.capacity_per_expert)
+    for name, array in (("outputs", outputs), ("topk_weights", topk_weights)):
+        if not _is_array(array) and not (name == "topk_weights" and array is None):
+            raise TypeError(f"combine: {name} is a {type(array).__name__}; it must be an array.")
+    if len(outputs.shape) != len(places) + 1 or outputs.shape[:-1] != places or outputs.shape[-1] == 0:
+        raise ValueError(
+            f"combine: outputs has shape {outputs.shape}; it must be [{', '.join(map(str, places))}, width]: a row for "
+            "each of dispatched.rows, in the same place."
+        )
+    if jnp.dtype(outputs.dtype).name not in FLOAT_DTYPES:
+        raise TypeError(f"combine: outputs is {outputs.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+    if topk_weights is not None:
+        if topk_weights.shape != handle.slot_rows.shape:
+            raise ValueError(
+                f"combine: topk_weights has shape {topk_weights.shape}; it must be {handle.slot_rows.shape}, that of "
+                "the topk_ids which were dispatched."
+            )
+        allowed = ("float32", "float64") if outputs.dtype == jnp.float64 else ("float32",)
+        if jnp.dtype(topk_weights.dtype).name not in allowed:
+            raise TypeError(
+                f"combine: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
+                "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
+            )
+    _check_place(call)
+    return call
+
+
+def _check_place(call: ExchangeCall) -> None:
+    """Raises where `shard_map` was entered for one of dispatch and combine by the user, for the other by us."""
+    context, placement = jax.sharding.get_abstract_mesh(), call.placement
+    if placement.mesh is None:
+        names = tuple(name for name in call.group.axis_names if name not in context.manual_axes)
+        if names:
+            raise ValueError(
+                f"combine: the handle was made inside a shard_map over {call.group.axis_names}, and mesh axes {names} "
+                "are not manual here. Call combine in a shard_map over the same axes, or dispatch outside of it."
+            )
+        return
+    if context.manual_axes:
+        raise ValueError(
+            "combine: the handle was made outside of shard_map, of the rows of all ranks, and this is inside of one "
+            f"over {tuple(context.manual_axes)}. Call combine outside too, or dispatch inside of it."
+        )
+    made_on = placement.mesh if isinstance(placement.mesh, AbstractMesh) else placement.mesh.abstract_mesh
+    if made_on != context and (isinstance(placement.mesh, AbstractMesh) or not context.empty):
+        raise ValueError(
+            f"combine: the handle was made for the mesh {made_on}, and {'none' if context.empty else context} is set. "
+            "Call dispatch and combine under the same mesh."
+        )
