@@ -133,7 +133,7 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             program, arrays = _ragged(ids, x, shape.num_experts, mesh)
         else:
             one = _one_round(line, shape.num_experts, mesh, options.implementation)
-            if wrong := _check(line, one, given, shape.num_experts, ranks):
+            if wrong := _check(line, one, given, shape.num_experts, mesh):
                 yield dataclasses.replace(blank, failure=wrong)
                 continue
             program, arrays = _rounds(one), tuple(given.values())
@@ -162,11 +162,10 @@ def _one_round(line: Line, num_experts: int, mesh: Mesh, implementation: Any) ->
 
     def one(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jaxmoe.Dispatched]:
         arrived = jaxmoe.dispatch(x, ids, precision=precision, **options)
-        # Experts that multiply in 8 bits answer with wide rows; which, does not matter here.
         outputs = arrived.rows
-        if arrived.scales is not None:
-            like = jnp.zeros(outputs.shape, x.dtype)
-            outputs, _ = jax.lax.optimization_barrier((like, arrived.rows))
+        if line == "fp8":
+            # Experts that multiply in 8 bits answer with wide rows; which, does not matter here.
+            outputs, _ = jax.lax.optimization_barrier((jnp.zeros(outputs.shape, x.dtype), outputs))
         return jaxmoe.combine(outputs, weights, arrived.handle), arrived
 
     return one
@@ -179,33 +178,28 @@ def _rounds(one: Round) -> Any:
     return jax.jit(rounds)
 
 
-def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int, ranks: int) -> str | None:
+def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int, mesh: Mesh) -> str | None:
     """Returns what is wrong with a round; `None` where nothing is."""
-    y, arrived = jax.tree.map(whole, jax.jit(one)(*given.values()))
-    x, ids = whole(given["x"]), whole(given["ids"])
-    tokens, top_k = ids.shape[0] // ranks, ids.shape[1]
+    y, arrived = jax.tree.map(lambda array: whole(array, mesh), jax.jit(one)(*given.values()))
+    x, ids = whole(given["x"], mesh), whole(given["ids"], mesh)
     sources, slot_rows = arrived.handle.row_sources, arrived.handle.slot_rows
     there = sources >= 0
-    rank, slot = sources >> 24, sources & (2**24 - 1)
-    token = np.where(there, rank * tokens + slot // top_k, 0)
-    if there.sum() != ids.size or arrived.dropped_rows.any():
+    if there.sum() != ids.size or arrived.dropped_rows.any() or (slot_rows < 0).any():
         return f"{there.sum()} rows of {ids.size} slots arrived"
-    rows = arrived.rows.reshape(-1, x.shape[1])
-    if arrived.scales is not None:
-        values, scales = quantize_rows(jnp.asarray(x))
-        same = np.array_equal(np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))[there], np.asarray(dequantize_rows(values, scales, jnp.float32))[token[there]])
-    else:
-        same = np.array_equal(rows[there], x[token[there]])
-    if not same:
+    slots = ids.size // mesh.size
+    slot = np.where(there, (sources >> 24) * slots + (sources & (2**24 - 1)), 0)
+    rows, tokens = arrived.rows, x[slot // ids.shape[1]]
+    if line == "fp8":
+        rows = np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))
+        tokens = np.asarray(dequantize_rows(*quantize_rows(jnp.asarray(tokens)), jnp.float32))
+    if not np.array_equal(rows[there], tokens[there]):
         return "rows are not those of the tokens that their handle names"
-    of_rank = np.repeat(np.arange(ranks), len(sources) // ranks)
-    owner = ids.reshape(-1)[token * top_k + slot % top_k] // (num_experts // ranks)
-    if not np.array_equal(owner[there], of_rank[there]) or (slot_rows < 0).any():
+    rank = np.arange(len(sources)) // (len(sources) // mesh.size)
+    if not np.array_equal((ids.reshape(-1)[slot] // (num_experts // mesh.size))[there], rank[there]):
         return "rows are not at the rank that has their expert"
-    if line == "wide":
-        error = np.abs(y.astype(np.float32) - x.astype(np.float32)).max() / np.abs(x.astype(np.float32)).max()
-        if error > 2 * float(jnp.finfo(x.dtype).eps):
-            return f"what comes back differs by {error:.1e} from the weighted sum"
+    error = np.abs(y.astype(np.float32) - x.astype(np.float32)).max() / np.abs(x.astype(np.float32)).max()
+    if line == "wide" and error > 2 * float(jnp.finfo(x.dtype).eps):
+        return f"what comes back differs by {error:.1e} from the weighted sum"
     return None
 
 
@@ -226,7 +220,9 @@ def _ragged(ids: np.ndarray, x: jax.Array, num_experts: int, mesh: Mesh) -> tupl
     split = NamedSharding(mesh, P(AXIS))
     room = int(sizes.sum(0).max())
     rows = jnp.zeros((ranks * slots, x.shape[1]), x.dtype, device=split)
-    tables = [jax.device_put(table.reshape(-1), split) for table in (sizes, begins, ends_at, sizes.T, begins.T, ends_at.T)]
+    tables = [
+        jax.device_put(table.reshape(-1), split) for table in (sizes, begins, ends_at, sizes.T, begins.T, ends_at.T)
+    ]
 
     def rounds(rows: jax.Array, *tables: jax.Array) -> jax.Array:
         sizes, begins, ends_at, back_sizes, back_begins, back_ends = tables

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import machine, native
+from jaxmoe import native
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Routes
 from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.limits import (
@@ -21,6 +21,7 @@ from jaxmoe.implementations.megakernel.limits import (
     MOST_RANKS,
     MOST_TOP_K,
     SLOTS_END,
+    check_platform,
 )
 from jaxmoe.precision import ROWS, powers_of_two
 from jaxmoe.sharding import vary_alike
@@ -76,39 +77,50 @@ def check(call: ExchangeCall) -> None:
     """Raises where compiled code cannot run a call.
 
     Raises:
-      NotImplementedError: it does not exist for the platform, or this build.
+      NotImplementedError: it does not exist for the platform, the build or the processes.
       TypeError: the dtype of x.
       ValueError: sizes.
     """
     shape, platform = call.shape, call.platform
     where = f"implementation='megakernel' on {platform}"
-    if platform not in DTYPES or native.DISPATCH not in native.targets(platform):
-        reason = f" {machine.cuda_status().reason}" if platform == "gpu" else ""
-        raise NotImplementedError(
-            f"dispatch: {where} does not exist in this build of jaxmoe.{reason} Pass implementation='xla'."
-        )
-    if shape.dtype.name not in DTYPES[platform]:
-        raise TypeError(
-            f"dispatch: x is {shape.dtype}; {where} takes {' and '.join(DTYPES[platform])}. Cast x, or pass "
-            "implementation='xla'."
-        )
+    check_platform("dispatch", "kernel to dispatch", native.DISPATCH, platform, shape.ranks)
+    _check_rows("dispatch", "x", shape.dtype, shape.hidden, platform)
     limits = (
         (shape.ranks, MOST_RANKS[platform], "ranks"),
         (shape.num_experts, MOST_EXPERTS, "experts"),
         (shape.local_experts, MOST_LOCAL_EXPERTS, "experts per rank"),
         (shape.top_k, MOST_TOP_K, "slots per token"),
-        (shape.tokens * shape.top_k, SLOTS_END - 1, "slots per rank"),
+        (shape.slots, SLOTS_END - 1, "slots per rank"),
     )
     for number, most, what in limits:
         if number > most:
             raise ValueError(
-                f"dispatch: {number} {what}; {where} takes at most {most}. Or pass implementation='xla', which has no "
+                f"dispatch: {number} {what}; {where} takes at most {most}. Pass implementation='xla', which has no "
                 "such limit."
             )
-    if platform == "gpu" and shape.hidden % GPU_MULTIPLE:
+    if call.precision is not None and shape.hidden % ROWS.scale_columns:
         raise ValueError(
-            f"dispatch: hidden={shape.hidden}; {where} needs a multiple of {GPU_MULTIPLE}: rows are copied in pieces of "
-            "16 bytes. Or pass implementation='xla'."
+            f"dispatch: hidden={shape.hidden} and precision={call.precision!r}; {where} needs a multiple of "
+            f"{ROWS.scale_columns}, the columns that share a scale. Pass implementation='xla', or no precision."
+        )
+
+
+def check_answers(call: ExchangeCall, outputs: Any) -> None:
+    """Raises where compiled code cannot combine rows of such a dtype and width."""
+    _check_rows("combine", "outputs", jnp.dtype(outputs.dtype), outputs.shape[-1], call.platform)
+
+
+def _check_rows(caller: str, name: str, dtype: Any, width: int, platform: str) -> None:
+    where = f"implementation='megakernel' on {platform}"
+    if dtype.name not in DTYPES[platform]:
+        raise TypeError(
+            f"{caller}: {name} is {dtype}; {where} takes {' and '.join(DTYPES[platform])}. Cast it, or pass "
+            "implementation='xla' to dispatch."
+        )
+    if platform == "gpu" and width % GPU_MULTIPLE:
+        raise ValueError(
+            f"{caller}: {name} has rows of {width}; {where} needs a multiple of {GPU_MULTIPLE}: rows are copied in "
+            "pieces of 16 bytes. Fill them up with zeros, or pass implementation='xla' to dispatch."
         )
 
 
@@ -124,7 +136,7 @@ def _launch(
         "workers": np.int32(0),
     }
     order = native.schedule().EXCHANGE_ARRAY_NAMES
-    return launch(target, order, call.placement.group, call.platform, attributes, operands, results)
+    return launch(target, order, call.group, call.platform, attributes, operands, results)
 
 
 def _as_sums(weights: jax.Array, rows: jax.Array) -> jax.Array:
