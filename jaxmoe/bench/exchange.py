@@ -190,8 +190,10 @@ def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int
     slot = np.where(there, (sources >> 24) * slots + (sources & (2**24 - 1)), 0)
     rows, tokens = arrived.rows, x[slot // ids.shape[1]]
     if line == "fp8":
-        rows = np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))
-        tokens = np.asarray(dequantize_rows(*quantize_rows(jnp.asarray(tokens)), jnp.float32))
+        # On a CPU: XLA's division on GPUs is not always rounded to the nearest.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            rows = np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))
+            tokens = np.asarray(dequantize_rows(*quantize_rows(jnp.asarray(tokens)), jnp.float32))
     if not np.array_equal(rows[there], tokens[there]):
         return "rows are not those of the tokens that their handle names"
     rank = np.arange(len(sources)) // (len(sources) // mesh.size)
