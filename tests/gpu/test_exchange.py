@@ -1,5 +1,7 @@
 """Dispatch and combine by the GPU kernels: the suite of all implementations, and thousands of them on one arena."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,17 +9,24 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import machine
 from jaxmoe.testing import make_ids, make_inputs
 from tests.exchange_suite import ExchangeSuite
 from tests.layer_calls import mesh_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not machine.cuda_status().available, reason=machine.cuda_status().reason or "the CUDA part runs"
+    ),
+]
 
 
 class TestKernels(ExchangeSuite):
     implementation = "megakernel"
     dtype = jnp.bfloat16
     outputs_dtype = jnp.float16
+    other_dtypes: ClassVar = {"one rank": (jnp.float16, jnp.bfloat16)}
     hidden = 128  # so that rows in 8 bits have whole blocks
 
 

@@ -188,6 +188,28 @@ __device__ __forceinline__ void spread(uint4* rows, const uint4* token, int32_t 
   }
 }
 
+// The same of the first `count` scales, `stride` to a row. They are asked for before between() and stored after it, so
+// that their way over NVLink is not waited for twice.
+template <class Between>
+__device__ __forceinline__ void spread_scales(float* rows, const float* token, int32_t count, int32_t stride,
+                                              int32_t row, uint32_t there, int lane, const Between& between) {
+  constexpr int kInFlight = 2;  // of rows of up to 8192 columns all
+  float held[kInFlight];
+#pragma unroll
+  for (int i = 0; i < kInFlight; ++i) {
+    if (lane + 32 * i < count) held[i] = __ldcg(token + lane + 32 * i);
+  }
+  between();
+  for (uint32_t left = there; left != 0; left &= left - 1) {
+    float* const target = rows + int64_t{__shfl_sync(0xffffffff, row, __ffs(left) - 1)} * stride;
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (lane + 32 * i < count) target[lane + 32 * i] = held[i];
+    }
+    for (int32_t block = lane + 32 * kInFlight; block < count; block += 32) target[block] = __ldcg(token + block);
+  }
+}
+
 // All warps of the block: every token that local experts want, which crosses the link once, to all of its rows.
 template <class Variant>
 __device__ void pull_tokens(const Cta<Variant>& cta) {
@@ -222,20 +244,16 @@ __device__ void pull_tokens(const Cta<Variant>& cta) {
       cta.peers.template at<int32_t>(source, p.layout.slot_rows.offset)[slot] = row;
     }
     const dispatch::TokenPlace place{source, token};
+    const auto spread_elements = [&] {
+      spread(static_cast<uint4*>(p.rows), tokens.at(place), vectors, part * vectors_of_part,
+             at_most((part + 1) * vectors_of_part, vectors), row, there, lane);
+    };
     if constexpr (Precision::kTokens.is_scaled()) {
-      if (part == 0) {
-        const float* scales = tokens.scales_at(place);
-        for (int32_t first = 0; first < blocks; first += 32) {
-          const float scale = first + lane < blocks ? __ldcg(scales + first + lane) : 0.0f;
-          for (uint32_t left = there; left != 0; left &= left - 1) {
-            const int64_t target = __shfl_sync(0xffffffff, row, __ffs(left) - 1);
-            if (first + lane < blocks) p.scales[target * blocks + first + lane] = scale;
-          }
-        }
-      }
+      spread_scales(p.scales, tokens.scales_at(place), part == 0 ? blocks : 0, blocks, row, there, lane,
+                    spread_elements);
+    } else {
+      spread_elements();
     }
-    spread(static_cast<uint4*>(p.rows), tokens.at(place), vectors, part * vectors_of_part,
-           at_most((part + 1) * vectors_of_part, vectors), row, there, lane);
   }
 }
 
