@@ -99,7 +99,7 @@ def choose(
         call = call_of(IMPLEMENTATIONS[name], f"implementation={name!r} was asked for")
         IMPLEMENTATIONS[name].check(call)
         return call
-    otherwise, best = f"implementation=None: {XLA.name!r}", MEGAKERNEL
+    otherwise, best = f"implementation=None: {XLA.name!r}", IMPLEMENTATIONS[MEGAKERNEL.name]
     if platform != "gpu":
         return call_of(XLA, f"{otherwise} on {platform}; {best.name!r} is chosen on GPUs that can run it")
     call = call_of(best, f"implementation=None: {best.name!r}, which can run this call")

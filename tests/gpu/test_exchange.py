@@ -1,6 +1,7 @@
 """Dispatch and combine by the GPU kernels: the suite of all implementations, and thousands of them on one arena."""
 
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import machine
-from jaxmoe.testing import make_ids, make_inputs
+from jaxmoe.testing import dense, make_ids, make_inputs, relative_error, tolerance
 from tests.exchange_suite import ExchangeSuite
-from tests.layer_calls import mesh_of
+from tests.layer_calls import gradients_of, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,31 @@ class TestKernels(ExchangeSuite):
     outputs_dtype = jnp.float16
     other_dtypes: ClassVar = {"one rank": (jnp.float16, jnp.bfloat16)}
     hidden = 128  # so that rows in 8 bits have whole blocks
+
+    def test_a_scan_over_checkpointed_layers_of_ones_own_gives_what_moe_layer_gives(self):
+        """In 16 bits, which is what the kernels take; with gradients, and with the tolerance of that."""
+        sizes: dict[str, Any] = {"tokens": 256, "num_experts": 8, "top_k": 3, "hidden": 256, "intermediate": 128}
+        arguments = make_inputs(9, **sizes, routing="zipf", dtype=jnp.bfloat16)
+
+        def own(x: Any, ids: Any, weights: Any, experts: Any) -> Any:
+            @jax.checkpoint
+            def layer(x: Any) -> Any:
+                arrived = self.dispatch(x, ids, num_experts=8, alignment=8)
+                times = functools.partial(jax.lax.ragged_dot, group_sizes=arrived.group_sizes)
+                gate, up = times(arrived.rows, experts.w_gate), times(arrived.rows, experts.w_up)
+                h = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype)
+                return jaxmoe.combine(times(h, experts.w_down), weights, arrived.handle)
+
+            return layer(x)
+
+        split = P("expert")
+        sharded = jax.shard_map(own, mesh=mesh_of("expert"), in_specs=split, out_specs=split)
+        run = lambda arguments: sharded(*arguments[:4])  # noqa: E731
+        for compiled in (jax.jit, gradients_of):
+            found, truth = compiled(run)(arguments), compiled(dense)(widened(arguments))
+            rough = compiled(functools.partial(dense, compute_dtype=jnp.bfloat16))(arguments)
+            for got, want, low in zip(*map(jax.tree.leaves, (found, truth, rough)), strict=True):
+                assert relative_error(got, want) <= tolerance(low, want, jnp.bfloat16)
 
 
 def test_layers_and_dispatches_of_changing_sizes_follow_each_other_on_one_arena_with_the_same_bits():

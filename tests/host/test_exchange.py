@@ -22,21 +22,21 @@ class TestMegakernel(OnCpu):
 assert issubclass(TestMegakernel, ExchangeSuite)
 
 
-def dispatched(rng: np.random.Generator) -> tuple[jaxmoe.Dispatched, jax.Array]:
+def dispatched(rng: np.random.Generator) -> tuple[jaxmoe.Dispatched, Routes, jax.Array]:
     x = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
     ids = jnp.asarray(make_ids(rng, 32, 8, 2, "unused-slots"))
-    return jaxmoe.dispatch(x, ids, num_experts=8, axis_name=None, implementation="megakernel"), x
+    arrived = jaxmoe.dispatch(x, ids, num_experts=8, axis_name=None, implementation="megakernel")
+    return arrived, Routes(arrived.handle.row_sources, arrived.handle.slot_rows), x
 
 
 def test_other_tokens_are_dispatched_by_the_routes_of_an_earlier_dispatch():
-    arrived, x = dispatched(np.random.default_rng(0))
-    np.testing.assert_array_equal(kernel.pull(arrived.handle.call, x, arrived.handle.routes), arrived.rows)
-    np.testing.assert_array_equal(kernel.pull(arrived.handle.call, -2 * x, arrived.handle.routes), -2 * arrived.rows)
+    arrived, routes, x = dispatched(np.random.default_rng(0))
+    np.testing.assert_array_equal(kernel.pull(arrived.handle.call, x, routes), arrived.rows)
+    np.testing.assert_array_equal(kernel.pull(arrived.handle.call, -2 * x, routes), -2 * arrived.rows)
 
 
 def test_routes_that_name_no_rank_or_slot_are_nobodys():
-    arrived, x = dispatched(np.random.default_rng(1))
-    routes = arrived.handle.routes
+    arrived, routes, x = dispatched(np.random.default_rng(1))
     wrong = routes.row_sources.at[0].set(1 << 24).at[1].set(64).at[2].set(-7)  # one rank has slots 0 to 63
     rows = kernel.pull(arrived.handle.call, x, Routes(wrong, routes.slot_rows))
     assert not np.asarray(rows[:3]).any()
