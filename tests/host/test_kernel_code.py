@@ -180,10 +180,7 @@ def test_products_of_weights_decoded_in_registers_are_those_of_a_warp(kernels, h
 def test_dispatch_and_combine_on_their_own_multiply_nothing(kernels, has_timeline):
     own = [kernel for kernel in kernels if exchanges(kernel)]
     # Both for BF16 and F16, and a dispatch of each that rounds to 8 bits.
-    assert (
-        sorted(re.search(r"moe_\w+?(?=I)", named(kernel)).group() for kernel in own)
-        == ["moe_combine"] * 2 + ["moe_dispatch"] * 4
-    )
+    assert [sum(name in named(kernel) for kernel in own) for name in ("moe_dispatch", "moe_combine")] == [4, 2]
     for kernel in own:
         assert not re.search(r"\b(HMMA|HGMMA|QGMMA|LDL|STL)\b", kernel)
 

@@ -55,8 +55,8 @@ class OnCpu(ExchangeSuite):
         dispatched = self.dispatch(
             *arguments, num_experts=np.int64(3), token_valid=np.array([1, 1, 0, 1], bool), axis_name=None
         )
-        back: Any = (np.asarray(dispatched.rows), np.full((4, 2), 0.5))
-        y = jaxmoe.combine(*back, jax.tree.map(np.asarray, dispatched.handle))
+        back: Any = (np.asarray(dispatched.rows), np.full((4, 2), 0.5), jax.tree.map(np.asarray, dispatched.handle))
+        y = jaxmoe.combine(*back)
         assert dispatched.rows.dtype == y.dtype == jnp.float32
         np.testing.assert_array_equal(y, np.float32(x) * np.array([[1], [1], [0], [1]]))
 
