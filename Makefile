@@ -16,6 +16,8 @@ comma  := ,
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
 
 RUN         = $(VENV)/bin/python
+# Threads of NumPy's matrix products wait by spinning, on cores that other tests need.
+ON_CPU      = OPENBLAS_NUM_THREADS=1 $(RUN)
 ENVIRONMENT = VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(1)" sh tools/environment.sh
 
 .PHONY: help demo test test-transformers notebooks lint format environment clean
@@ -43,7 +45,7 @@ demo: environment
 # All tests run on virtual CPU devices; where there is a GPU, those of tests/gpu run on it after that, in one process,
 # since each would reserve most of the GPU's memory. ARGS are for the former and leave the latter out.
 test: environment
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ON_CPU) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(and $(GPU),$(if $(ARGS),,yes)),JAXMOE_TEST_DEVICES=gpu $(RUN) -m pytest tests/gpu)
 
 # With torch and transformers, which no other test needs; those of PyPI are for GPUs, whether or not there is one.
@@ -53,7 +55,7 @@ test-transformers: environment
 	@$(RUN) -m pytest tests/hugging_face $(ARGS)
 
 notebooks: environment
-	@$(RUN) -m pytest tests/notebooks $(ARGS)
+	@$(ON_CPU) -m pytest tests/notebooks $(ARGS)
 
 lint:
 	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)
