@@ -27,6 +27,7 @@ TWENTY_LINES = ROOT / "notebooks" / "moe_in_twenty_lines.ipynb"
 FEW_BITS = ROOT / "notebooks" / "experts_in_few_bits.ipynb"
 CHECKPOINT = ROOT / "notebooks" / "load_a_checkpoint.ipynb"
 TRAINING = ROOT / "notebooks" / "train_a_tiny_moe.ipynb"
+OWN_EXPERTS = ROOT / "notebooks" / "experts_of_your_own.ipynb"
 
 CELL_SECONDS = 120
 MAX_BYTES = 200_000
@@ -122,7 +123,7 @@ def committed(path: Path) -> Any:
 
 
 def test_the_notebooks_of_these_tests_are_found():
-    assert {TWENTY_LINES, TRAINING, FEW_BITS, CHECKPOINT} <= set(NOTEBOOKS)
+    assert {TWENTY_LINES, TRAINING, FEW_BITS, CHECKPOINT, OWN_EXPERTS} <= set(NOTEBOOKS)
 
 
 def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
@@ -221,6 +222,15 @@ def test_the_notebook_of_a_checkpoint_computes_and_writes_what_transformers_does
     assert names == ("FP8", "NVFP4", "MXFP4")
     assert sizes == pytest.approx([0.5, 4.5 / 16, 4.25 / 16], abs=0.01)
     assert 0 < errors[0] < errors[1] < errors[2] < 20
+
+
+def test_the_notebook_of_experts_of_ones_own_trains_adapters_between_dispatch_and_combine():
+    printed = text(executed(OWN_EXPERTS))
+    assert "without room: 0" in printed
+    assert "equal to moe_layer but for rounding: True" in printed
+    before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", printed)[0])
+    assert after < before / 8
+    assert 0 < float(re.findall(r"([\d.]+) % off", printed)[0]) < 5
 
 
 def main() -> None:

@@ -52,11 +52,10 @@ class OnCpu(ExchangeSuite):
         rng = np.random.default_rng(1)
         x, ids = rng.standard_normal((4, 8)), make_ids(rng, 4, 3, 2, "uniform").astype(np.int64)
         arguments: Any = (x, ids)
-        dispatched = self.dispatch(
-            *arguments, num_experts=np.int64(3), token_valid=np.array([1, 1, 0, 1], bool), axis_name=None
-        )
-        back: Any = (np.asarray(dispatched.rows), np.full((4, 2), 0.5), jax.tree.map(np.asarray, dispatched.handle))
-        y = jaxmoe.combine(*back)
+        valid = np.array([1, 1, 0, 1], bool)
+        dispatched = self.dispatch(*arguments, num_experts=np.int64(3), token_valid=valid, axis_name=None)
+        answers: Any = np.asarray(dispatched.rows), np.full((4, 2), 0.5)
+        y = jaxmoe.combine(*answers, handle=jax.tree.map(np.asarray, dispatched.handle))
         assert dispatched.rows.dtype == y.dtype == jnp.float32
         np.testing.assert_array_equal(y, np.float32(x) * np.array([[1], [1], [0], [1]]))
 
@@ -135,8 +134,8 @@ def test_more_slots_or_ranks_than_have_numbers_are_refused():
     x, ids = (jax.ShapeDtypeStruct((2**23, width), dtype) for width, dtype in ((8, jnp.float32), (4, jnp.int32)))
     with pytest.raises(ValueError, match=r"8388608 tokens x 4 slots are too many.*Split the tokens"):
         jax.eval_shape(lambda x, ids: jaxmoe.dispatch(x, ids, num_experts=8, axis_name=None), x, ids)
-    mesh = jax.sharding.AbstractMesh((256,), ("expert",))
     x, ids = (jax.ShapeDtypeStruct((256, width), dtype) for width, dtype in ((8, jnp.float32), (4, jnp.int32)))
+    mesh = jax.sharding.AbstractMesh((256,), ("expert",))
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=r"256 ranks.*at most 128.*data axis"):
         jax.eval_shape(lambda x, ids: jaxmoe.dispatch(x, ids, num_experts=256), x, ids)
 
@@ -221,9 +220,7 @@ def test_combine_is_called_where_dispatch_was():
 def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
     call = SORTED.handle.call
     assert call.implementation == "xla"
-    assert call.implementation_reason == (
-        "implementation=None: 'xla' on cpu; 'megakernel' is chosen on GPUs that can run it"
-    )
+    assert call.implementation_reason.startswith("implementation=None: 'xla' on cpu")
 
     def refuse(call: Any) -> None:
         raise NotImplementedError("dispatch: not this one. Try another.")
@@ -231,6 +228,8 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
     def chosen(name: Any, platform: str, check_call: Any) -> Any:
         kernels = dataclasses.replace(exchange.XLA, name="megakernel", check=check_call)
         monkeypatch.setitem(exchange.IMPLEMENTATIONS, "megakernel", kernels)
+        # The constant of the table, where there is one.
+        monkeypatch.setattr(check, "MEGAKERNEL", kernels, raising=False)
         call_of = lambda implementation, reason: dataclasses.replace(  # noqa: E731
             call, implementation=implementation.name, implementation_reason=reason
         )
