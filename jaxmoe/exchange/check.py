@@ -223,6 +223,7 @@ def check_combine(outputs: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
             "dispatched.handle."
         )
     call = handle.call
+    _check_place(call)
     shards = token_shards(call.placement)
     room, experts = call.room, call.shape.local_experts
     places = (shards * room.rows,)
@@ -250,7 +251,6 @@ def check_combine(outputs: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
                 f"combine: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
-    _check_place(call)
     return call
 
 

@@ -94,8 +94,8 @@ def _send_in_8_bits_fwd(
 
 def _send_in_8_bits_bwd(*_: Any) -> Any:
     raise TypeError(
-        "dispatch: this asks for gradients with respect to rows in 8 bits, which JAX would round to 8 bits too. Compute "
-        "with dispatched.wide_rows, whose gradient is that without rounding; or take dispatched.rows and "
+        "dispatch: this asks for gradients with respect to rows in 8 bits, which JAX would round to 8 bits too. "
+        "Compute with dispatched.wide_rows, whose gradient is that without rounding; or take dispatched.rows and "
         "dispatched.scales for constants, by jax.lax.stop_gradient."
     )
 

@@ -46,8 +46,10 @@ def send(call: ExchangeCall, x: Float[Array, "tokens hidden"], topk_ids: Int[Arr
     dropped = (is_of_expert & (row < 0)[:, None]).sum(0).astype(jnp.int32)
 
     def rows_of(tokens: Float[Array, "tokens width"]) -> Float[Array, "rows width"]:
-        everyone = call.group.all_gather(tokens)
-        return jnp.where((slot_of_row >= 0)[:, None], everyone[slot_of_row // shape.top_k], 0)
+        # Wide, so that the gradient of a token is added up in float32 and rounded once.
+        everyone = call.group.all_gather(tokens.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        rows = jnp.where((slot_of_row >= 0)[:, None], everyone[slot_of_row // shape.top_k], 0)
+        return rows.astype(tokens.dtype)
 
     if call.precision is None:
         return Arrived(rows_of(x), None, found, dropped, routes)

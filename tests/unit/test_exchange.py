@@ -1,0 +1,244 @@
+"""Dispatch and combine that run anywhere: the suite of all implementations, float64, and what bad input gets."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import exchange
+from jaxmoe.exchange import check
+from jaxmoe.testing import make_ids
+from tests.exchange_suite import ExchangeSuite
+from tests.layer_calls import mesh_of
+
+
+class OnCpu(ExchangeSuite):
+    """What only a CPU has."""
+
+    def test_gradients_equal_finite_differences_in_float64(self):
+        with jax.enable_x64(True):
+            rng = np.random.default_rng(0)
+            x, ids = rng.standard_normal((16, 3)), make_ids(rng, 16, 8, 2, "unused-slots")
+            weights, matrices = rng.random((16, 2)), rng.standard_normal((8, 3, 4))
+            mesh, split = mesh_of("data", "expert"), P(("data", "expert"))
+
+            def block(x: Any, weights: Any, matrices: Any, ids: Any) -> Any:
+                dispatched = self.dispatch(x, ids, num_experts=8, capacity=6)
+                outputs = jnp.sin(jax.lax.ragged_dot(dispatched.rows, matrices, dispatched.group_sizes))
+                return jaxmoe.combine(outputs, weights, dispatched.handle)
+
+            specs = split, split, P("expert"), split
+            layer = jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=split)
+            loss = lambda x, weights, matrices: jnp.sum(layer(x, weights, matrices, ids) ** 2)  # noqa: E731
+            loss = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+            at, step = tuple(map(jnp.asarray, (x, weights, matrices))), 1e-6
+            _, gradients = loss(*at)
+            assert all(gradient.dtype == jnp.float64 for gradient in gradients)
+            for _ in range(3):
+                along = [jnp.asarray(rng.standard_normal(array.shape)) for array in at]
+                (ahead, _), (behind, _) = (
+                    loss(*(array + sign * step * way for array, way in zip(at, along, strict=True))) for sign in (1, -1)
+                )
+                slope = sum(jnp.vdot(gradient, way) for gradient, way in zip(gradients, along, strict=True))
+                np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-6)
+
+    @pytest.mark.usefixtures("unchecked_shapes")
+    def test_numpy_arrays_are_taken_as_jax_takes_them(self):
+        rng = np.random.default_rng(1)
+        x, ids = rng.standard_normal((4, 8)), make_ids(rng, 4, 3, 2, "uniform").astype(np.int64)
+        arguments: Any = (x, ids)
+        valid = np.array([1, 1, 0, 1], bool)
+        dispatched = self.dispatch(*arguments, num_experts=np.int64(3), token_valid=valid, axis_name=None)
+        answers: Any = np.asarray(dispatched.rows), np.full((4, 2), 0.5)
+        y = jaxmoe.combine(*answers, handle=jax.tree.map(np.asarray, dispatched.handle))
+        assert dispatched.rows.dtype == y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, np.float32(x) * np.array([[1], [1], [0], [1]]))
+
+
+class TestXla(OnCpu):
+    implementation = "xla"
+
+
+class TestReference(OnCpu):
+    implementation = "reference"
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+X, IDS = jnp.ones((16, 8)), jnp.zeros((16, 2), jnp.int32)
+ROUTING = jax.eval_shape(lambda: jaxmoe.route(jnp.zeros((16, 8)), jaxmoe.RouterConfig(top_k=2)))
+
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
+BAD_DISPATCH: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "x of one dimension": ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
+    "x of integers": ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
+    "x that is no array": ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
+    "ids of other tokens": ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
+    "ids of floats": ({"topk_ids": X}, TypeError, ["topk_ids is float32", "integer"]),
+    "no slots": ({"topk_ids": IDS[:, :0]}, ValueError, ["top_k must be at least 1"]),
+    "no number of experts": ({"num_experts": None}, TypeError, ["num_experts is missing", "jaxmoe.Routing"]),
+    "no experts": ({"num_experts": 0}, ValueError, ["num_experts=0", "positive integer"]),
+    "another number than the router's": (
+        {"topk_ids": ROUTING, "num_experts": 4},
+        ValueError,
+        ["chooses among 8 experts", "num_experts=4"],
+    ),
+    "a mask of integers": ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
+    "a mask of other tokens": ({"token_valid": jnp.ones(4, bool)}, ValueError, ["token_valid has shape (4,)", "(16,)"]),
+    "a mask that is no array": ({"token_valid": True}, TypeError, ["token_valid is a bool", "array"]),
+    "an unknown implementation": ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
+    "an unknown precision": ({"precision": "w8a16"}, ValueError, ["'w8a16'", "'fp8'", "'fp8-e8m0'"]),
+    "an alignment of nothing": ({"alignment": 0}, ValueError, ["alignment=0", "positive integer"]),
+    "a capacity of a half": ({"capacity": 0.5}, ValueError, ["capacity=0.5", "positive integer"]),
+    "per_expert that is a number": ({"per_expert": 8}, TypeError, ["per_expert=8", "True or False"]),
+    "per_expert without a capacity": ({"per_expert": True}, ValueError, ["needs capacity=", "capacity=32"]),
+    "more rows than have numbers": ({"alignment": 2**28}, ValueError, ["alignment=268435456", "8 experts per rank"]),
+    "no mesh": ({"axis_name": "expert"}, ValueError, ["needs a mesh", "jax.set_mesh", "axis_name=None"]),
+    "an axis that is no name": ({"axis_name": 3}, TypeError, ["axis_name=3", "mesh axis name"]),
+    "an axis that the mesh lacks": (
+        {"axis_name": "ep", "mesh": mesh_of("expert")},
+        ValueError,
+        ["axis 'ep' is not in the mesh", "'expert': 8"],
+    ),
+    "experts that the axis does not divide": (
+        {"num_experts": 6, "axis_name": "expert", "mesh": mesh_of("data", "expert")},
+        ValueError,
+        ["num_experts=6", "4 ranks of mesh axis 'expert'", "Use 8 experts"],
+    ),
+    "tokens that the axes do not divide": (
+        {"x": X[:12], "topk_ids": IDS[:12], "axis_name": "expert", "mesh": mesh_of("expert")},
+        ValueError,
+        ["(12, 8)", "8 ranks", "12 % 8 = 4", "Fill it up to 16"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("wrong", BAD_DISPATCH)
+def test_a_bad_dispatch_raises_what_was_given_and_what_to_do(wrong):
+    changes, kind, parts = BAD_DISPATCH[wrong]
+    with pytest.raises(kind) as raised:
+        jaxmoe.dispatch(**{"x": X, "topk_ids": IDS, "num_experts": 8, "axis_name": None} | changes)
+    message = str(raised.value)
+    assert message.startswith("dispatch: ")
+    for part in parts:
+        assert part in message, message
+
+
+def test_more_slots_or_ranks_than_have_numbers_are_refused():
+    x, ids = (jax.ShapeDtypeStruct((2**23, width), dtype) for width, dtype in ((8, jnp.float32), (4, jnp.int32)))
+    with pytest.raises(ValueError, match=r"8388608 tokens x 4 slots are too many.*Split the tokens"):
+        jax.eval_shape(lambda x, ids: jaxmoe.dispatch(x, ids, num_experts=8, axis_name=None), x, ids)
+    x, ids = (jax.ShapeDtypeStruct((256, width), dtype) for width, dtype in ((8, jnp.float32), (4, jnp.int32)))
+    mesh = jax.sharding.AbstractMesh((256,), ("expert",))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=r"256 ranks.*at most 128.*data axis"):
+        jax.eval_shape(lambda x, ids: jaxmoe.dispatch(x, ids, num_experts=256), x, ids)
+
+
+def test_float64_tokens_are_not_rounded_to_8_bits():
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"x is float64.*precision='fp8'.*Cast x"):
+        jaxmoe.dispatch(jnp.ones((4, 8), jnp.float64), IDS[:4], num_experts=8, axis_name=None, precision="fp8")
+
+
+SORTED, OF_EXPERTS = (
+    jax.eval_shape(lambda rows=rows: jaxmoe.dispatch(X, IDS, num_experts=8, axis_name=None, **rows))
+    for rows in ({"capacity": 24}, {"capacity": 3, "per_expert": True})
+)
+WEIGHTS = jnp.ones((16, 2))
+BAD_COMBINE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "what dispatch returned": ({"handle": SORTED}, TypeError, ["handle is a Dispatched", "dispatched.handle"]),
+    "outputs that are a list": ({"outputs": [1.0]}, TypeError, ["outputs is a list", "array"]),
+    "outputs of tokens": ({"outputs": X}, ValueError, ["outputs has shape (16, 8)", "[24, width]"]),
+    "outputs of no width": ({"outputs": jnp.ones((24, 0))}, ValueError, ["outputs has shape (24, 0)", "[24, width]"]),
+    "sorted outputs of rows by expert": ({"handle": OF_EXPERTS.handle}, ValueError, ["(24, 8)", "[8, 3, width]"]),
+    "outputs of integers": ({"outputs": jnp.ones((24, 8), int)}, TypeError, ["outputs is int32", "bfloat16"]),
+    "weights of tokens": ({"topk_weights": WEIGHTS[:, 0]}, ValueError, ["topk_weights has shape (16,)", "(16, 2)"]),
+    "weights in low precision": (
+        {"topk_weights": WEIGHTS.astype(jnp.bfloat16)},
+        TypeError,
+        ["topk_weights is bfloat16", "float32", "astype"],
+    ),
+    "weights that are a number": ({"topk_weights": 1.0}, TypeError, ["topk_weights is a float", "array"]),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("wrong", BAD_COMBINE)
+def test_a_bad_combine_raises_what_was_given_and_what_to_do(wrong):
+    changes, kind, parts = BAD_COMBINE[wrong]
+    with pytest.raises(kind) as raised:
+        jaxmoe.combine(**{"outputs": jnp.ones((24, 8)), "topk_weights": WEIGHTS, "handle": SORTED.handle} | changes)
+    message = str(raised.value)
+    assert message.startswith("combine: ")
+    for part in parts:
+        assert part in message, message
+
+
+def test_group_sizes_are_of_sorted_rows_alone():
+    with pytest.raises(ValueError, match=r"group_sizes.*per_expert=True.*einsum"):
+        _ = OF_EXPERTS.group_sizes
+
+
+def test_combine_is_called_where_dispatch_was():
+    mesh, other = mesh_of("expert"), mesh_of("data", "expert")
+    split = P("expert")
+
+    def send(x: Any, ids: Any, **where: Any) -> Any:
+        dispatched = jaxmoe.dispatch(x, ids, num_experts=8, **where)
+        return dispatched.rows, dispatched.handle
+
+    def back(rows: Any, handle: Any) -> Any:
+        return jaxmoe.combine(rows, None, handle)
+
+    inside = jax.shard_map(send, mesh=mesh, in_specs=split, out_specs=split)
+    from_inside = jax.eval_shape(inside, X, IDS)
+    from_outside = jax.eval_shape(lambda x, ids: send(x, ids, mesh=mesh), X, IDS)
+    with pytest.raises(ValueError, match=r"inside a shard_map over \('expert',\).*not manual here"):
+        jax.eval_shape(back, *from_inside)
+    with pytest.raises(ValueError, match=r"made outside of shard_map.*Call combine outside too"):
+        jax.eval_shape(jax.shard_map(back, mesh=mesh, in_specs=split, out_specs=split), *from_outside)
+    with jax.set_mesh(other), pytest.raises(ValueError, match=r"'expert': 8.*is set.*the same mesh"):
+        jax.eval_shape(back, *from_outside)
+    with jax.set_mesh(mesh):
+        from_context = jax.eval_shape(send, X, IDS)
+        assert jax.eval_shape(back, *from_context).shape == X.shape
+    with pytest.raises(ValueError, match=r"and none is set.*the same mesh"):
+        jax.eval_shape(back, *from_context)
+    # What one shard_map returned may go into another.
+    again = jax.shard_map(back, mesh=mesh, in_specs=split, out_specs=split)
+    assert jax.eval_shape(again, *from_inside).shape == X.shape
+
+
+# --- the choice of an implementation --------------------------------------------------------------------------------
+
+
+def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
+    call = SORTED.handle.call
+    assert call.implementation == "xla"
+    assert call.implementation_reason.startswith("implementation=None: 'xla' on cpu")
+
+    def refuse(call: Any) -> None:
+        raise NotImplementedError("dispatch: not this one. Try another.")
+
+    def chosen(name: Any, platform: str, check_call: Any) -> Any:
+        kernels = dataclasses.replace(exchange.XLA, name="megakernel", check=check_call)
+        monkeypatch.setitem(exchange.IMPLEMENTATIONS, "megakernel", kernels)
+        # The constant of the table, where there is one.
+        monkeypatch.setattr(check, "MEGAKERNEL", kernels, raising=False)
+        call_of = lambda implementation, reason: dataclasses.replace(  # noqa: E731
+            call, implementation=implementation.name, implementation_reason=reason
+        )
+        return check.choose(name, platform, call.group, None, call_of)
+
+    assert chosen(None, "gpu", lambda call: None).implementation == "megakernel"
+    assert chosen(None, "cpu", lambda call: None).implementation == "xla"
+    refused = chosen(None, "gpu", refuse)
+    assert refused.implementation == "xla"
+    assert "'megakernel' cannot run this call (dispatch: not this one)" in refused.implementation_reason
+    with pytest.raises(NotImplementedError, match="not this one"):
+        chosen("megakernel", "gpu", refuse)
