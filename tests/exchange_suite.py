@@ -369,6 +369,25 @@ class ExchangeSuite:
         slots = (ids >= 0).sum(-1, keepdims=True)
         np.testing.assert_array_equal(jax.grad(loss)(x, True), jnp.broadcast_to(slots, x.shape))
 
+    def test_a_product_of_8_bits_has_the_gradient_of_the_rows_that_it_is_given_besides(self):
+        x, ids = self.whole(8)
+        matrix = jnp.asarray(np.random.default_rng(12).integers(-2, 3, (self.hidden, self.hidden)), self.dtype)
+
+        @jax.custom_vjp
+        def product(values: Any, scales: Any, wide_rows: Any) -> Any:
+            return dequantize_rows(values, scales, self.dtype) @ matrix
+
+        product.defvjp(lambda *arrays: (product(*arrays), None), lambda _, dy: (None, None, dy @ matrix.T))
+
+        def loss(x: Any) -> Any:
+            dispatched = self.dispatch(x, ids, num_experts=EXPERTS, axis_name=None, precision="fp8")
+            values, scales = jax.lax.stop_gradient((dispatched.rows, dispatched.scales))
+            outputs = jax.checkpoint(product)(values, scales, dispatched.wide_rows)
+            return jaxmoe.combine(outputs, None, dispatched.handle).sum()
+
+        slots = (ids >= 0).sum(-1, keepdims=True)
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(x), slots * matrix.sum(1))
+
     # --- a layer of one's own ---------------------------------------------------------------------------------------
 
     def test_a_scan_over_checkpointed_layers_of_ones_own_gives_what_moe_layer_gives(self):
