@@ -15,6 +15,8 @@ import jax
 
 __all__ = [
     "BACKWARD",
+    "COMBINE",
+    "DISPATCH",
     "FORWARD",
     "always_built",
     "executor",
@@ -24,8 +26,9 @@ __all__ = [
     "targets",
 ]
 
-# FFI targets: a layer, and its gradients.
+# FFI targets: a layer, and its gradients; tokens to experts of the user's own, and their answers back.
 FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
+DISPATCH, COMBINE = "jaxmoe_dispatch", "jaxmoe_combine"
 
 _REBUILD = (
     "Run `make test` in the project's folder, which builds it into .venv, or `pip install .` to build it into "

@@ -68,8 +68,10 @@ SETTINGS = {
     "data x expert, rows aligned": ALIGNED,
     "in shard_map, too few rows": Setting(inside=True, capacity=20, alignment=4),
     "one rank": Setting(expert_axes=(), alignment=4, capacity=160),
-    "two expert axes": Setting(axes=("data", "node", "gpu"), expert_axes=("node", "gpu")),
-    "Explicit axes, a capacity of each expert": Setting(explicit=True, capacity=10, per_expert=True),
+    "two expert axes, a capacity of each expert": Setting(
+        axes=("data", "node", "gpu"), expert_axes=("node", "gpu"), capacity=10, per_expert=True
+    ),
+    "Explicit axes": Setting(explicit=True, alignment=2),
 }
 
 
@@ -98,7 +100,7 @@ class ExchangeSuite:
     # Of tokens and of outputs, in settings where they are others.
     other_dtypes: ClassVar[dict[str, Any]] = {
         "one rank": (jnp.bfloat16, jnp.float32),
-        "two expert axes": (jnp.float16, jnp.float16),
+        "two expert axes, a capacity of each expert": (jnp.float16, jnp.float16),
     }
 
     # --- programs ---------------------------------------------------------------------------------------------------
@@ -351,7 +353,9 @@ class ExchangeSuite:
         valid = np.asarray(dispatched.row_valid)
         assert 0 < valid.sum() < valid.size
         rows = exact.reshape(-1, exact.shape[-1])
-        values, scales = jax.jit(quantize_rows, static_argnums=1)(rows, power_of_two)
+        # On a CPU: on GPUs XLA's division is not always rounded to the nearest.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            values, scales = jax.jit(quantize_rows, static_argnums=1)(jnp.asarray(np.asarray(rows)), power_of_two)
         for got, want in ((dispatched.rows, values), (dispatched.scales, scales)):
             wanted = np.where(valid[..., None], np.asarray(want, np.float32).reshape(*valid.shape, -1), 0)
             np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)

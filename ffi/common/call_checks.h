@@ -10,30 +10,17 @@
 #include <string>
 #include <utility>
 
+#include "common/group_attributes.h"
 #include "common/layer_call.h"
 #include "common/layout.h"
 
 namespace jaxmoe {
 
 inline std::string attributes_error(const LayerAttributes& a) {
-  if (a.ranks < 1 || a.ranks > kMaxRanks || a.num_experts < 1 || a.num_experts % a.ranks != 0) {
-    return "jaxmoe: num_experts=" + std::to_string(a.num_experts) + " over ranks=" + std::to_string(a.ranks) +
-           " is no whole number of experts per rank, or more than " + std::to_string(kMaxRanks) + " ranks.";
-  }
-  if (a.groups.size() == 0 || a.groups.size() % a.ranks != 0) {
-    return "jaxmoe: groups names " + std::to_string(a.groups.size()) + " devices, ranks is " +
-           std::to_string(a.ranks) + ". It has to name all devices of the mesh, group by group.";
-  }
-  if (a.devices.size() != a.groups.size() && a.devices.size() != 1) {
-    return "jaxmoe: devices names " + std::to_string(a.devices.size()) + " devices, groups " +
-           std::to_string(a.groups.size()) + ". It has to name the same ones, or be -1 alone.";
-  }
+  if (std::string error = group_error(a); !error.empty()) return error;
   if (a.schedule.size() * sizeof(int32_t) != sizeof(Schedule)) {
     return "jaxmoe: schedule has " + std::to_string(a.schedule.size()) + " numbers. It needs the " +
            std::to_string(sizeof(Schedule) / sizeof(int32_t)) + " fields of Schedule (ffi/common/shape.h).";
-  }
-  if (!(a.timeout_seconds > 0 && a.timeout_seconds <= kLongestTimeoutSeconds)) {
-    return "jaxmoe: timeout_seconds must be positive and at most 1e9.";
   }
   return "";
 }

@@ -7,12 +7,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "common/activation.h"
+#include "common/call_arrays.h"
 #include "common/formats.h"
 #include "common/layer_arrays.h"
 #include "common/shape.h"
@@ -22,9 +21,6 @@ namespace jaxmoe {
 
 inline constexpr char kForwardTarget[] = "jaxmoe_forward";
 inline constexpr char kBackwardTarget[] = "jaxmoe_backward";
-
-// 31 years. Waits count nanoseconds in 64 bits, beside those since the machine has started.
-inline constexpr float kLongestTimeoutSeconds = 1e9f;
 
 struct LayerAttributes {
   int32_t ranks;
@@ -37,7 +33,7 @@ struct LayerAttributes {
   int32_t power_of_two_scales;  // 1: scales of tokens and of h are rounded up to powers of two
   // The fields of Schedule in their order; 0 workers and dispatchers: as many as the device has room for.
   xla::ffi::Span<const int32_t> schedule;
-  float timeout_seconds;                 // at most kLongestTimeoutSeconds
+  float timeout_seconds;                 // at most kLongestTimeoutSeconds (common/group_attributes.h)
   xla::ffi::Span<const int64_t> groups;  // devices of every group as XLA numbers them, rank 0 first; a CPU needs none
   // The same devices as all processes know them (jaxmoe/implementations/megakernel/lowering.py); -1 alone where Python
   // could not tell.
@@ -55,63 +51,19 @@ inline Activation activation_of(const LayerAttributes& a) {
   return {static_cast<ActivationKind>(a.activation), a.limit, a.alpha, a.up_offset};
 }
 
-// None where layers have no such elements.
-inline std::optional<Element> element_of(xla::ffi::DataType type) {
-  switch (type) {
-    case xla::ffi::F64: return Element::kF64;
-    case xla::ffi::F32: return Element::kF32;
-    case xla::ffi::BF16: return Element::kBf16;
-    case xla::ffi::F16: return Element::kF16;
-    case xla::ffi::F8E4M3FN: return Element::kE4M3;
-    case xla::ffi::F8E8M0FNU: return Element::kE8M0;
-    case xla::ffi::U8: return Element::kE2M1;  // two of them
-    default: return std::nullopt;
-  }
-}
-
-class LayerCall {
+class LayerCall : public CallArrays<ArrayName> {
  public:
-  using Array = std::optional<xla::ffi::AnyBuffer>;
-
   // `error` is set where there are not as many operands and results as the attribute names.
-  LayerCall(xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results, const LayerAttributes& attributes,
-            std::string* error) {
+  LayerCall(const xla::ffi::RemainingArgs& operands, xla::ffi::RemainingRets results,
+            const LayerAttributes& attributes, std::string* error) {
     const uint32_t named = static_cast<uint32_t>(attributes.arrays) & (bit_of(ArrayName::kCount) - 1);
     // Gate and up are a result of a forward pass, which has no dy.
-    uint32_t of_results = named & ~(bit_of(ArrayName::kY) - 1);
-    if ((named & bit_of(ArrayName::kDy)) == 0) of_results |= named & bit_of(ArrayName::kGateUp);
-    const auto given = [](auto count) { return static_cast<int>(count); };
-    if (std::popcount(named & ~of_results) != given(operands.size()) ||
-        std::popcount(of_results) != given(results.size())) {
-      *error = "jaxmoe: " + std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) +
-               " results; the attribute `arrays` names " + std::to_string(std::popcount(named & ~of_results)) +
-               " and " + std::to_string(std::popcount(of_results)) + ".";
-      return;
-    }
-    std::size_t operand = 0, result = 0;
-    for (int32_t i = 0; i < kNumArrays; ++i) {
-      const uint32_t bit = uint32_t{1} << i;
-      if ((named & ~of_results & bit) != 0) arrays_[i] = *operands.get<xla::ffi::AnyBuffer>(operand++);
-      if ((of_results & bit) != 0) arrays_[i] = **results.get<xla::ffi::AnyBuffer>(result++);
-    }
+    uint32_t of_results = ~(bit_of(ArrayName::kY) - 1);
+    if ((named & bit_of(ArrayName::kDy)) == 0) of_results |= bit_of(ArrayName::kGateUp);
+    take(operands, results, named, of_results, error);
   }
 
-  const Array& operator[](ArrayName name) const { return arrays_[static_cast<std::size_t>(name)]; }
-  bool has(ArrayName name) const { return (*this)[name].has_value(); }
   bool backward() const { return has(ArrayName::kDy); }
-
-  // Null where there is no such array, or no element of it.
-  template <class T = void>
-  T* data(ArrayName name) const {
-    const Array& array = (*this)[name];
-    return array && array->element_count() > 0 ? static_cast<T*>(array->untyped_data()) : nullptr;
-  }
-  // Of an array that is there.
-  int64_t extent(ArrayName name, std::size_t dimension) const { return (*this)[name]->dimensions()[dimension]; }
-  xla::ffi::DataType type(ArrayName name) const { return (*this)[name]->element_type(); }
-
- private:
-  std::array<Array, kNumArrays> arrays_;
 };
 
 // Of a call that has passed its checks, as all below.

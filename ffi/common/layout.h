@@ -75,6 +75,7 @@ struct ArenaLayout {
   Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' sort -> dispatch
+                        //   of an exchange the place of each slot in that order, -1 of those of other ranks
   int64_t head_bytes;
 
   // Body, what peers reach. The order is the guarantee that a rank finds a peer's regions where its own lie: they come
@@ -82,9 +83,11 @@ struct ArenaLayout {
   // `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
   Region tokens;          // [tokens, parts, hidden]            publish -> peers' dispatch; empty where x is read
   Region answers;         // [slots, hidden]                    peers' down, token_gradient -> combine
-  // Of a backward pass; empty in a forward one. Numbers are as wide as sums are: float32, or float64 where tokens are.
+  // Of a backward pass or a dispatch on its own; empty in a forward one. Numbers are as wide as sums are: float32, or
+  // float64 where tokens are.
   Region routing_weights; // [slots] number                     publish -> peers' dispatch
-  Region routing_weight_gradients;  // [slots] number             peers' token_gradient -> combine
+  Region routing_weight_gradients;  // [slots] number             peers' token_gradient, dispatch -> combine
+  Region slot_rows;       // [slots] int32, of a dispatch on its own  peers' dispatch -> its end; else empty
 
   // Body, what this rank alone reaches.
   Region histograms;    // [most sorters, num_experts] int32          sort -> sort
@@ -176,11 +179,14 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   const int64_t parts = row_parts(schedule);
   const int64_t backward = schedule.backward() ? 1 : 0;
   const auto tokens = [&](int64_t rows) { return formats.tokens.bytes(rows * parts, shape.hidden); };
+  const int64_t exchanges = schedule.exchanges() ? 1 : 0;
   const auto sums = [&](int64_t count) { return formats.sums.bytes(backward, count); };
+  const int64_t of_slots = formats.sums.bytes(backward + exchanges, shape.slots());
   l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens.is_scaled()) ? tokens(shape.tokens) : 0);
   l.answers = pack.take(formats.answers.bytes(shape.slots(), shape.hidden));
-  l.routing_weights = pack.take(sums(shape.slots()));
-  l.routing_weight_gradients = pack.take(sums(shape.slots()));
+  l.routing_weights = pack.take(of_slots);
+  l.routing_weight_gradients = pack.take(of_slots);
+  l.slot_rows = pack.take(exchanges * shape.slots() * int64_t{sizeof(int32_t)});
 
   l.histograms = pack.take(int64_t{most_sorters(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
@@ -229,7 +235,7 @@ constexpr uint64_t agreement_of(const Shape& shape, Schedule schedule, const For
   // These follow from the numbers above in one build of this file; ranks could run two.
   const ArenaLayout l = layout_of(shape, schedule, formats, head);
   for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.answers,
-                               l.routing_weights, l.routing_weight_gradients}) {
+                               l.routing_weights, l.routing_weight_gradients, l.slot_rows}) {
     all.add(region.offset, region.bytes);
   }
   all.add(l.head_bytes, l.bytes);
@@ -258,7 +264,7 @@ JAXMOE_ANY constexpr int64_t rows_from_source(const ArenaLayout& layout, const H
          ((launch_number & 1) * head.ranks + source) * int64_t{head.local_experts} * int64_t{sizeof(int32_t)};
 }
 
-// Byte offset of the slot list that `source` wrote for this rank's experts.
+// Byte offset of the slot list, or of the places, that `source` wrote for this rank's experts.
 JAXMOE_ANY constexpr int64_t slots_from_source(const ArenaLayout& layout, const HeadCapacity& head, int32_t source) {
   return layout.source_slots.offset + source * head.slots * int64_t{sizeof(int32_t)};
 }

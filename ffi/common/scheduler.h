@@ -41,7 +41,8 @@
 
 namespace jaxmoe {
 
-enum class Pass : int32_t { kForward = 0, kBackward = 1 };
+// The passes of a layer, and the two that only bring rows to experts and answers back (common/exchange.h).
+enum class Pass : int32_t { kForward = 0, kBackward, kDispatch, kCombine };
 
 enum class Gemm : int32_t {
   kGateUp = 0,      // tokens x (w_gate, w_up); a backward pass computes them again

@@ -86,6 +86,8 @@ struct Schedule {
   int32_t weight_slots;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
+  // Rows are dispatched or combined, and nothing is multiplied: there are no rings.
+  JAXMOE_ANY constexpr bool exchanges() const { return ring_tiles == 0; }
   // Ahead of the tasks that multiply them.
   JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
   JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && !decodes(); }

@@ -38,6 +38,16 @@ constexpr Granularity granularity_of_cpu(bool gated, bool scaled) {
   return {{16, scaled ? kScaleColumns : gated ? 32 : 64, 64}, 2, 1};
 }
 
+// The schedule of a dispatch or a combine, which have no GEMMs.
+constexpr Schedule exchange_schedule(const Granularity& pieces, int32_t workers) {
+  Schedule schedule{};
+  schedule.tile = pieces.tile;
+  schedule.unit_tiles = schedule.chunk_rows = 1;
+  schedule.workers = workers;
+  schedule.dispatchers = workers * pieces.dispatchers_per_worker;
+  return schedule;
+}
+
 // The schedule of a call: what was chosen for it, with what follows from its sizes and the platform.
 constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granularity& pieces) {
   chosen.tile = pieces.tile;

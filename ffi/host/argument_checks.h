@@ -45,13 +45,14 @@ inline void check(const Shape& shape) {
   require_range("tokens * top_k", slots, 0, int64_t{kMaxSlots} + 1);
 }
 
-inline void check(const Schedule& schedule) {
+// Without ring tiles: that of a dispatch or a combine, which nothing walks.
+inline void check(const Schedule& schedule, int32_t fewest_ring_tiles = 1) {
   require_at_least("tile.rows", schedule.tile.rows, 1);
   require_at_least("tile.h_columns", schedule.tile.h_columns, 1);
   require_at_least("tile.columns", schedule.tile.columns, 1);
   require_at_least("unit_tiles", schedule.unit_tiles, 1);
   require_at_least("lag_units", schedule.lag_units, 0);
-  require_at_least("ring_tiles", schedule.ring_tiles, 1);
+  require_at_least("ring_tiles", schedule.ring_tiles, fewest_ring_tiles);
   require_at_least("workers", schedule.workers, 0);  // 0: as many as a device has room for
   require_at_least("chunk_rows", schedule.chunk_rows, 1);
   require_at_least("dispatchers", schedule.dispatchers, 0);

@@ -3,13 +3,17 @@
 
 #include "common/build_config.h"
 #include "common/device_info.h"
-#include "host/layer_handler.h"
+#include "common/exchange_call.h"
+#include "common/layer_call.h"
+#include "host/instruction.h"
 #include "host/timeline.h"
 #include "xla/ffi/api/api.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeDeviceInfoHost);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInstantiateHost);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeInstantiateHost);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeHost);
 
 namespace jaxmoe {
 
@@ -18,7 +22,11 @@ std::vector<Registration> registrations() {
           {kForwardTarget, "instantiate", JaxmoeLayerInstantiateHost},
           {kForwardTarget, "execute", JaxmoeLayerHost},
           {kBackwardTarget, "instantiate", JaxmoeLayerInstantiateHost},
-          {kBackwardTarget, "execute", JaxmoeLayerHost}};
+          {kBackwardTarget, "execute", JaxmoeLayerHost},
+          {kDispatchTarget, "instantiate", JaxmoeExchangeInstantiateHost},
+          {kDispatchTarget, "execute", JaxmoeExchangeHost},
+          {kCombineTarget, "instantiate", JaxmoeExchangeInstantiateHost},
+          {kCombineTarget, "execute", JaxmoeExchangeHost}};
 }
 
 std::vector<StateType> state_types() { return {host::instruction_type()}; }

@@ -3,8 +3,6 @@
 // (jaxmoe.testing.use_virtual_devices).
 //
 // Python side: jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
-#include "host/layer_handler.h"
-
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,6 +11,7 @@
 #include "common/layer_call.h"
 #include "host/executor.h"
 #include "host/group.h"
+#include "host/instruction.h"
 #include "host/timeline.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,11 +19,6 @@ namespace ffi = xla::ffi;
 
 namespace jaxmoe::host {
 
-// One per instruction of an executable, the same object for all devices that run it: it tells the calls of one program
-// apart, which XLA:CPU may run in another order on every device.
-struct Instruction {
-  static ffi::TypeId id;
-};
 ffi::TypeId Instruction::id{};
 
 namespace {
@@ -38,9 +32,8 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
   const Schedule schedule = schedule_of(attributes);
   const int32_t* place = call.data<const int32_t>(ArrayName::kPlace);
   const int32_t rank = place[0];
-  if (rank < 0 || rank >= shape.ranks) {
-    return ffi::Error::InvalidArgument("jaxmoe: place names rank " + std::to_string(rank) + " of " +
-                                       std::to_string(shape.ranks) + " ranks; it must be from 0 on and below that.");
+  if (const std::string error = place_error(rank, shape.ranks); !error.empty()) {
+    return ffi::Error::InvalidArgument(error);
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
   const Formats formats = formats_of(call, schedule);

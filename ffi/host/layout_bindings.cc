@@ -29,6 +29,7 @@ constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"answers", &ArenaLayout::answers},
                                         {"routing_weights", &ArenaLayout::routing_weights},
                                         {"routing_weight_gradients", &ArenaLayout::routing_weight_gradients},
+                                        {"slot_rows", &ArenaLayout::slot_rows},
                                         {"histograms", &ArenaLayout::histograms},
                                         {"kept_tokens", &ArenaLayout::kept_tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
@@ -51,8 +52,13 @@ py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]
   return regions;
 }
 
+void check_sizes(const Shape& shape, const Schedule& schedule) {
+  check(shape);
+  check(schedule, 0);
+}
+
 void check(const Shape& shape, const Schedule& schedule, const HeadCapacity& head) {
-  check(shape, schedule);
+  check_sizes(shape, schedule);
   check(head);
   require(head.holds(needed_head(shape, schedule)),
           "the head is too small for the shape. It needs to hold needed_head().");
@@ -143,7 +149,7 @@ void define_layout(py::module_& module) {
     module.def(
         name,
         [count](const Shape& shape, const Schedule& schedule) {
-          check(shape, schedule);
+          check_sizes(shape, schedule);
           return count(shape, schedule);
         },
         py::arg("shape"), py::arg("schedule"));

@@ -19,37 +19,35 @@
 #include "host/launch.h"
 #include "host/products.h"
 #include "host/rank_memory.h"
-#include "host/scaled_rows.h"
-#include "host/signals.h"
+#include "host/rank_roles.h"
 #include "host/timeline.h"
 
 namespace jaxmoe::host {
 
 template <Pass kPass, class Precision>
-class Rank {
-  using Storage = typename Precision::Storage;
-  using RowStorage = typename Precision::Row::Storage;
-  using Number = typename Precision::Number;
+class Rank : RankRoles<Precision> {
+  using Roles = RankRoles<Precision>;
+  using typename Roles::Number;
+  using typename Roles::RowStorage;
+  using typename Roles::Span;
+  using typename Roles::Storage;
+  using typename Roles::Token;
+  using Roles::launch_number_;
+  using Roles::m_;
+  using Roles::share;
+  using Roles::signals_;
 
   static constexpr bool kBackward = kPass == Pass::kBackward;
 
  public:
   Rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays, LaunchTimeline* timeline)
-      : m_(launch, rank, arrays), products_(m_), sorters_(num_sorters(m_.shape, m_.schedule)),
-        launch_number_(m_.control().launch_number + 1), signals_(launch, rank, m_.layout, launch_number_),
-        timeline_(timeline), recorder_(timeline != nullptr, m_.schedule.workers, m_.schedule.dispatchers) {}
+      : Roles(launch, rank, arrays), products_(m_), timeline_(timeline), recorder_(timeline != nullptr, m_.schedule.workers, m_.schedule.dispatchers) {}
 
   std::string run() {
     std::vector<std::thread> threads;
-    for (int32_t worker = 0; worker < m_.schedule.workers; ++worker) {
-      threads.emplace_back([this, worker] { signals_.guard([&] { work(worker); }); });
-    }
-    for (int32_t dispatcher = 0; dispatcher < m_.schedule.dispatchers; ++dispatcher) {
-      threads.emplace_back([this, dispatcher] { signals_.guard([&] { dispatch(dispatcher); }); });
-    }
-    for (std::thread& thread : threads) thread.join();
-    if (!signals_.failures().empty()) return signals_.failures();
-    m_.control().launch_number = launch_number_;
+    Roles::start(threads, m_.schedule.workers, [this](int32_t worker) { work(worker); });
+    Roles::start(threads, m_.schedule.dispatchers, [this](int32_t dispatcher) { dispatch(dispatcher); });
+    if (std::string failures = Roles::finish(threads); !failures.empty()) return failures;
     if (timeline_ != nullptr) {
       *timeline_ = recorder_.collect(m_.rank, m_.shape.ranks, m_.rank, launch_number_, m_.schedule.backward());
     }
@@ -69,32 +67,23 @@ class Rank {
 
   void work(int32_t worker) {
     TrackRecorder track = recorder_.of_worker(worker);
-    clear_other_bank(worker);
-    sort_slots(worker);
+    Roles::clear_other_bank(worker);
+    Roles::sort_slots(worker);
     track.mark(EventKind::kSort);
     forget_kept_tokens(worker);
-    publish(worker);
+    Roles::publish_tokens(worker);
+    if constexpr (kBackward) Roles::publish_weights(m_.arrays.topk_weights, worker);
     track.mark(EventKind::kCopyInputs);
-    signals_.release({Signal::kInputsPublished, 0, 1});
-    if (worker == 0) {
-      // Pairs with the release that every worker has just done.
-      signals_.wait({Signal::kInputsPublished, 0, static_cast<uint32_t>(m_.schedule.workers)}, Site::kPublish, worker);
-      signals_.release_to_all(Signal::kInputsReady);
-    }
+    Roles::tell_all(worker, Signal::kInputsPublished, Signal::kInputsReady, Site::kPublish);
     track.mark(EventKind::kPublish);
     const RowCounts counts = wait_for_counts(worker);
     track.mark(EventKind::kWaitInputs);
     track.move_to(TrackRole::kMath);
     if constexpr (kBackward) clear_unused_gradients(counts.rows_per_expert, worker);
     take_tasks(counts, worker, track);
-    signals_.release({Signal::kTasksDone, 0, 1});
-    if (worker == 0) {
-      // Pairs with the release that every worker has just done.
-      signals_.wait({Signal::kTasksDone, 0, static_cast<uint32_t>(m_.schedule.workers)}, Site::kAnnounce, worker);
-      signals_.release_to_all(Signal::kAnswersReady);
-      track.mark(EventKind::kWaitTasks);
-    }
-    wait_for_answers(worker);
+    Roles::tell_all(worker, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
+    if (worker == 0) track.mark(EventKind::kWaitTasks);
+    Roles::wait_for_all(Signal::kAnswersReady, Site::kCombine, worker);
     track.mark(EventKind::kWaitAnswers);
     combine(worker);
     track.mark(EventKind::kCombine);
@@ -122,89 +111,6 @@ class Rank {
     }
   }
 
-  struct Span {
-    int64_t begin, end;
-  };
-  static Span share(int64_t count, int32_t part, int32_t parts) {
-    const int64_t size = ceil_div(count, int64_t{parts});
-    return {std::min(count, size * part), std::min(count, size * (part + 1))};
-  }
-
-  void clear_other_bank(int32_t worker) {
-    const Span words = share(counter_words(m_.launch.head), worker, m_.schedule.workers);
-    const int64_t first = word_of(m_.layout, m_.launch.head, launch_number_ + 1, Signal::kHistogramsWritten, 0);
-    uint32_t* bank = m_.template here<uint32_t>(first);
-    std::fill(bank + words.begin, bank + words.end, 0);
-    if (worker == 0) m_.control().tasks_taken[(launch_number_ + 1) & 1] = 0;
-  }
-
-  // --- sort: sorts this rank's slots by expert, stably, and writes each owner its list and counts --------------------
-
-  void sort_slots(int32_t sorter) {
-    if (sorter >= sorters_) return;
-    const Span slots = share(m_.shape.slots(), sorter, sorters_);
-    int32_t* histograms = m_.template here<int32_t>(m_.layout.histograms);
-    int32_t* own = histograms + int64_t{sorter} * m_.shape.num_experts;
-    std::fill(own, own + m_.shape.num_experts, 0);
-    for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
-      if (m_.shape.has_expert(m_.arrays.topk_ids[slot])) ++own[m_.arrays.topk_ids[slot]];
-    }
-    signals_.release({Signal::kHistogramsWritten, 0, 1});
-    // Pairs with the release that every sorter has just done.
-    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters_)}, Site::kSort, sorter);
-
-    const int32_t local = m_.shape.local_experts();
-    std::vector<int32_t> next(m_.shape.num_experts);  // position in the owner's list of this sorter's next slot
-    for (int32_t owner = 0; owner < m_.shape.ranks; ++owner) {
-      int32_t before = 0;
-      for (int32_t expert = owner * local; expert < (owner + 1) * local; ++expert) {
-        int32_t total = 0;
-        for (int32_t other = 0; other < sorters_; ++other) {
-          if (other == sorter) next[expert] = before + total;
-          total += histograms[int64_t{other} * m_.shape.num_experts + expert];
-        }
-        before += total;
-        if (sorter == 0) {
-          const int64_t ends = rows_from_source(m_.layout, m_.launch.head, launch_number_, m_.rank);
-          m_.template at<int32_t>(owner, ends)[expert - owner * local] = before;
-        }
-      }
-    }
-    for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
-      const int32_t expert = m_.arrays.topk_ids[slot];
-      if (!m_.shape.has_expert(expert)) continue;
-      m_.template at<int32_t>(expert / local, slots_from_source(m_.layout, m_.launch.head, m_.rank))[next[expert]++] =
-          static_cast<int32_t>(slot);
-    }
-  }
-
-  // --- publish -------------------------------------------------------------------------------------------------------
-
-  // To where peers can read them: tokens; in a backward pass beside each the gradient of its output, and routing
-  // weights. One rank alone reads its tokens where they lie in a forward pass, unless they are rounded on the way.
-  void publish(int32_t worker) {
-    if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) return;
-    const int32_t hidden = m_.shape.hidden;
-    const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
-    for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-      const Storage* x = m_.arrays.x + token * hidden;
-      RowStorage* row = m_.template here<RowStorage>(m_.layout.tokens) + token * m_.row_width();
-      if constexpr (Precision::kScaled) {
-        float* scales = m_.scales_of_token(m_.rank, m_.layout.tokens, m_.shape.tokens, token);
-        for (int32_t c = 0; c < hidden; c += kScaleColumns) {
-          scales[c / kScaleColumns] = round_columns<Precision>(x + c, m_.launch.power_of_two_scales, row + c);
-        }
-      } else {
-        std::copy_n(x, hidden, row);
-      }
-      if constexpr (kBackward) {
-        std::copy_n(m_.arrays.dy + token * hidden, hidden, row + hidden);
-        const int64_t slots = token * m_.shape.top_k;
-        std::copy_n(m_.arrays.topk_weights + slots, m_.shape.top_k,
-                    m_.template here<Number>(m_.layout.routing_weights) + slots);
-      }
-    }
-  }
 
   // Before this rank says that its inputs are ready, which its own dispatchers wait for too.
   void forget_kept_tokens(int32_t worker) {
@@ -306,23 +212,8 @@ class Rank {
     decoder.decode_up_to(local, signals_, worker);
   }
 
-  // A token as its owner has it, or as an earlier pull has kept it; scales where it has some.
-  struct Token {
-    const RowStorage* elements;
-    const float* scales;
-  };
-  Token token_of_owner(int32_t owner, int32_t number) const {
-    if constexpr (!Precision::kScaled) {
-      if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) {
-        return {m_.arrays.x + int64_t{number} * m_.row_width(), nullptr};
-      }
-    }
-    return {m_.template at<RowStorage>(owner, m_.layout.tokens) + int64_t{number} * m_.row_width(),
-            m_.scales_of_token(owner, m_.layout.tokens, m_.shape.tokens, number)};
-  }
-
   void copy_token(int32_t source, int32_t number, int32_t ring_slot, int32_t tile_row) {
-    Token token = token_of_owner(source, number);
+    Token token = Roles::token_of_owner(source, number);
     if (m_.schedule.keep_tokens && source != m_.rank) token = keep_token(token, source, number);
     std::copy_n(token.elements, m_.row_width(),
                 m_.ring_row(m_.layout.rows, ring_slot, tile_row, m_.row_width()));
@@ -352,39 +243,24 @@ class Rank {
 
   // --- combine: adds up the answers of each token's experts, in the order of its slots -------------------------------
 
-  void wait_for_answers(int32_t worker) {
-    for (int32_t source = 0; source < m_.shape.ranks; ++source) {
-      // Pairs with release_to_all(kAnswersReady) of the source's first worker.
-      signals_.wait({Signal::kAnswersReady, source, launch_number_}, Site::kCombine, worker);
-    }
-  }
-
   void combine(int32_t worker) {
     const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
-    Storage* const results = kBackward ? m_.arrays.dx : m_.arrays.y;
-    std::vector<Number> sums(m_.shape.hidden);
+    const auto is_used = [&](int64_t slot) { return m_.shape.has_expert(m_.arrays.topk_ids[slot]); };
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-      std::fill(sums.begin(), sums.end(), Number{0});
-      for (int64_t slot = token * m_.shape.top_k; slot < (token + 1) * m_.shape.top_k; ++slot) {
-        const bool used = m_.shape.has_expert(m_.arrays.topk_ids[slot]);
-        if constexpr (kBackward) {
-          m_.arrays.dtopk_weights[slot] =
-              used ? m_.template here<Number>(m_.layout.routing_weight_gradients)[slot] : Number{0};
-        }
-        if (!used) continue;
-        const Storage* answer = m_.template here<Storage>(m_.layout.answers) + slot * m_.shape.hidden;
-        const Number weight = kBackward ? Number{1} : m_.arrays.topk_weights[slot];  // in dx it is in each answer
-        for (int32_t c = 0; c < m_.shape.hidden; ++c) sums[c] += weight * Precision::load(answer[c]);
+      // In dx the weight is in each answer.
+      Roles::add_up_answers(token, kBackward ? m_.arrays.dx : m_.arrays.y, is_used, [&](int64_t slot) {
+        return kBackward ? Number{1} : m_.arrays.topk_weights[slot];
+      });
+    }
+    if constexpr (kBackward) {
+      const Number* gradients = m_.template here<Number>(m_.layout.routing_weight_gradients);
+      for (int64_t slot = tokens.begin * m_.shape.top_k; slot < tokens.end * m_.shape.top_k; ++slot) {
+        m_.arrays.dtopk_weights[slot] = is_used(slot) ? gradients[slot] : Number{0};
       }
-      std::transform(sums.begin(), sums.end(), results + token * m_.shape.hidden, Precision::store);
     }
   }
 
-  const RankMemory<Precision> m_;  // sizes, arrays, arenas
   Products<Precision> products_;
-  const int32_t sorters_;
-  const uint32_t launch_number_;
-  Signals signals_;
   LaunchTimeline* const timeline_;
   RankTimeline recorder_;
 };

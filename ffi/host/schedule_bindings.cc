@@ -12,6 +12,7 @@
 
 #include "common/chunks.h"
 #include "common/extension.h"
+#include "common/exchange.h"
 #include "common/layer_arrays.h"
 #include "common/protocol.h"
 #include "common/scheduler.h"
@@ -35,6 +36,8 @@ void define_names(py::module_& module) {
   py::enum_<Site> sites(module, "Site", "Where in the code a wait stands.");
   for (int32_t i = 0; i < static_cast<int32_t>(Site::kCount); ++i) sites.value(kSiteNames[i], static_cast<Site>(i));
   module.attr("ARRAY_NAMES") = std::vector<std::string>(std::begin(kArrayNames), std::end(kArrayNames));
+  module.attr("EXCHANGE_ARRAY_NAMES") =
+      std::vector<std::string>(std::begin(kExchangeArrayNames), std::end(kExchangeArrayNames));
   module.def("is_per_tile", &is_per_tile, py::arg("signal"));
   module.def("is_from_peers", &is_from_peers, py::arg("signal"));
 }
@@ -73,6 +76,13 @@ void define_structs(py::module_& module) {
   define_struct(module, "Granularity", "Into what pieces the work of a platform is cut.",
                 Field{"tile", &Granularity::tile}, Field{"workers", &Granularity::workers},
                 Field{"dispatchers_per_worker", &Granularity::dispatchers_per_worker});
+  module.def(
+      "exchange_schedule",
+      [](const std::string& platform) {
+        const Granularity pieces = granularity(platform, false, false);
+        return exchange_schedule(pieces, pieces.workers);
+      },
+      py::arg("platform"), "Of a dispatch or a combine on its own.");
   module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"), py::arg("scaled") = false,
              "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated. "
              "Columns of h that share a scale share a tile.");

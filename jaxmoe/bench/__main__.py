@@ -1,4 +1,4 @@
-"""`python -m jaxmoe.bench layer [flags]`, `scan [flags]`, `beside [flags]`, `peaks` or `scaling`."""
+"""`python -m jaxmoe.bench layer [flags]`, `scan`, `exchange`, `beside` (with flags as well), `peaks` or `scaling`."""
 
 import os
 import sys
@@ -21,14 +21,14 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import beside, command_line, layer, peaks, scaling, scan
-    from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE
+    from jaxmoe.bench import beside, command_line, exchange, layer, peaks, scaling, scan
+    from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE
 
-    if argv[1:] not in (["layer"], ["scan"], ["beside"], ["peaks"], ["scaling"]):
+    if argv[1:] not in (["layer"], ["scan"], ["exchange"], ["beside"], ["peaks"], ["scaling"]):
         given = " ".join(argv[1:]) or "nothing"
         raise app.UsageError(
-            "name what to measure: python -m jaxmoe.bench layer [flags], scan [flags], beside [flags], peaks or "
-            f"scaling; got {given}."
+            "name what to measure: python -m jaxmoe.bench layer [flags], scan [flags], exchange [flags], beside "
+            f"[flags], peaks or scaling; got {given}."
         )
     if argv[1] == "peaks":
         sys.exit(peaks.main(command_line.SECONDS.value, command_line.REST.value))
@@ -40,6 +40,10 @@ def _run(argv: list[str]) -> None:
             chosen = command_line.beside_from_flags()
             _join(chosen.ranks)
             status = beside.run(chosen)
+        elif argv[1] == "exchange":
+            chosen = command_line.exchange_from_flags()
+            _join(chosen.ranks)
+            status = exchange.run(chosen)
         elif argv[1] == "scan":
             chosen = command_line.scan_from_flags()
             _join(chosen.ranks)

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
 from jaxmoe.bench import shapes
+from jaxmoe.bench.exchange import ExchangeOptions
 from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, ROUNDED, ROUTINGS, BesideOptions, Options, Sweep
 from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.bench.scan import ScanOptions
@@ -188,29 +189,38 @@ def scan_from_flags() -> ScanOptions:
     Raises:
       ValueError: shapes or numbers that cannot be, or several of what one is taken of.
     """
+    return ScanOptions(**_in_a_scan("scan", ScanOptions.tokens), layers=_LAYERS.value)
+
+
+def exchange_from_flags() -> ExchangeOptions:
+    """Returns the options of `exchange` on the command line, as `scan_from_flags` does."""
+    return ExchangeOptions(**_in_a_scan("exchange", ExchangeOptions.tokens))
+
+
+def _in_a_scan(what: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the options that `scan` and `exchange` share, with so many tokens where none are given."""
     if _DTYPE.value not in DTYPES:
-        raise ValueError(f"--dtype={_DTYPE.value}: scan takes {' or '.join(DTYPES)}.")
-    tokens = _integers("tokens", _TOKENS.value) if _TOKENS.present else ScanOptions.tokens
+        raise ValueError(f"--dtype={_DTYPE.value}: {what} takes {' or '.join(DTYPES)}.")
+    tokens = _integers("tokens", _TOKENS.value) if _TOKENS.present else tokens
     ranks = _one("ep", _integers("ep", _EP.value))
     if not tokens or min(tokens) < 1 or ranks < 0:
         raise ValueError(
             f"--tokens={','.join(map(str, tokens))} --ep={ranks}: numbers of at least 1, or --ep=0 for all."
         )
-    return ScanOptions(
-        cases=tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
-        tokens=tokens,
-        ranks=ranks,
-        layers=_LAYERS.value,
-        dtype=DTYPES[_DTYPE.value],
-        implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
-        seconds=SECONDS.value,
-        json=Path(_JSON.value) if _JSON.value else None,
-    )
+    return {
+        "cases": tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
+        "tokens": tokens,
+        "ranks": ranks,
+        "dtype": DTYPES[_DTYPE.value],
+        "implementation": _one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
+        "seconds": SECONDS.value,
+        "json": Path(_JSON.value) if _JSON.value else None,
+    }
 
 
 def _one(flag: str, values: Sequence[Value]) -> Value:
     if len(values) != 1:
-        raise ValueError(f"--{flag}: beside and scan take one, and {len(values)} are given.")
+        raise ValueError(f"--{flag}: beside, scan and exchange take one, and {len(values)} are given.")
     return values[0]
 
 

@@ -136,6 +136,7 @@ class Implementation:
       pull_weighted: `(call, dy, weights, outputs, routes)`, transposes `add_up` with weights: returns the gradients of
         `outputs`, and of `weights` in their dtype. `None` as above.
       check: raises where it cannot run a call; before anything runs.
+      check_answers: raises where it cannot combine `outputs`, which have a shape and a dtype.
     """
 
     name: ImplementationName
@@ -146,6 +147,7 @@ class Implementation:
         Callable[[ExchangeCall, jax.Array, jax.Array, jax.Array, Routes], tuple[jax.Array, jax.Array]] | None
     ) = None
     check: Callable[[ExchangeCall], None] = lambda call: None
+    check_answers: Callable[[ExchangeCall, Any], None] = lambda call, outputs: None
 
 
 def block_starts(room: Room, counts: Int[Array, "*ranks local_experts"]) -> Int[Array, "*ranks local_experts"]:

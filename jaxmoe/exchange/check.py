@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from jaxmoe import reach, sharding
 from jaxmoe.call import FLOAT_DTYPES, MOST_SLOTS, uneven_experts
-from jaxmoe.exchange import IMPLEMENTATIONS, XLA
+from jaxmoe.exchange import IMPLEMENTATIONS, MEGAKERNEL, XLA
 from jaxmoe.exchange.base import (
     MOST_RANKS,
     MOST_SLOTS_OF_RANK,
@@ -99,9 +99,9 @@ def choose(
         call = call_of(IMPLEMENTATIONS[name], f"implementation={name!r} was asked for")
         IMPLEMENTATIONS[name].check(call)
         return call
-    otherwise, best = f"implementation=None: {XLA.name!r}", IMPLEMENTATIONS.get("megakernel")
-    if best is None or platform != "gpu":
-        return call_of(XLA, f"{otherwise} on {platform}")
+    otherwise, best = f"implementation=None: {XLA.name!r}", IMPLEMENTATIONS[MEGAKERNEL.name]
+    if platform != "gpu":
+        return call_of(XLA, f"{otherwise} on {platform}; {best.name!r} is chosen on GPUs that can run it")
     call = call_of(best, f"implementation=None: {best.name!r}, which can run this call")
     try:
         best.check(call)
@@ -251,6 +251,7 @@ def check_combine(outputs: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
                 f"combine: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
+    IMPLEMENTATIONS[call.implementation].check_answers(call, outputs)
     return call
 
 

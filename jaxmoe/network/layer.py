@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.implementations.base import Call, Inputs
-from jaxmoe.implementations.megakernel.layer import timeout_seconds
+from jaxmoe.implementations.megakernel.launching import timeout_seconds
 from jaxmoe.network import gather, roll_call, send
 from jaxmoe.network.choice import call_on_host, chunk_tokens
 from jaxmoe.network.gradients import summed_in_float32, trained_of

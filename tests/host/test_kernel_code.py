@@ -90,21 +90,22 @@ def code(tmp_path_factory, has_timeline) -> Code:
 
 
 @pytest.fixture(scope="module")
-def resources(code) -> list[dict[str, int]]:
-    """Of every kernel: registers, bytes of its stack frame and of local memory."""
-    told = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", code.dump("-res-usage"))
-    assert len(told) == len(code.files)
-    return [dict(zip(("registers", "stack", "local"), map(int, each), strict=True)) for each in told]
+def resources(code) -> dict[str, dict[str, int]]:
+    """Of every kernel by its name: registers, bytes of its stack frame and of local memory."""
+    told = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", code.dump("-res-usage"))
+    assert len(told) >= len(code.files)
+    return {name: dict(zip(("registers", "stack", "local"), map(int, each), strict=True)) for name, *each in told}
 
 
 def test_no_kernel_spills_registers_or_uses_local_memory(resources):
     """What is spilled lies in the stack frame. A build with spills fails by itself, as long as it has these flags."""
-    assert all(kernel["stack"] == kernel["local"] == 0 for kernel in resources)
+    assert all(kernel["stack"] == kernel["local"] == 0 for kernel in resources.values())
     assert "--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error" in str(machine.build_info().nvcc_flags)
 
 
-def test_every_kernel_has_the_registers_of_384_threads(resources):
-    assert {kernel["registers"] for kernel in resources} == {168}
+def test_every_kernel_of_a_layer_has_the_registers_of_384_threads_and_no_other_has_more(resources):
+    assert {kernel["registers"] for name, kernel in resources.items() if not exchanges(name)} == {168}
+    assert max(kernel["registers"] for kernel in resources.values()) == 168
 
 
 def test_the_assembler_serialises_no_tensor_core_products(code):
@@ -137,8 +138,12 @@ def in_registers(kernel: str) -> bool:
     return "Packed" in named(kernel)
 
 
+def exchanges(kernel: str) -> bool:
+    return "Exchange" in named(kernel)
+
+
 def test_products_are_those_of_hopper_alone(kernels, has_timeline):
-    wide = [kernel for kernel in kernels if not in_8_bits(kernel) and not in_registers(kernel)]
+    wide = [kernel for kernel in kernels if not (in_8_bits(kernel) or in_registers(kernel) or exchanges(kernel))]
     # Forward and backward, wide and decoded weights, BF16 and F16.
     assert len(wide) == (len(RECORDING) if has_timeline else 8)
     for kernel in wide:
@@ -169,6 +174,15 @@ def test_products_of_weights_decoded_in_registers_are_those_of_a_warp(kernels, h
     (kernel,) = filter(in_registers, kernels)
     assert set(re.findall(r"\bHMMA\.(\S+)", kernel)) == {"16816.F32.BF16"}
     assert not re.search(r"\b(HGMMA|QGMMA|LDL|STL)\b", kernel)
+
+
+@pytest.mark.parametrize("has_timeline", ["without a timeline"], indirect=True)
+def test_dispatch_and_combine_on_their_own_multiply_nothing(kernels, has_timeline):
+    own = [kernel for kernel in kernels if exchanges(kernel)]
+    # Both for BF16 and F16, and a dispatch of each that rounds to 8 bits.
+    assert [sum(name in named(kernel) for kernel in own) for name in ("moe_dispatch", "moe_combine")] == [4, 2]
+    for kernel in own:
+        assert not re.search(r"\b(HMMA|HGMMA|QGMMA|LDL|STL)\b", kernel)
 
 
 def test_only_a_kernel_with_a_timeline_reads_the_clock(kernels, has_timeline):

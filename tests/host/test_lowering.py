@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.implementations.megakernel import layer as megakernel
+from jaxmoe.implementations.megakernel import launching
 from jaxmoe.testing import make_inputs
 from tests.layer_calls import SIZES
 
@@ -26,7 +26,7 @@ TOKENS, EXPERTS = P(("data", "expert")), P("expert")
 @pytest.fixture(autouse=True)
 def several_processes(monkeypatch):
     """As in a job of several processes: in one alone calls name no devices."""
-    monkeypatch.setattr(megakernel, "_several_processes", lambda: True)
+    monkeypatch.setattr(launching, "_several_processes", lambda: True)
 
 
 def mesh_of(ids: list[int], data: int = 2, kinds: tuple[AxisType, ...] = AUTO) -> Mesh:
@@ -123,12 +123,12 @@ def test_calls_that_name_devices_give_the_bits_of_calls_that_do_not(monkeypatch)
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3)))(*ARRAYS)
 
     naming = gradients()
-    monkeypatch.setattr(megakernel, "_several_processes", lambda: False)
+    monkeypatch.setattr(launching, "_several_processes", lambda: False)
     jax.tree.map(np.testing.assert_array_equal, naming, gradients())
 
 
 def test_one_process_alone_names_none(monkeypatch):
-    monkeypatch.setattr(megakernel, "_several_processes", lambda: False)
+    monkeypatch.setattr(launching, "_several_processes", lambda: False)
     mesh = mesh_of([4, 5, 6, 7])
     assert devices_of(lambda *arrays: layer(*arrays, mesh=mesh)) == [[-1]]
 

@@ -15,9 +15,9 @@ import jaxmoe
 from jaxmoe import native, reach, sharding
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.implementations.base import Inputs
+from jaxmoe.implementations.megakernel import launching, limits
 from jaxmoe.implementations.megakernel import layer as megakernel
-from jaxmoe.implementations.megakernel import limits
-from jaxmoe.implementations.megakernel.layer import TIMEOUT_VARIABLE, timeout_seconds
+from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE, timeout_seconds
 from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU, backward_plan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
 from jaxmoe.nnx import MoE
@@ -197,7 +197,7 @@ def test_ranks_wait_for_each_other_with_the_longest_timeout_as_well(monkeypatch)
 
 def test_compiled_code_refuses_a_timeout_whose_nanoseconds_it_cannot_count(monkeypatch):
     monkeypatch.setenv(TIMEOUT_VARIABLE, "1e10")
-    monkeypatch.setattr(megakernel, "LONGEST_TIMEOUT_SECONDS", 1e30)
+    monkeypatch.setattr(launching, "LONGEST_TIMEOUT_SECONDS", 1e30)
     arguments = inputs_of(tokens=72)
     with pytest.raises(jax.errors.JaxRuntimeError, match="timeout_seconds must be positive and at most 1e9"):
         jax.block_until_ready(jax.jit(layer("one rank", implementation="megakernel"))(arguments))
@@ -253,7 +253,7 @@ def test_compiled_code_refuses_arrays_that_make_no_layer(monkeypatch, wrong):
 
 @pytest.mark.parametrize("rank", [-1, 1])
 def test_compiled_code_refuses_the_place_of_a_rank_that_does_not_exist(monkeypatch, rank):
-    monkeypatch.setattr(megakernel, "_place", lambda group: jnp.array([rank, 0], jnp.int32))
+    monkeypatch.setattr(launching, "place", lambda group: jnp.array([rank, 0], jnp.int32))
     arguments = inputs_of(tokens=80 + rank)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"place names rank {rank} of 1 ranks"):
         jax.block_until_ready(jax.jit(layer("one rank", implementation="megakernel"))(arguments))

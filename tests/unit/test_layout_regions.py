@@ -25,6 +25,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     ring_rows = schedule.ring_tiles * schedule.tile.rows
     kept = schedule.keep_tokens * (shape.ranks - 1) * shape.tokens
     backward = int(schedule.backward)
+    exchange = int(schedule.ring_tiles == 0)
     token_bytes = (1 + backward) * shape.hidden * itemsize
     number = number_bytes(itemsize)
     hidden, intermediate, projections = shape.hidden, shape.intermediate, shape.projections
@@ -40,8 +41,9 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "source_slots": head.ranks * head.slots * 4,
         "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
         "answers": shape.slots * shape.hidden * itemsize,
-        "routing_weights": backward * shape.slots * number,
-        "routing_weight_gradients": backward * shape.slots * number,
+        "routing_weights": (backward + exchange) * shape.slots * number,
+        "routing_weight_gradients": (backward + exchange) * shape.slots * number,
+        "slot_rows": exchange * shape.slots * 4,
         "histograms": min(max(math.ceil(shape.slots / 1024), 1), 128) * shape.num_experts * 4,
         "kept_tokens": kept * token_bytes,
         "kept_states": kept * 4,
@@ -56,7 +58,15 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     }
 
 
-@given(problem=problems(weight_slots=st.integers(0, 3)) | large_problems(), itemsize=itemsizes)
+def exchange_of(problem: Problem) -> Problem:
+    """A dispatch or a combine on its own of the tokens of a layer."""
+    return problem._replace(schedule=steps.exchange_schedule("cpu"))
+
+
+any_problem = problems(weight_slots=st.integers(0, 3)) | large_problems() | problems().map(exchange_of)
+
+
+@given(problem=any_problem, itemsize=itemsizes)
 @settings(max_examples=300)
 def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, itemsize):
     head = steps.needed_head(problem.shape, problem.schedule)
@@ -73,7 +83,7 @@ def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, i
     assert layout.bytes == end
 
 
-PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients"]
+PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients", "slot_rows"]
 
 
 @given(problem=problems() | large_problems(), itemsize=itemsizes)

@@ -13,8 +13,8 @@ namespace jaxmoe {
 inline constexpr int kVectorBytes = 16;
 
 // By a warp: copies a row to `target`, and to `kept` unless that is null.
+template <int kLoadsInFlight = 4>
 __device__ __forceinline__ void copy_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors, int lane) {
-  constexpr int kLoadsInFlight = 4;
 #pragma unroll 1
   for (int32_t first = lane; first < vectors; first += 32 * kLoadsInFlight) {
     uint4 values[kLoadsInFlight];

@@ -33,8 +33,10 @@ std::string no_memory_text(int32_t rank, int64_t bytes, const Schedule& schedule
   return "jaxmoe: rank " + std::to_string(rank) + " needs " + bytes_text(bytes) +
          " of GPU memory outside of XLA's pool, " + bytes_text(static_cast<int64_t>(free)) + " of " +
          bytes_text(static_cast<int64_t>(all)) + " are free: " + reason +
-         " Set XLA_PYTHON_CLIENT_MEM_FRACTION lower before jax starts (0.75 where it is not set), or lower the "
-         "plan's ring_tiles: " + std::to_string(schedule.ring_tiles) + " of them take " + bytes_text(ring_bytes) + ".";
+         " Set XLA_PYTHON_CLIENT_MEM_FRACTION lower before jax starts (0.75 where it is not set), or " +
+         (schedule.exchanges() ? "dispatch fewer tokens at a time."
+                               : "lower the plan's ring_tiles: " + std::to_string(schedule.ring_tiles) +
+                                     " of them take " + bytes_text(ring_bytes) + ".");
 }
 
 }  // namespace
@@ -98,12 +100,12 @@ ffi::Error Arena::prepare_launches() {
 }
 
 ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
-  const auto& [shape, schedule, formats] = sizes;
+  const auto& [shape, schedule, formats, pass] = sizes;
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = usable(); error.failure()) return error;
   program_stream_ = link.stream;
-  if (holds(sizes)) return reserve_timeline(schedule, formats);
+  if (holds(sizes)) return reserve_timeline(sizes);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
   const HeadCapacity head = larger_head(head_, needed_head(shape, schedule));
@@ -126,12 +128,12 @@ ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
   if (ffi::Error error = replace_memory(link, wanted, schedule, ring_bytes); error.failure()) return error;
   offer(head, memory_.bytes);
   body_bytes_ = body_bytes;
-  return reserve_timeline(schedule, formats);
+  return reserve_timeline(sizes);
 }
 
 // Outside of the arena: peers do not reach it.
-ffi::Error Arena::reserve_timeline(const Schedule& schedule, const Formats& formats) {
-  const int32_t blocks = timeline_blocks(schedule, formats);
+ffi::Error Arena::reserve_timeline(const LaunchSizes& sizes) {
+  const int32_t blocks = timeline_blocks(sizes);
   if (blocks <= timeline_blocks_) return ffi::Error::Success();
   cudaError_t status = cudaFree(timeline_);
   timeline_ = nullptr;
@@ -183,7 +185,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
   const std::lock_guard lock(claimed_);
   if (ffi::Error error = usable(); error.failure()) return error;
   if (!holds(call.sizes)) return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
-  const auto& [shape, schedule, formats] = call.sizes;
+  const auto& [shape, schedule, formats, pass] = call.sizes;
   RankParams rank{.shape = shape,
                   .schedule = schedule,
                   .head = head_,
@@ -196,7 +198,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
                   .arenas = {}};
   std::copy(std::begin(memory_.of_ranks), std::end(memory_.of_ranks), rank.arenas);
   ReadyLaunch ready{};
-  if (const std::string error = make_launch(rank, formats, call.arrays, timeline_, &ready); !error.empty()) {
+  if (const std::string error = make_launch(rank, pass, formats, call.arrays, timeline_, &ready); !error.empty()) {
     return ffi::Error::InvalidArgument(error);
   }
   {
@@ -209,7 +211,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
     if (launched != cudaSuccess || call.place == nullptr) return launched;
     return cudaMemcpyAsync(&report_->place, call.place, sizeof(*call.place), cudaMemcpyDeviceToHost, call.stream);
   });
-  launch_blocks_ = timeline_blocks(schedule, formats);
+  launch_blocks_ = timeline_blocks(call.sizes);
   launch_backward_ = schedule.backward();
   ++launches_;
   return status == cudaSuccess ? ffi::Error::Success() : cuda_error("the kernel could not be launched", status);

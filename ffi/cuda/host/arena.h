@@ -14,7 +14,6 @@
 #include <string>
 
 #include "common/activation.h"
-#include "common/layer_arrays.h"
 #include "common/layout.h"
 #include "common/shape.h"
 #include "common/timeline.h"
@@ -27,10 +26,10 @@
 
 namespace jaxmoe {
 
-// A call of a layer, on one device.
+// A call on one device.
 struct ArenaCall {
   LaunchSizes sizes;
-  LayerArrays<void, float> arrays;
+  LaunchArrays arrays;
   Activation activation;
   bool power_of_two_scales;
   double timeout_seconds;
@@ -78,7 +77,7 @@ class Arena {
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
   xla::ffi::Error usable();
   xla::ffi::Error prepare_launches();
-  xla::ffi::Error reserve_timeline(const Schedule& schedule, const Formats& formats);
+  xla::ffi::Error reserve_timeline(const LaunchSizes& sizes);
   xla::ffi::Error replace_memory(const Link& link, const WantedArena& wanted, const Schedule& schedule,
                                  int64_t ring_bytes);
   void offer(const HeadCapacity& head, int64_t bytes);

@@ -5,17 +5,28 @@
 #include <string>
 
 #include "common/call_checks.h"
+#include "common/exchange_call.h"
 #include "common/layout.h"
 #include "cuda/device/rank_params.cuh"
 
 namespace jaxmoe {
 
+// Elements of 16 bits in the 16 bytes that are copied at once; slots of a token, one to a lane.
+inline constexpr int64_t kRowMultiple = 8;
+inline constexpr int32_t kMostSlotsOfToken = 32;
+
 // What this kernel cannot do, beyond what no part of jaxmoe can.
-inline std::string limits_error(const LayerAttributes& a) {
+template <class Attributes>
+std::string limits_error(const Attributes& a) {
   if (a.ranks <= kMaxPeers && a.num_experts <= kMaxExperts && a.num_experts / a.ranks <= kMaxLocalExperts) return "";
   return "jaxmoe: " + std::to_string(a.num_experts) + " experts over " + std::to_string(a.ranks) +
          " ranks; on GPUs there can be " + std::to_string(kMaxExperts) + " experts, " +
          std::to_string(kMaxLocalExperts) + " per rank, and " + std::to_string(kMaxPeers) + " ranks.";
+}
+
+inline std::string element_error(Element of_tokens) {
+  if (of_tokens == Element::kBf16 || of_tokens == Element::kF16) return "";
+  return std::string("jaxmoe: tokens are ") + info_of(of_tokens).name + "; on GPUs they must be bfloat16 or float16.";
 }
 
 // What is wrong with a call on any device; empty where nothing is.
@@ -24,15 +35,26 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
     if (!error.empty()) return error;
   }
   const Element element = *element_of(call.type(ArrayName::kX));
-  if (element != Element::kBf16 && element != Element::kF16) {
-    return std::string("jaxmoe: x is ") + info_of(element).name + "; on GPUs it must be bfloat16 or float16.";
-  }
+  if (std::string error = element_error(element); !error.empty()) return error;
   const Schedule schedule = schedule_of(attributes);
   if (formats_of(call, schedule).decodes() && !schedule.decodes() && element != Element::kBf16) {
     return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
            "; without slots for decoded weights it must be bfloat16.";
   }
   return "";
+}
+
+inline std::string gpu_call_error(const ExchangeCall& call, const ExchangeAttributes& attributes) {
+  for (const std::string& error : {call_error(call, attributes), limits_error(attributes)}) {
+    if (!error.empty()) return error;
+  }
+  const int64_t hidden = call.extent(tokens_of(call), 1);
+  if (hidden % kRowMultiple != 0 || attributes.top_k > kMostSlotsOfToken) {
+    return "jaxmoe: hidden=" + std::to_string(hidden) + ", top_k=" + std::to_string(attributes.top_k) +
+           "; on GPUs rows are copied in pieces of " + std::to_string(kRowMultiple) +
+           " elements, and a token can have " + std::to_string(kMostSlotsOfToken) + " slots.";
+  }
+  return element_error(*element_of(call.type(tokens_of(call))));
 }
 
 }  // namespace jaxmoe

@@ -5,11 +5,12 @@
 
 #include "common/build_config.h"
 #include "common/device_info.h"
+#include "common/exchange_call.h"
 #include "common/layer_call.h"
 #include "cuda/host/failures.h"
-#include "cuda/host/layer_handler.h"
 #include "cuda/host/occupant.h"
 #include "cuda/host/peer_access.h"
+#include "cuda/host/programs.h"
 #include "cuda/host/progress.h"
 #include "cuda/host/timelines.h"
 #include "xla/ffi/api/api.h"
@@ -19,6 +20,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInstantiateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerPrepareCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerInitializeCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeLayerCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeInstantiateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangePrepareCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeInitializeCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeCuda);
 
 namespace jaxmoe {
 
@@ -30,10 +35,16 @@ std::vector<Registration> registrations() {
     all.push_back({target, "initialize", JaxmoeLayerInitializeCuda});
     all.push_back({target, "execute", JaxmoeLayerCuda});
   }
+  for (const char* target : {kDispatchTarget, kCombineTarget}) {
+    all.push_back({target, "instantiate", JaxmoeExchangeInstantiateCuda});
+    all.push_back({target, "prepare", JaxmoeExchangePrepareCuda});
+    all.push_back({target, "initialize", JaxmoeExchangeInitializeCuda});
+    all.push_back({target, "execute", JaxmoeExchangeCuda});
+  }
   return all;
 }
 
-std::vector<StateType> state_types() { return {layer_instruction_type()}; }
+std::vector<StateType> state_types() { return {instruction_type()}; }
 
 std::map<std::string, std::string> part_build_info() {
   return {{"cuda_toolkit", build_config::kNvccVersion},

@@ -20,7 +20,9 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
-                                 backward_decoded_f16(), forward_packed_bf16()};
+                                 backward_decoded_f16(), forward_packed_bf16(), dispatch_bf16(),
+                                 dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
+                                 combine_bf16(),         combine_f16()};
   const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
@@ -143,7 +145,8 @@ void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) 
 }
 
 // Result number `n`, of so many bytes where it is there.
-void set_result(LaunchParams& p, int n, void* data, int64_t bytes) {
+template <class Params>
+void set_result(Params& p, int n, void* data, int64_t bytes) {
   p.results[n] = {data, data == nullptr ? 0 : bytes};
 }
 
@@ -208,36 +211,65 @@ std::string complete(BackwardParams& p, const Formats& formats) {
   return maker.error();
 }
 
-}  // namespace
-
-std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
-                        std::byte* timeline, ReadyLaunch* launch) {
-  if (rank.schedule.backward()) launch->params.emplace<BackwardParams>();
-  launch->formats = formats;
-  return std::visit(
-      [&](auto& p) {
-        static_cast<RankParams&>(p) = rank;
-        static_cast<LayerArrays<void, float>&>(p) = arrays;
-        p.gated = rank.shape.projections > 1;
-        p.weight_scale_rows = formats.weights.scale_rows;
-        p.weight_group_columns = formats.weights.group_columns;
-        p.timeline = timeline;
-        const std::string error = tiles_error(p);
-        return error.empty() ? complete(p, formats) : error;
-      },
-      launch->params);
+std::string complete_layer(LaunchParams& p, const LayerArrays<void, float>& arrays, const Formats& formats,
+                           std::byte* timeline) {
+  static_cast<LayerArrays<void, float>&>(p) = arrays;
+  p.gated = p.shape.projections > 1;
+  p.weight_scale_rows = formats.weights.scale_rows;
+  p.weight_group_columns = formats.weights.group_columns;
+  p.timeline = timeline;
+  return tiles_error(p);
 }
 
-int32_t timeline_blocks(const Schedule& schedule, const Formats& formats) {
-  const Pass pass = schedule.backward() ? Pass::kBackward : Pass::kForward;
+void complete(ExchangeParams& p, const ExchangeRoom& of_call, const Formats& formats) {
+  static_cast<ExchangeArrays<float>&>(p) = of_call.arrays;
+  p.room = of_call.room;
+  p.timeline = nullptr;
+  const int64_t rows = p.room.rows, hidden = p.shape.hidden, slots = p.shape.slots(), local = p.shape.local_experts();
+  constexpr int64_t kWord = sizeof(int32_t);
+  // Rows in 8 bits and their scales are two arrays; in the arena the scales lie behind the elements.
+  const int64_t scale_bytes = formats.tokens.scale_bytes(rows, hidden);
+  set_result(p, 0, p.rows, formats.tokens.bytes(rows, hidden) - scale_bytes);
+  set_result(p, 1, p.scales, scale_bytes);
+  set_result(p, 2, p.made_row_sources, rows * kWord);
+  set_result(p, 3, p.made_slot_rows, slots * kWord);
+  set_result(p, 4, p.rows_per_expert, local * kWord);
+  set_result(p, 5, p.dropped_rows, local * kWord);
+  set_result(p, 6, p.weight_gradients, slots * kWord);
+  set_result(p, 7, p.y, formats.answers.bytes(p.shape.tokens, hidden));
+}
+
+}  // namespace
+
+std::string make_launch(const RankParams& rank, Pass pass, const Formats& formats, const LaunchArrays& arrays,
+                        std::byte* timeline, ReadyLaunch* launch) {
+  launch->pass = pass;
+  launch->formats = formats;
+  if (const auto* of_call = std::get_if<ExchangeRoom>(&arrays)) {
+    auto& p = launch->params.emplace<ExchangeParams>();
+    static_cast<RankParams&>(p) = rank;
+    complete(p, *of_call, formats);
+    return "";
+  }
+  const auto layer = [&](auto& p) {
+    static_cast<RankParams&>(p) = rank;
+    const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
+    const std::string error = complete_layer(p, of_call, formats, timeline);
+    return error.empty() ? complete(p, formats) : error;
+  };
+  return pass == Pass::kBackward ? layer(launch->params.emplace<BackwardParams>())
+                                 : layer(launch->params.emplace<ForwardParams>());
+}
+
+int32_t timeline_blocks(const LaunchSizes& sizes) {
+  const auto& [shape, schedule, formats, pass] = sizes;
   return variant_for(pass, formats, schedule.decodes()).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
-        const Pass pass = params.schedule.backward() ? Pass::kBackward : Pass::kForward;
-        const KernelVariant& variant = variant_for(pass, ready.formats, params.schedule.decodes());
+        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule.decodes());
         const LaunchShape shape(variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
         return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);

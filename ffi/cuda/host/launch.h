@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "common/formats.h"
+#include "common/exchange.h"
 #include "common/layer_arrays.h"
 #include "common/scheduler.h"
 #include "cuda/kernel/params.cuh"
@@ -19,6 +20,7 @@ struct LaunchSizes {
   Shape shape;
   Schedule schedule;
   Formats formats;
+  Pass pass;
 };
 
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
@@ -28,18 +30,26 @@ std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {
-  std::variant<ForwardParams, BackwardParams> params;
+  std::variant<ForwardParams, BackwardParams, ExchangeParams> params;
+  Pass pass;
   Formats formats;
 };
+
+// The arrays of a call of a layer, or of a dispatch or combine with the room that it has.
+struct ExchangeRoom {
+  ExchangeArrays<float> arrays;
+  Room room;
+};
+using LaunchArrays = std::variant<LayerArrays<void, float>, ExchangeRoom>;
 
 // Completes `rank`, which says where everything lies, with the arrays of a call: tensor maps, results. The tile sizes
 // of its schedule must be those of the kernels. `timeline` has room for timeline_blocks(), or is null where those are
 // 0. Returns what is wrong, empty where nothing is.
-std::string make_launch(const RankParams& rank, const Formats& formats, const LayerArrays<void, float>& arrays,
+std::string make_launch(const RankParams& rank, Pass pass, const Formats& formats, const LaunchArrays& arrays,
                         std::byte* timeline, ReadyLaunch* launch);
 
 // Thread blocks that record a timeline; 0 where the kernel is compiled without.
-int32_t timeline_blocks(const Schedule& schedule, const Formats& formats);
+int32_t timeline_blocks(const LaunchSizes& sizes);
 
 // Enqueues the kernel on `stream`.
 cudaError_t enqueue(const ReadyLaunch& launch, cudaStream_t stream);

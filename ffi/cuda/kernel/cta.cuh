@@ -11,44 +11,12 @@
 #include "common/scheduler.h"
 #include "cuda/device/signals.cuh"
 #include "cuda/device/timeline.cuh"
-#include "cuda/kernel/config.cuh"
 #include "cuda/kernel/crew.cuh"
-#include "cuda/kernel/gemm/products.cuh"
 #include "cuda/kernel/params.cuh"
 #include "cuda/kernel/roles.cuh"
+#include "cuda/kernel/storage.cuh"
 
 namespace jaxmoe {
-
-// Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
-// task is written before the commit of its first stage and read after the wait for that stage; the producer is never
-// more tasks ahead than there are stages.
-inline constexpr int kQueuedTasks = 8;
-inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
-
-// How far a dispatch warp is with decoding weights: the next expert, and the one that had its slot.
-struct DecodingProgress {
-  DecodedExpert next, had;
-};
-struct NoDecodingProgress {};
-
-template <class Variant>
-struct KernelStorage {
-  // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
-  static_assert(Variant::config.stages + 3 <= kQueuedTasks);
-  typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
-  Task tasks[kQueuedTasks];                                 // this block's parts
-  int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
-  uint32_t launch_number;                                   // of this launch
-  Crew crew;
-  int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
-  typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
-  int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
-  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
-  int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
-  std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
-      decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
-  TimelineStorage<Variant::config.timeline> timeline;
-};
 
 template <class Variant>
 struct Cta {
@@ -61,7 +29,7 @@ struct Cta {
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
-  __device__ Cta(const Params& params, KernelStorage<Variant>& shared)
+  __device__ Cta(const Params& params, StorageOf<Variant>& shared)
       : params(params), peers(params), shared(shared), signals(params, shared.launch_number),
         timeline(shared.timeline, params.timeline), cta_rank(static_cast<uint32_t>(blockIdx.x) % Tiling::kBlocks) {}
 
@@ -104,7 +72,7 @@ struct Cta {
 
   const Params& params;
   const Peers peers;
-  KernelStorage<Variant>& shared;
+  StorageOf<Variant>& shared;
   const Signals<kTaskParts> signals;
   const Timeline<config.timeline> timeline;
   const uint32_t cta_rank;  // in the cluster

@@ -31,36 +31,50 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.launch_number() + 1) & 1] = 0;
 }
 
+struct DoNothing {
+  __device__ __forceinline__ void operator()(const crew::Enlisted&) const {}
+};
+
+// Gathers the crew, and copies what peers will read. First first(self) by one thread of every worker, as soon as it has
+// started; then copy(team) by all of the team together, and rest() by the crew. `kCopiesEarly`: copies are made while
+// the blocks start, dealt to all blocks of the launch, which nearly always are the crew. A crew that is not complete
+// copies everything once more; what others copy as well is the same.
+template <bool kCopiesEarly, class Variant, class First, class Copy, class Rest>
+__device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Copy copy, Rest rest) {
+  crew::Enlisted self{};
+  if (threadIdx.x == 0) {
+    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Tiling::kBlocks);
+    cta.signals.read_launch_number();
+    if (cta.cta_rank == 0) first(self);
+  }
+  if constexpr (kCopiesEarly) {
+    copy(Team{int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
+  }
+  crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self);
+  if (!cta.is_latecomer()) {
+    const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
+    if (!is_copied) copy(Team{threads_of(cta), thread_of(cta)});
+    clear_other_bank(cta);
+    rest();
+  }
+}
+
 // Everything before the roles part: the same in both passes.
 template <class Variant>
 __device__ void prepare(const Cta<Variant>& cta) {
   const auto track = cta.timeline.template track<1024>(TrackRole::kBlock);
   cta.timeline.begin();
   track.start();
-  crew::Enlisted self{};
-  if (threadIdx.x == 0) {
-    if (cta.cta_rank == 0) self = crew::enlist(cta.signals.control(), gridDim.x / Tiling::kBlocks);
-    cta.signals.read_launch_number();
-  }
-  // Dealt to all blocks of the launch, which nearly always are the crew, while they start. A crew that is not complete
-  // copies everything once more; what others copy as well is the same. Not in backward passes: a second copy of the
-  // code makes registers spill there.
-  constexpr bool kCopiesEarly = !Cta<Variant>::kBackward;
-  if constexpr (kCopiesEarly) {
-    publish::copy_inputs(cta, {int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
-  }
-  crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self);
-  if (!cta.is_latecomer()) {
-    const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
-    if (!is_copied) publish::copy_inputs(cta, {threads_of(cta), thread_of(cta)});
-    clear_other_bank(cta);
+  // Not early in backward passes: a second copy of the code makes registers spill there.
+  const auto copy_inputs = [&](Team team) { publish::copy_inputs(cta, team); };
+  enroll<!Cta<Variant>::kBackward>(cta, DoNothing{}, copy_inputs, [&] {
     publish::forget_kept_tokens(cta);
     track.mark(EventKind::kCopyInputs);
     sort::run(cta);
     track.mark(EventKind::kSort);
     publish::tell_peers(cta);
     track.mark(EventKind::kPublish);
-  }
+  });
   if (threadIdx.x == 0) {
     GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
     ptx::fence_mbarrier_init();
@@ -127,7 +141,8 @@ __device__ void clear_unused_saved(const Cta<Variant>& cta) {
 }
 
 // Nothing of a launch that has given up a wait is to be taken for a result.
-__device__ inline void poison_results(const LaunchParams& p) {
+template <class Params>
+__device__ void poison_results(const Params& p) {
 #pragma unroll 1
   for (int i = 0; i < kMaxResults; ++i) {
     auto* target = static_cast<uint16_t*>(p.results[i].data);

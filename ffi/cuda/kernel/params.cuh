@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/exchange.h"
 #include "common/layer_arrays.h"
 #include "cuda/device/rank_params.cuh"
 
@@ -51,6 +52,13 @@ struct BackwardParams : LaunchParams {
   CUtensorMap saved_rows;       // [saved rows, projections, intermediate], box {64, 1, 64}; unused where none are
   CUtensorMap few_projections;  // box {64, 1, 16}
   CUtensorMap few_h;            // box {64, 16}
+};
+
+// A dispatch or a combine on its own. Elements of rows are those of the variant's format.
+struct ExchangeParams : RankParams, ExchangeArrays<float> {
+  Room room;
+  Result results[kMaxResults];  // as above
+  std::byte* timeline;          // none is recorded
 };
 
 }  // namespace jaxmoe

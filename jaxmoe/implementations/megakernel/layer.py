@@ -14,8 +14,6 @@ gradients of them. With biases, which do have gradients, another implementation'
 
 import dataclasses
 import functools
-import math
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxmoe import native
 from jaxmoe.activation import compiled_form
@@ -32,21 +30,12 @@ from jaxmoe.experts import Experts
 from jaxmoe.four_bit import FourBit
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
-from jaxmoe.implementations.megakernel import lowering
+from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.precision import experts_in_8_bits, powers_of_two
-from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
-
-# A wait inside the kernel that takes longer ends in an error that names the signal. On a CPU all ranks are threads of
-# this process; on GPUs of several processes a rank may wait while another one's host reads data or writes a checkpoint.
-TIMEOUT_SECONDS = {"cpu": 60.0, "gpu": 600.0}
-# Environment variable that replaces both; read when a layer is traced.
-TIMEOUT_VARIABLE = "JAXMOE_TIMEOUT_SECONDS"
-# 31 years. Compiled code counts nanoseconds in 64 bits, beside those since the machine has started.
-LONGEST_TIMEOUT_SECONDS = 1e9
-
+from jaxmoe.sharding import vary_alike
 
 # Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
 BackwardOfDecoded = Callable[[Call, Inputs, jax.Array], tuple[jax.Array, jax.Array, Experts]]
@@ -145,11 +134,7 @@ def _present(experts: Experts) -> list[str]:
 
 
 def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
-    """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`.
-
-    What experts do not have is left out. Arrays without elements in its place made XLA crash in a `lax.scan` (jax
-    0.11.2), and emit a kernel that the assembler refused, with experts over two GPUs (jax 0.12).
-    """
+    """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`, those that experts have."""
     x, experts = inputs.x, inputs.experts
     if call.precision is not None:
         experts = experts_in_8_bits(experts, call.precision)
@@ -167,7 +152,6 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
         else:
             arrays[name] = array.astype(x.dtype)
     return {
-        "place": _place(call.group),
         "x": x,
         "topk_ids": inputs.topk_ids,
         "topk_weights": inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
@@ -180,27 +164,7 @@ def _launch(
 ) -> dict[str, jax.Array]:
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
     order = native.schedule().ARRAY_NAMES
-    given = [name for name in order if name in operands]
-    made = [name for name in order if name in results]
-    arrays = sum(1 << order.index(name) for name in (*given, *made))
-    attributes = _attributes(call, schedule) | {"arrays": np.int32(arrays)}
-    types = tuple(results[name] for name in made)
-    if call.group.size > 1 and _several_processes() and lowering.can_name_devices():
-        launch = functools.partial(lowering.call, target, types, **attributes)
-    else:
-        launch = functools.partial(jax.ffi.ffi_call(target, types), **attributes, devices=lowering.NOT_KNOWN)
-    # The number of the group varies over every manual axis, and operands must vary alike. The results do not depend on
-    # that number, so they vary as the inputs do.
-    outputs = launch(*vary_alike(tuple(operands[name] for name in given)))
-    return dict(zip(made, outputs, strict=True))
-
-
-def _several_processes() -> bool:
-    """Whether ranks may be in other processes: only then do devices need names that all of them know.
-
-    Programs whose calls name devices have to use one mesh, which JAX checks, and cannot be lowered without devices.
-    """
-    return jax.process_count() > 1
+    return launch(target, order, call.group, call.platform, _attributes(call, schedule), operands, results)
 
 
 @_forward.defjvp
@@ -212,42 +176,11 @@ def _no_jvp(call: Call, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _place(group: ExpertGroup) -> Int32[Array, "2"]:
-    """Returns this rank's position in its group, and the number of the group among those of the mesh."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    others = tuple(name for name in manual if name not in group.axis_names)
-    number = jax.lax.axis_index(others) if others else jnp.int32(0)
-    if group.parts:
-        number = number * len(group.parts) + group.part()
-    return jnp.stack(vary_alike((group.index(), number)))
-
-
-def timeout_seconds(platform: str) -> float:
-    """Returns how long a wait inside the kernel may take, from `JAXMOE_TIMEOUT_SECONDS` where that is set.
-
-    Anything above `LONGEST_TIMEOUT_SECONDS` means that.
-
-    Raises:
-      ValueError: the variable is not a positive number.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
-        return TIMEOUT_SECONDS[platform]
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r} must be a positive number of seconds, such as 600.")
-    return min(seconds, LONGEST_TIMEOUT_SECONDS)
-
-
 def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | np.ndarray]:
-    """Returns the attributes of the call: `LayerAttributes` in `ffi/common/layer_call.h`, by name."""
+    """Returns what a layer's call has beside those of every call: `LayerAttributes` in `ffi/common/layer_call.h`."""
     form = compiled_form(call.activation)
     assert form is not None, "limits.py rejects activations that compiled code does not have"
     return {
-        "ranks": np.int32(call.group.size),
         "num_experts": np.int32(call.shape.num_experts),
         "activation": np.int32(form.kind),
         "limit": np.float32(form.limit),
@@ -255,6 +188,4 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "up_offset": np.float32(form.up_offset),
         "power_of_two_scales": np.int32(powers_of_two(call.precision)),
         "schedule": np.array(schedule.numbers, np.int32),
-        "timeout_seconds": np.float32(timeout_seconds(call.platform)),
-        "groups": replica_groups(call.group, jax.sharding.get_abstract_mesh()).reshape(-1),
     }

@@ -48,7 +48,7 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
       TypeError: formats.
       ValueError: sizes, or a plan that would wait for ever.
     """
-    _check_platform(platform, shape.ranks)
+    check_platform("moe_layer", "forward kernel", FORWARD, platform, shape.ranks)
     dtype = shape.formats.answers.dtype
     if dtype.name not in DTYPES[platform]:
         raise TypeError(
@@ -114,10 +114,11 @@ def _check_precision(shape: Shape, platform: str) -> None:
         )
 
 
-def _check_platform(platform: str, ranks: int) -> None:
+def check_platform(caller: str, kernel: str, target: str, platform: str, ranks: int) -> None:
+    """Raises where a kernel, an FFI target, does not exist for a platform, its build, or so many processes."""
     if platform not in DTYPES:
         raise NotImplementedError(
-            f"moe_layer: implementation='megakernel' runs on cpu and gpu; this call is for {platform!r}. "
+            f"{caller}: implementation='megakernel' runs on cpu and gpu; this call is for {platform!r}. "
             "Pass implementation='xla'."
         )
     try:
@@ -126,17 +127,17 @@ def _check_platform(platform: str, ranks: int) -> None:
         raise not_compiled(error) from error
     if platform == "gpu" and not (status := machine.cuda_status()).available:
         raise NotImplementedError(
-            f"moe_layer: implementation='megakernel' cannot run on this GPU. {status.reason} "
+            f"{caller}: implementation='megakernel' cannot run on this GPU. {status.reason} "
             "Or pass implementation='xla'."
         )
-    if FORWARD not in registered:
+    if target not in registered:
         raise NotImplementedError(
-            "moe_layer: implementation='megakernel' has no forward kernel for platform "
-            f"{platform!r} in this build of jaxmoe yet. Pass implementation='xla'."
+            f"{caller}: implementation='megakernel' has no {kernel} for platform {platform!r} in this build of jaxmoe "
+            "yet. Pass implementation='xla'."
         )
     if platform == "cpu" and ranks > 1 and jax.process_count() > 1:
         raise NotImplementedError(
-            f"moe_layer: {jax.process_count()} processes and experts over {ranks} ranks; on CPUs "
+            f"{caller}: {jax.process_count()} processes and experts over {ranks} ranks; on CPUs "
             "implementation='megakernel' reaches other ranks in its own process only. Run one with virtual devices "
             "(jaxmoe.testing.use_virtual_devices), or pass implementation='xla'."
         )

@@ -24,7 +24,7 @@ enum class Decoding {
 
 // A kernel as the host starts it.
 struct KernelVariant {
-  Pass pass;                 // by which its parameters are ForwardParams or BackwardParams
+  Pass pass;                 // by which its parameters are ForwardParams, BackwardParams or ExchangeParams
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
   Decoding decoding;
@@ -40,6 +40,12 @@ KernelVariant forward_e4m3_f16();
 KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
+KernelVariant dispatch_bf16();  // of experts of the caller's own (common/exchange.h)
+KernelVariant dispatch_f16();
+KernelVariant dispatch_e4m3_bf16();  // rows that are rounded to 8 bits
+KernelVariant dispatch_e4m3_f16();
+KernelVariant combine_bf16();
+KernelVariant combine_f16();
 KernelVariant backward_bf16();
 KernelVariant backward_f16();
 KernelVariant backward_decoded_bf16();  // no gradients of weights

@@ -91,6 +91,21 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t b
 
 __device__ __forceinline__ void* result_of(const ForwardParams& params) { return params.y; }
 __device__ __forceinline__ void* result_of(const BackwardParams& params) { return params.dx; }
+__device__ __forceinline__ void* result_of(const ExchangeParams& params) { return params.y; }
+
+// Whether a slot has an answer: one that names an expert, or whose row has found room.
+__device__ __forceinline__ bool is_used_slot(const LaunchParams& params, int64_t slot) {
+  return params.shape.has_expert(params.topk_ids[slot]);
+}
+__device__ __forceinline__ bool is_used_slot(const ExchangeParams& params, int64_t slot) {
+  return params.slot_rows[slot] >= 0;
+}
+__device__ __forceinline__ float routing_weight_of(const LaunchParams& params, int64_t slot) {
+  return params.topk_weights[slot];
+}
+__device__ __forceinline__ float routing_weight_of(const ExchangeParams& params, int64_t slot) {
+  return params.weights == nullptr ? 1.0f : params.weights[slot];
+}
 
 // All lanes of every math warp.
 template <class Variant>
@@ -117,14 +132,14 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
     const int32_t part = item % parts;
     const bool has_slot = lane < top_k;
     const int64_t slot = int64_t{token} * top_k + lane;
-    const bool is_used = has_slot && p.shape.has_expert(p.topk_ids[slot]);
+    const bool is_used = has_slot && is_used_slot(p, slot);
     const uint32_t used = __ballot_sync(0xffffffff, is_used);
     float routing_weight = 1.0f;  // in a backward pass the answers have it in them
     if constexpr (Cta<Variant>::kBackward) {
       const float* gradients = cta.template at<float>(p.layout.routing_weight_gradients);
       if (has_slot && part == 0) p.dtopk_weights[slot] = is_used ? __ldcg(gradients + slot) : 0.0f;
     } else {
-      routing_weight = has_slot ? p.topk_weights[slot] : 0.0f;
+      routing_weight = has_slot ? routing_weight_of(p, slot) : 0.0f;
     }
     const uint4* answers = all_answers + int64_t{token} * top_k * vectors;
     uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;

@@ -52,6 +52,15 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
   }
 }
 
+// The routing weights, which a dispatch by known routes multiplies rows with.
+template <class Variant>
+__device__ void copy_weights(const Cta<Variant>& cta, Team team) {
+  const auto& p = cta.params;
+  if (p.weights == nullptr) return;
+  float* target = cta.template at<float>(p.layout.routing_weights);
+  for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) target[i] = p.weights[i];
+}
+
 // No token of a peer is here yet. Ordered before every pull by the flags that dispatch waits for, this rank's own among
 // them.
 template <class Variant>
@@ -64,17 +73,34 @@ __device__ void forget_kept_tokens(const Cta<Variant>& cta) {
   }
 }
 
-// This block's part of tokens and lists is written; the first block tells all ranks once every block's is.
+// This block's part is written; the first block raises a flag at all ranks once every block's is, as `counter` counts.
 template <class Variant>
-__device__ void tell_peers(const Cta<Variant>& cta) {
+__device__ __forceinline__ void tell_all(const Cta<Variant>& cta, Signal counter, Signal flag, Site site) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::fence_system();  // what went to peers is ordered before the flag that another block raises
-  cta.signals.release({Signal::kInputsPublished, 0, 1});
+  cta.signals.release({counter, 0, 1});
   if (cta.block() != 0) return;
   // Pairs with the release above, of every block of the crew.
-  cta.signals.wait({Signal::kInputsPublished, 0, static_cast<uint32_t>(cta.blocks())}, Site::kPublish);
-  cta.signals.release_to_all(Signal::kInputsReady);
+  cta.signals.wait({counter, 0, static_cast<uint32_t>(cta.blocks())}, site);
+  cta.signals.release_to_all(flag);
+}
+
+// Tokens and lists are written.
+template <class Variant>
+__device__ void tell_peers(const Cta<Variant>& cta) {
+  tell_all(cta, Signal::kInputsPublished, Signal::kInputsReady, Site::kPublish);
+}
+
+// Waits until all ranks have raised a flag here. All threads of the block.
+template <class Variant>
+__device__ __forceinline__ void wait_for_all(const Cta<Variant>& cta, Signal flag, Site site) {
+  if (threadIdx.x < static_cast<uint32_t>(cta.params.shape.ranks)) {
+    // Pairs with the release_to_all() of that source: for kInputsReady in tell_peers().
+    const int32_t source = threadIdx.x;
+    cta.signals.wait({flag, source, cta.signals.launch_number()}, site);
+  }
+  __syncthreads();
 }
 
 // Waits for the inputs of all ranks and adds up how many rows each local expert gets. Blocks of a cluster walk the same
@@ -83,12 +109,7 @@ __device__ void tell_peers(const Cta<Variant>& cta) {
 template <class Variant>
 __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   const auto& p = cta.params;
-  if (threadIdx.x < static_cast<uint32_t>(p.shape.ranks)) {
-    // Pairs with release_to_all(kInputsReady) in tell_peers() of that source.
-    const int32_t source = threadIdx.x;
-    cta.signals.wait({Signal::kInputsReady, source, cta.signals.launch_number()}, Site::kWalk);
-  }
-  __syncthreads();
+  wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
   if (threadIdx.x == 0 && cta.cta_rank == 0) {
     const int32_t usable = !cta.signals.given_up();
     cta.shared.inputs_usable = usable;

@@ -6,6 +6,7 @@
 //   position  sums over sorters and over an owner's experts give each its first position; sorter 0 tells the owner
 //                                                              -> rows_from
 //   write     slots into the owners' lists                     -> source_slots
+//             or, in a dispatch on its own, the place in such a list of every slot, to all owners
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,16 +18,8 @@
 
 namespace jaxmoe::sort {
 
-// Lies where the stages of the GEMMs will be.
-struct Scratch {
-  int32_t next[kMaxExperts];                  // position in the owner's list of the next slot of this sorter
-  int32_t total[kMaxExperts];                 // of all sorters
-  // Of one round of the block over its slots; all zero between rounds.
-  uint16_t slots_of_warp[Roles::kWarps][kMaxExperts];
-};
-
 template <class Variant>
-__device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, int32_t sorter) {
+__device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots, int32_t sorter) {
   const Shape& shape = cta.params.shape;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
   __syncthreads();
@@ -42,7 +35,7 @@ __device__ void count(const Cta<Variant>& cta, Scratch& scratch, Share slots, in
 }
 
 template <class Variant>
-__device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sorter, int32_t sorters) {
+__device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t sorter, int32_t sorters) {
   const auto& p = cta.params;
   if (threadIdx.x == 0) {
     // Pairs with the release at the end of count() of every sorter.
@@ -99,8 +92,21 @@ __device__ void position(const Cta<Variant>& cta, Scratch& scratch, int32_t sort
   __syncthreads();
 }
 
+inline constexpr int32_t kNobody = -1;
+inline constexpr int32_t kNoPlace = -1;
+
+// The owner of a slot's expert is told its place, all others that they have none.
 template <class Variant>
-__device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
+__device__ __forceinline__ void tell_place(const Cta<Variant>& cta, int64_t slot, int32_t owner, int32_t place) {
+  const auto& p = cta.params;
+  const int64_t places = slots_from_source(p.layout, p.head, cta.peers.rank());
+  for (int32_t rank = 0; rank < p.shape.ranks; ++rank) {
+    cta.peers.template at<int32_t>(rank, places)[slot] = rank == owner ? place : kNoPlace;
+  }
+}
+
+template <class Variant>
+__device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots) {
   const auto& p = cta.params;
   const int32_t local = p.shape.local_experts();
   const int warp = threadIdx.x / 32;
@@ -119,8 +125,15 @@ __device__ void write(const Cta<Variant>& cta, Scratch& scratch, Share slots) {
       int32_t position = scratch.next[expert] + in_warp;
       for (int earlier = 0; earlier < warp; ++earlier) position += scratch.slots_of_warp[earlier][expert];
       const int32_t owner = expert / local;
-      cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
-          static_cast<int32_t>(slot);
+      if constexpr (kIsExchange<Variant>) {
+        tell_place(cta, slot, owner, position);
+      } else {
+        cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
+            static_cast<int32_t>(slot);
+      }
+    }
+    if constexpr (kIsExchange<Variant>) {
+      if (!is_used && slot < slots.end) tell_place(cta, slot, kNobody, kNoPlace);
     }
     __syncthreads();
     if (first_of_expert) {
@@ -136,8 +149,7 @@ __device__ void run(const Cta<Variant>& cta) {
   const int32_t sorter = cta.block();
   const int32_t sorters = num_sorters(cta.params.shape, cta.shared.crew.workers);
   if (sorter >= sorters) return;
-  Scratch& scratch = *reinterpret_cast<Scratch*>(&cta.shared.gemm);
-  static_assert(sizeof(Scratch) <= sizeof(cta.shared.gemm.ring.stages));
+  SortScratch& scratch = cta.shared.sort_scratch();
   const Share slots = share_of(cta.params.shape.slots(), sorter, sorters);
   count(cta, scratch, slots, sorter);
   position(cta, scratch, sorter, sorters);

@@ -1,4 +1,4 @@
-// The FFI handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices, for cuda/host/extension.cc.
+// What cuda/host/extension.cc tells the handlers, and tells Python about them. Without CUDA's headers.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace jaxmoe {
 
+// What an instruction of a program remembers from one run to the next.
+StateType instruction_type();
+
 // What the handlers cannot ask XLA: the numbers by which all processes know the devices of this one, and whether there
 // is another process.
 void know_devices(const std::vector<int64_t>& local, bool several_processes);
-
-// What an instruction of a program remembers from one run to the next.
-StateType layer_instruction_type();
 
 }  // namespace jaxmoe

@@ -1,0 +1,95 @@
+// The shared memory of a block: of the kernels of a layer, and of those that dispatch and combine on their own.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/layout.h"
+#include "common/scheduler.h"
+#include "cuda/device/rank_params.cuh"
+#include "cuda/device/timeline.cuh"
+#include "cuda/kernel/config.cuh"
+#include "cuda/kernel/crew.cuh"
+#include "cuda/kernel/gemm/products.cuh"
+#include "cuda/kernel/roles.cuh"
+
+namespace jaxmoe {
+
+// Of a sorter (exchange/sort.cuh).
+struct SortScratch {
+  int32_t next[kMaxExperts];  // position in the owner's list of the next slot of this sorter
+  int32_t total[kMaxExperts];  // of all sorters
+  // Of one round of the block over its slots; all zero between rounds.
+  uint16_t slots_of_warp[Roles::kWarps][kMaxExperts];
+};
+
+// Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
+// task is written before the commit of its first stage and read after the wait for that stage; the producer is never
+// more tasks ahead than there are stages.
+inline constexpr int kQueuedTasks = 8;
+inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
+
+// How far a dispatch warp is with decoding weights: the next expert, and the one that had its slot.
+struct DecodingProgress {
+  DecodedExpert next, had;
+};
+struct NoDecodingProgress {};
+
+template <class Variant>
+struct KernelStorage {
+  // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
+  static_assert(Variant::config.stages + 3 <= kQueuedTasks);
+  typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
+  // Lies where the stages will be.
+  __device__ __forceinline__ SortScratch& sort_scratch() {
+    static_assert(sizeof(SortScratch) <= sizeof(gemm.ring.stages));
+    return *reinterpret_cast<SortScratch*>(&gemm);
+  }
+  Task tasks[kQueuedTasks];                                 // this block's parts
+  int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
+  uint32_t launch_number;                                   // of this launch
+  Crew crew;
+  int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
+  typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
+  int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
+  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
+  int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
+  std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
+      decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
+  TimelineStorage<Variant::config.timeline> timeline;
+};
+
+// Of a dispatch or a combine. Most of it is idle in a combine, which needs none.
+struct ExchangeStorage {
+  // The sorter is done when this is filled.
+  struct Arrivals {
+    int32_t first_row[kMaxExperts];    // in the array, of local expert e from rank s at e * ranks + s
+    int32_t rows[kMaxExperts];         // before any is dropped, likewise
+    int32_t first_place[kMaxExperts];  // in the order of the slots of s, at s * local_experts + e
+  };
+  union {
+    SortScratch sorter;
+    Arrivals arrivals;
+  };
+  uint32_t launch_number;
+  Crew crew;
+  TimelineStorage<false> timeline;
+
+  __device__ __forceinline__ SortScratch& sort_scratch() { return sorter; }
+};
+
+template <class Variant>
+inline constexpr bool kIsExchange = Variant::kPass == Pass::kDispatch || Variant::kPass == Pass::kCombine;
+
+template <class Variant, bool = kIsExchange<Variant>>
+struct StorageChoice {
+  using Type = KernelStorage<Variant>;
+};
+template <class Variant>
+struct StorageChoice<Variant, true> {
+  using Type = ExchangeStorage;
+};
+template <class Variant>
+using StorageOf = typename StorageChoice<Variant>::Type;
+
+}  // namespace jaxmoe

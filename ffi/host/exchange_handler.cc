@@ -1,0 +1,88 @@
+// Handler of jaxmoe_dispatch and jaxmoe_combine on XLA:CPU. Every device of the group blocks here until it is done, as
+// in those of a layer (host/layer_handler.cc). Python side: jaxmoe/exchange/kernel.py.
+#include <memory>
+#include <string>
+
+#include "common/exchange_call.h"
+#include "common/tiling.h"
+#include "host/exchange_rank.h"
+#include "host/group.h"
+#include "host/instruction.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmoe::host {
+namespace {
+
+ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(ExchangeAttributes) { return std::make_unique<Instruction>(); }
+
+template <class Precision>
+ffi::Error run(const ExchangeCall& call, const ExchangeAttributes& attributes, const CallSite& site) {
+  using Number = typename Precision::Number;
+  const Shape shape = shape_of(call, attributes);
+  const Granularity pieces = granularity_of_cpu(false, false);
+  const Schedule schedule = exchange_schedule(pieces, pieces.workers);
+  const Formats formats = formats_of(call);
+  const Attendance attendance(site, shape, schedule, formats);
+  Meeting& meeting = attendance.meeting();
+  const Launch launch{.shape = shape,
+                      .schedule = schedule,
+                      .formats = formats,
+                      .head = meeting.arenas->head(),
+                      .dispatchers_per_worker = pieces.dispatchers_per_worker,
+                      .activation = {},
+                      .power_of_two_scales = attributes.power_of_two_scales != 0,
+                      .arenas = meeting.arenas->of_ranks(),
+                      .timeout_seconds = attributes.timeout_seconds,
+                      .given_up = &meeting.given_up,
+                      .disturbance = {}};
+  const ExchangeArrays<Number> arrays = arrays_of<Number>(call);
+  ArraysOf<Precision> of_layer{};
+  of_layer.x = static_cast<const typename Precision::Storage*>(arrays.x);
+  of_layer.topk_ids = arrays.topk_ids;
+  const std::string failure =
+      ExchangeRank<Precision>(launch, site.rank, of_layer, arrays, room_of(call, attributes)).run();
+  return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
+}
+
+ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, ExchangeAttributes attributes) {
+  std::string error;
+  const ExchangeCall call(operands, results, attributes, &error);
+  if (error.empty()) error = call_error(call, attributes);
+  const int32_t* place = error.empty() ? call.data<const int32_t>(ExchangeArray::kPlace) : nullptr;
+  if (error.empty()) error = place_error(place[0], attributes.ranks);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  const CallSite site{instruction, run_id.run_id, place[1], place[0], device};
+  const Formats formats = formats_of(call);
+  const auto run_with = [&]<class Wide>(Wide) {
+    return formats.tokens.is_scaled() ? run<EightBit<Wide>>(call, attributes, site)
+                                      : run<Wide>(call, attributes, site);
+  };
+  switch (formats.answers.element) {
+    case Element::kF32: return run_with(F32{});
+    case Element::kF64: return run<F64>(call, attributes, site);
+    case Element::kBf16: return run_with(Bf16{});
+    case Element::kF16: return run_with(F16{});
+    case Element::kE4M3:
+    case Element::kE8M0:
+    case Element::kE2M1:
+    case Element::kCount: break;
+  }
+  return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");
+}
+
+}  // namespace
+}  // namespace jaxmoe::host
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeExchangeInstantiateHost, jaxmoe::host::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attrs<jaxmoe::ExchangeAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxmoeExchangeHost, jaxmoe::host::execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::State<jaxmoe::host::Instruction>>()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jaxmoe::ExchangeAttributes>());

@@ -1,0 +1,189 @@
+// What the passes of the host executor share: the threads of a rank, and the roles between ranks that both a layer
+// (host/rank.h) and a dispatch or combine on its own (host/exchange_rank.h) have. Each is the CPU's version of the file
+// of the same name in cuda/kernel/exchange/.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/layout.h"
+#include "host/launch.h"
+#include "host/rank_memory.h"
+#include "host/scaled_rows.h"
+#include "host/signals.h"
+
+namespace jaxmoe::host {
+
+template <class Precision>
+class RankRoles {
+ protected:
+  using Storage = typename Precision::Storage;
+  using RowStorage = typename Precision::Row::Storage;
+  using Number = typename Precision::Number;
+
+  RankRoles(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays)
+      : m_(launch, rank, arrays), sorters_(num_sorters(m_.shape, m_.schedule)),
+        launch_number_(m_.control().launch_number + 1), signals_(launch, rank, m_.layout, launch_number_) {}
+
+  // Runs body(number) in so many threads.
+  template <class Body>
+  void start(std::vector<std::thread>& threads, int32_t count, Body body) {
+    for (int32_t number = 0; number < count; ++number) {
+      threads.emplace_back([this, body, number] { signals_.guard([&] { body(number); }); });
+    }
+  }
+  // After all threads. Returns what went wrong, empty where nothing did.
+  std::string finish(std::vector<std::thread>& threads) {
+    for (std::thread& thread : threads) thread.join();
+    if (signals_.failures().empty()) m_.control().launch_number = launch_number_;
+    return signals_.failures();
+  }
+
+  struct Span {
+    int64_t begin, end;
+  };
+  static Span share(int64_t count, int32_t part, int32_t parts) {
+    const int64_t size = ceil_div(count, int64_t{parts});
+    return {std::min(count, size * part), std::min(count, size * (part + 1))};
+  }
+
+  void clear_other_bank(int32_t worker) {
+    const Span words = share(counter_words(m_.launch.head), worker, m_.schedule.workers);
+    const int64_t first = word_of(m_.layout, m_.launch.head, launch_number_ + 1, Signal::kHistogramsWritten, 0);
+    uint32_t* bank = m_.template here<uint32_t>(first);
+    std::fill(bank + words.begin, bank + words.end, 0);
+    if (worker == 0) m_.control().tasks_taken[(launch_number_ + 1) & 1] = 0;
+  }
+
+  // --- sort: sorts this rank's slots by expert, stably, and writes each owner its list and counts; in an exchange the
+  // place that every slot has in such a list, to all owners ----------------------------------------------------------
+
+  void sort_slots(int32_t sorter) {
+    if (sorter >= sorters_) return;
+    const Span slots = share(m_.shape.slots(), sorter, sorters_);
+    int32_t* histograms = m_.template here<int32_t>(m_.layout.histograms);
+    int32_t* own = histograms + int64_t{sorter} * m_.shape.num_experts;
+    std::fill(own, own + m_.shape.num_experts, 0);
+    for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
+      if (m_.shape.has_expert(m_.arrays.topk_ids[slot])) ++own[m_.arrays.topk_ids[slot]];
+    }
+    signals_.release({Signal::kHistogramsWritten, 0, 1});
+    // Pairs with the release that every sorter has just done.
+    signals_.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters_)}, Site::kSort, sorter);
+
+    const int32_t local = m_.shape.local_experts();
+    std::vector<int32_t> next(m_.shape.num_experts);  // position in the owner's list of this sorter's next slot
+    for (int32_t owner = 0; owner < m_.shape.ranks; ++owner) {
+      int32_t before = 0;
+      for (int32_t expert = owner * local; expert < (owner + 1) * local; ++expert) {
+        int32_t total = 0;
+        for (int32_t other = 0; other < sorters_; ++other) {
+          if (other == sorter) next[expert] = before + total;
+          total += histograms[int64_t{other} * m_.shape.num_experts + expert];
+        }
+        before += total;
+        if (sorter == 0) {
+          const int64_t ends = rows_from_source(m_.layout, m_.launch.head, launch_number_, m_.rank);
+          m_.template at<int32_t>(owner, ends)[expert - owner * local] = before;
+        }
+      }
+    }
+    const int64_t list = slots_from_source(m_.layout, m_.launch.head, m_.rank);
+    for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
+      const int32_t expert = m_.arrays.topk_ids[slot];
+      const int32_t owner = m_.shape.has_expert(expert) ? expert / local : -1;
+      const int32_t place = owner < 0 ? -1 : next[expert]++;
+      if (m_.schedule.exchanges()) {
+        for (int32_t rank = 0; rank < m_.shape.ranks; ++rank) {
+          m_.template at<int32_t>(rank, list)[slot] = rank == owner ? place : -1;
+        }
+      } else if (owner >= 0) {
+        m_.template at<int32_t>(owner, list)[place] = static_cast<int32_t>(slot);
+      }
+    }
+  }
+
+  // --- publish -------------------------------------------------------------------------------------------------------
+
+  // To where peers can read them: tokens, and in a backward pass beside each the gradient of its output. One rank alone
+  // reads its tokens where they lie in a forward pass, unless they are rounded on the way.
+  void publish_tokens(int32_t worker) {
+    if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) return;
+    const int32_t hidden = m_.shape.hidden;
+    const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
+    for (int64_t token = tokens.begin; token < tokens.end; ++token) {
+      const Storage* x = m_.arrays.x + token * hidden;
+      RowStorage* row = m_.template here<RowStorage>(m_.layout.tokens) + token * m_.row_width();
+      if constexpr (Precision::kScaled) {
+        float* scales = m_.scales_of_token(m_.rank, m_.layout.tokens, m_.shape.tokens, token);
+        for (int32_t c = 0; c < hidden; c += kScaleColumns) {
+          scales[c / kScaleColumns] = round_columns<Precision>(x + c, m_.launch.power_of_two_scales, row + c);
+        }
+      } else {
+        std::copy_n(x, hidden, row);
+      }
+      if constexpr (!Precision::kScaled) {
+        if (m_.schedule.backward()) std::copy_n(m_.arrays.dy + token * hidden, hidden, row + hidden);
+      }
+    }
+  }
+
+  void publish_weights(const Number* weights, int32_t worker) {
+    const Span slots = share(m_.shape.slots(), worker, m_.schedule.workers);
+    std::copy(weights + slots.begin, weights + slots.end,
+              m_.template here<Number>(m_.layout.routing_weights) + slots.begin);
+  }
+
+  // This worker's part is done; the first one raises a flag at all ranks once every worker's is, as `counter` counts.
+  void tell_all(int32_t worker, Signal counter, Signal flag, Site site) {
+    signals_.release({counter, 0, 1});
+    if (worker != 0) return;
+    // Pairs with the release that every worker has just done.
+    signals_.wait({counter, 0, static_cast<uint32_t>(m_.schedule.workers)}, site, worker);
+    signals_.release_to_all(flag);
+  }
+  void wait_for_all(Signal flag, Site site, int32_t worker) {
+    // Pairs with release_to_all() of each source's first worker.
+    for (int32_t source = 0; source < m_.shape.ranks; ++source) {
+      signals_.wait({flag, source, launch_number_}, site, worker);
+    }
+  }
+
+  // A token as its owner has it, or as an earlier pull has kept it; scales where it has some.
+  struct Token {
+    const RowStorage* elements;
+    const float* scales;
+  };
+  Token token_of_owner(int32_t owner, int32_t number) const {
+    if constexpr (!Precision::kScaled) {
+      if (!publishes_tokens(m_.shape, m_.schedule, m_.formats.tokens.is_scaled())) {
+        return {m_.arrays.x + int64_t{number} * m_.row_width(), nullptr};
+      }
+    }
+    return {m_.template at<RowStorage>(owner, m_.layout.tokens) + int64_t{number} * m_.row_width(),
+            m_.scales_of_token(owner, m_.layout.tokens, m_.shape.tokens, number)};
+  }
+
+  // Adds up the answers of a token's experts, in the order of its slots.
+  template <class IsUsed, class WeightOf>
+  void add_up_answers(int64_t token, Storage* results, IsUsed is_used, WeightOf weight_of) {
+    std::vector<Number> sums(m_.shape.hidden, Number{0});
+    for (int64_t slot = token * m_.shape.top_k; slot < (token + 1) * m_.shape.top_k; ++slot) {
+      if (!is_used(slot)) continue;
+      const Storage* answer = m_.template here<Storage>(m_.layout.answers) + slot * m_.shape.hidden;
+      const Number weight = weight_of(slot);
+      for (int32_t c = 0; c < m_.shape.hidden; ++c) sums[c] += weight * Precision::load(answer[c]);
+    }
+    std::transform(sums.begin(), sums.end(), results + token * m_.shape.hidden, Precision::store);
+  }
+
+  const RankMemory<Precision> m_;  // sizes, arrays, arenas
+  const int32_t sorters_;
+  const uint32_t launch_number_;
+  Signals signals_;
+};
+
+}  // namespace jaxmoe::host

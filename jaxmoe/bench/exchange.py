@@ -1,0 +1,277 @@
+"""`python -m jaxmoe.bench exchange`: `jaxmoe.dispatch` and `jaxmoe.combine` on their own, for experts of one's own.
+
+Rounds of both run in one `jax.lax.scan` with no host in between, each on what the one before has returned. Lines:
+
+- `wide`: rows in the dtype of the tokens, there and back.
+- `fp8`: rows in 8 bits with their scales there, wide ones back, as with experts that multiply in 8 bits.
+- `ragged_all_to_all`: XLA's own collective for the same rows, there and back, without the sort, the gather and the sum
+  that a program needs besides. Left out where XLA has none (CPUs).
+
+Before a line is timed its rows are compared, bit for bit, with the tokens that their handles name, each slot's row with
+its expert, and what comes back with the weighted sum of the tokens.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.bench.inputs import AXIS, random_tokens, whole
+from jaxmoe.bench.kernels import kernel_times
+from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.shapes import Case
+from jaxmoe.bench.windows import time_calls
+from jaxmoe.quantization import dequantize_rows, quantize_rows
+from jaxmoe.testing import make_ids
+
+Line = Literal["wide", "fp8", "ragged_all_to_all"]
+LINES: tuple[Line, ...] = ("wide", "fp8", "ragged_all_to_all")
+ROUNDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeOptions:
+    """One run of `python -m jaxmoe.bench exchange`.
+
+    Args:
+      cases: shapes, of which hidden, num_experts and top_k count.
+      tokens: per rank, for the cases that do not bring their own.
+      ranks: over which the experts are spread; 0 for all devices.
+      dtype: of the tokens.
+      implementation: of `dispatch` and `combine`; `None` lets them choose.
+      seconds: for which a line is timed.
+      json: file to which the results are added, one JSON object a line.
+    """
+
+    cases: tuple[Case, ...]
+    tokens: tuple[int, ...] = (64, 4096)
+    ranks: int = 0
+    dtype: Any = jnp.bfloat16
+    implementation: str | None = None
+    seconds: float = 0.3
+    json: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line.
+
+    Args:
+      shape: its name.
+      tokens: per rank.
+      ranks: that share the experts.
+      line: which one.
+      failure: what is wrong; `None` where it was timed.
+      microseconds: of a round, there and back, median over windows, see `time_calls`.
+      slowest: of the slowest window.
+      there_us, back_us: of the kernel that dispatches and of the one that combines; `None` where there are none.
+      link_gbs: bytes of rows that cross to this rank, and from it, per second of a round: those of the rank with most.
+    """
+
+    shape: str
+    tokens: int
+    ranks: int
+    line: Line
+    failure: str | None = None
+    microseconds: float | None = None
+    slowest: float | None = None
+    there_us: float | None = None
+    back_us: float | None = None
+    link_gbs: float | None = None
+
+
+def run(options: ExchangeOptions) -> int:
+    """Prints the table; returns the exit status, which is 1 where a line has no figures.
+
+    Raises:
+      ValueError: more ranks than devices, or processes without a rank.
+    """
+    mesh = make_mesh(options.ranks or jax.device_count())
+    _print(
+        f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
+        f"{jnp.dtype(options.dtype).name}, {ROUNDS} rounds of dispatch and combine in a scan. Tokens per rank; us per "
+        f"round over {options.seconds:g} s, the slowest process; NVLink: rows that cross, both ways, per GPU."
+    )
+    _print(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "there", "back", "NVLink", "x"))
+    failed = False
+    for case in options.cases:
+        for tokens in (case.tokens,) if case.tokens else options.tokens:
+            wide = None
+            for result in measure(options, case, tokens, mesh):
+                wide = result.microseconds if result.line == "wide" else wide
+                failed |= result.failure is not None
+                _print(_text(result, wide))
+                if options.json and jax.process_index() == 0:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
+    return int(failed)
+
+
+def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
+    """Checks and times the lines of one shape and number of tokens."""
+    shape, ranks = case.shape, mesh.size
+    split = NamedSharding(mesh, P(AXIS))
+    x = random_tokens(mesh, (tokens * ranks, shape.hidden), options.dtype, 0)
+    ids = make_ids(np.random.default_rng(1), tokens * ranks, shape.num_experts, shape.top_k, "uniform")
+    weights = np.full(ids.shape, 1 / shape.top_k, np.float32)  # so that rounds keep the size of their tokens
+    given = {"x": x, "ids": jax.device_put(ids, split), "weights": jax.device_put(weights, split)}
+    remote = _remote_rows(ids, shape.num_experts, ranks)
+    row_bytes = shape.hidden * jnp.dtype(options.dtype).itemsize
+    for line in LINES:
+        blank = Result(case.name, tokens, ranks, line)
+        if line == "ragged_all_to_all":
+            if ranks == 1 or mesh.devices.flat[0].platform == "cpu":
+                continue
+            program, arrays = _ragged(ids, x, shape.num_experts, mesh)
+        else:
+            one = _one_round(line, shape.num_experts, mesh, options.implementation)
+            if wrong := _check(line, one, given, shape.num_experts, mesh):
+                yield dataclasses.replace(blank, failure=wrong)
+                continue
+            program, arrays = _rounds(one), tuple(given.values())
+        compiled = program.lower(*arrays).compile()
+        timed, _ = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
+        there, back = _of_kernels(lambda: compiled(*arrays), mesh)  # noqa: B023, the same
+        crossing = remote * row_bytes * (1.5 if line == "fp8" else 2)
+        microseconds = timed.median / ROUNDS
+        yield dataclasses.replace(
+            blank,
+            microseconds=microseconds,
+            slowest=timed.slowest / ROUNDS,
+            there_us=there,
+            back_us=back,
+            link_gbs=crossing / microseconds / 1e3,
+        )
+
+
+Round = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jaxmoe.Dispatched]]
+
+
+def _one_round(line: Line, num_experts: int, mesh: Mesh, implementation: Any) -> Round:
+    """Returns a function from tokens, ids and weights to what comes back and what was dispatched."""
+    options = {"mesh": mesh, "implementation": implementation, "num_experts": num_experts}
+    precision = "fp8" if line == "fp8" else None
+
+    def one(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jaxmoe.Dispatched]:
+        arrived = jaxmoe.dispatch(x, ids, precision=precision, **options)
+        outputs = arrived.rows
+        if line == "fp8":
+            # Experts that multiply in 8 bits answer with wide rows; which, does not matter here.
+            outputs, _ = jax.lax.optimization_barrier((jnp.zeros(outputs.shape, x.dtype), outputs))
+        return jaxmoe.combine(outputs, weights, arrived.handle), arrived
+
+    return one
+
+
+def _rounds(one: Round) -> Any:
+    def rounds(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (one(x, ids, weights)[0], None), x, length=ROUNDS)[0]
+
+    return jax.jit(rounds)
+
+
+def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int, mesh: Mesh) -> str | None:
+    """Returns what is wrong with a round; `None` where nothing is."""
+    y, arrived = jax.tree.map(lambda array: whole(array, mesh), jax.jit(one)(*given.values()))
+    x, ids = whole(given["x"], mesh), whole(given["ids"], mesh)
+    sources, slot_rows = arrived.handle.row_sources, arrived.handle.slot_rows
+    there = sources >= 0
+    if there.sum() != ids.size or arrived.dropped_rows.any() or (slot_rows < 0).any():
+        return f"{there.sum()} rows of {ids.size} slots arrived"
+    slots = ids.size // mesh.size
+    slot = np.where(there, (sources >> 24) * slots + (sources & (2**24 - 1)), 0)
+    rows, tokens = arrived.rows, x[slot // ids.shape[1]]
+    if line == "fp8":
+        # On a CPU: XLA's division on GPUs is not always rounded to the nearest.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            rows = np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))
+            tokens = np.asarray(dequantize_rows(*quantize_rows(jnp.asarray(tokens)), jnp.float32))
+    if not np.array_equal(rows[there], tokens[there]):
+        return "rows are not those of the tokens that their handle names"
+    rank = np.arange(len(sources)) // (len(sources) // mesh.size)
+    if not np.array_equal((ids.reshape(-1)[slot] // (num_experts // mesh.size))[there], rank[there]):
+        return "rows are not at the rank that has their expert"
+    error = np.abs(y.astype(np.float32) - x.astype(np.float32)).max() / np.abs(x.astype(np.float32)).max()
+    if line == "wide" and error > 2 * float(jnp.finfo(x.dtype).eps):
+        return f"what comes back differs by {error:.1e} from the weighted sum"
+    return None
+
+
+def _remote_rows(ids: np.ndarray, num_experts: int, ranks: int) -> int:
+    """Returns the rows that cross to the rank that most cross to."""
+    owner = ids // (num_experts // ranks)
+    source = np.repeat(np.arange(ranks), len(ids) // ranks)[:, None]
+    return max(int(((owner == rank) & (source != rank)).sum()) for rank in range(ranks))
+
+
+def _ragged(ids: np.ndarray, x: jax.Array, num_experts: int, mesh: Mesh) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Returns the rounds of `jax.lax.ragged_all_to_all`, and its arrays: rows sorted by owner, offsets and sizes."""
+    ranks, slots = mesh.size, ids.size // mesh.size
+    owners = (ids // (num_experts // ranks)).reshape(ranks, slots)
+    sizes = np.stack([(owners == rank).sum(1) for rank in range(ranks)], 1).astype(np.int32)  # [source, owner]
+    begins = np.cumsum(sizes, 1, dtype=np.int32) - sizes  # in the rows of a source
+    ends_at = np.cumsum(sizes, 0, dtype=np.int32) - sizes  # in the rows of an owner
+    split = NamedSharding(mesh, P(AXIS))
+    room = int(sizes.sum(0).max())
+    rows = jnp.zeros((ranks * slots, x.shape[1]), x.dtype, device=split)
+    tables = [
+        jax.device_put(table.reshape(-1), split) for table in (sizes, begins, ends_at, sizes.T, begins.T, ends_at.T)
+    ]
+
+    def rounds(rows: jax.Array, *tables: jax.Array) -> jax.Array:
+        sizes, begins, ends_at, back_sizes, back_begins, back_ends = tables
+
+        def one(rows: jax.Array, _: None) -> tuple[jax.Array, None]:
+            arrived = jnp.broadcast_to(rows[:1] * 0, (room, rows.shape[1]))
+            arrived = jax.lax.ragged_all_to_all(rows, arrived, begins, sizes, ends_at, back_sizes, axis_name=AXIS)
+            back = jax.lax.ragged_all_to_all(arrived, rows, back_ends, back_sizes, back_begins, sizes, axis_name=AXIS)
+            return back, None
+
+        return jax.lax.scan(one, rows, length=ROUNDS)[0]
+
+    return jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))), (rows, *tables)
+
+
+def _of_kernels(call: Callable[[], Any], mesh: Mesh) -> tuple[float | None, float | None]:
+    """Returns the microseconds of a round that the two kernels take on the first GPU."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return None, None
+    times = kernel_times(call)
+
+    def of(name: str) -> float | None:
+        return sum(each.microseconds for each in times if name in each.name) / ROUNDS or None
+
+    return of("moe_dispatch"), of("moe_combine")
+
+
+def _text(result: Result, wide: float | None) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}"
+
+    slower = f"{result.microseconds / wide:.2f}" if result.microseconds and wide else ""
+    checked = "" if result.line == "ragged_all_to_all" else "no" if result.failure else "yes"
+    text = _row(
+        *(result.shape, str(result.tokens), str(result.ranks), result.line, checked),
+        *map(number, (result.microseconds, result.slowest, result.there_us, result.back_us)),
+        "" if result.link_gbs is None else f"{result.link_gbs:.0f}",
+        slower,
+    )
+    return f"{text}\n    {result.failure}" if result.failure else text
+
+
+def _row(*cells: str) -> str:
+    widths = (20, 7, 3, 18, 8, 9, 9, 8, 8, 7, 6)
+    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _print(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)

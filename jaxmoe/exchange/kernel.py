@@ -1,0 +1,148 @@
+"""`implementation="megakernel"` of a dispatch and a combine: one launch of compiled code on every rank for each.
+
+Rows are pulled by the rank that owns their expert straight from the tokens of the others into its array, and pushed
+back the same way, over the memory that the layer's kernels use (ffi/cuda/kernel/exchange_kernel.cuh).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import native
+from jaxmoe.exchange.base import Arrived, ExchangeCall, Routes
+from jaxmoe.implementations.megakernel.launching import launch
+from jaxmoe.implementations.megakernel.limits import (
+    DTYPES,
+    GPU_MULTIPLE,
+    MOST_EXPERTS,
+    MOST_LOCAL_EXPERTS,
+    MOST_RANKS,
+    MOST_TOP_K,
+    SLOTS_END,
+    check_platform,
+)
+from jaxmoe.precision import ROWS, powers_of_two
+from jaxmoe.sharding import vary_alike
+
+
+def send(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> Arrived:
+    """Returns the rows of this rank's experts, and where each comes from."""
+    shape, room = call.shape, call.room
+    rounded = call.precision is not None
+    results = {
+        "rows": _like(x, (room.rows, shape.hidden), jnp.float8_e4m3fn if rounded else x.dtype),
+        "made_row_sources": _like(x, (room.rows,), jnp.int32),
+        "made_slot_rows": _like(x, topk_ids.shape, jnp.int32),
+        "rows_per_expert": _like(x, (shape.local_experts,), jnp.int32),
+        "dropped_rows": _like(x, (shape.local_experts,), jnp.int32),
+    }
+    if rounded:
+        results["scales"] = _like(x, (room.rows, -(-shape.hidden // ROWS.scale_columns)), jnp.float32)
+    made = _launch(native.DISPATCH, call, {"x": x, "topk_ids": topk_ids}, results)
+    routes = Routes(made["made_row_sources"], made["made_slot_rows"])
+    return Arrived(made["rows"], made.get("scales"), made["rows_per_expert"], made["dropped_rows"], routes)
+
+
+def pull(call: ExchangeCall, x: jax.Array, routes: Routes) -> jax.Array:
+    """Returns rows of other tokens by the routes of an earlier dispatch."""
+    results = {"rows": _like(x, (call.room.rows, x.shape[1]), x.dtype)}
+    return _launch(native.DISPATCH, call, {"x": x, "row_sources": routes.row_sources}, results)["rows"]
+
+
+def pull_weighted(
+    call: ExchangeCall, dy: jax.Array, weights: jax.Array, outputs: jax.Array, routes: Routes
+) -> tuple[jax.Array, jax.Array]:
+    """Returns rows of `dy` times the weight of their slot, and of each slot the product of its row and `dy`."""
+    operands = {"x": dy, "outputs": outputs, "row_sources": routes.row_sources, "weights": _as_sums(weights, dy)}
+    results = {
+        "rows": _like(dy, (call.room.rows, dy.shape[1]), dy.dtype),
+        "weight_gradients": jax.typeof(operands["weights"]),
+    }
+    made = _launch(native.DISPATCH, call, operands, results)
+    return made["rows"], made["weight_gradients"].astype(weights.dtype)
+
+
+def add_up(call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes) -> jax.Array:
+    """Returns for every token the sum of the rows of its slots, times their weights where there are any."""
+    operands = {"outputs": outputs, "slot_rows": routes.slot_rows, "row_sources": routes.row_sources}
+    if weights is not None:
+        operands["weights"] = _as_sums(weights, outputs)
+    results = {"y": _like(outputs, (call.shape.tokens, outputs.shape[1]), outputs.dtype)}
+    return _launch(native.COMBINE, call, operands, results)["y"]
+
+
+def check(call: ExchangeCall) -> None:
+    """Raises where compiled code cannot run a call.
+
+    Raises:
+      NotImplementedError: it does not exist for the platform, the build or the processes.
+      TypeError: the dtype of x.
+      ValueError: sizes.
+    """
+    shape, platform = call.shape, call.platform
+    where = f"implementation='megakernel' on {platform}"
+    check_platform("dispatch", "kernel to dispatch", native.DISPATCH, platform, shape.ranks)
+    _check_rows("dispatch", "x", shape.dtype, shape.hidden, platform)
+    limits = (
+        (shape.ranks, MOST_RANKS[platform], "ranks"),
+        (shape.num_experts, MOST_EXPERTS, "experts"),
+        (shape.local_experts, MOST_LOCAL_EXPERTS, "experts per rank"),
+        (shape.top_k, MOST_TOP_K, "slots per token"),
+        (shape.slots, SLOTS_END - 1, "slots per rank"),
+    )
+    for number, most, what in limits:
+        if number > most:
+            raise ValueError(
+                f"dispatch: {number} {what}; {where} takes at most {most}. Pass implementation='xla', which has no "
+                "such limit."
+            )
+    if call.precision is not None and shape.hidden % ROWS.scale_columns:
+        raise ValueError(
+            f"dispatch: hidden={shape.hidden} and precision={call.precision!r}; {where} needs a multiple of "
+            f"{ROWS.scale_columns}, the columns that share a scale. Pass implementation='xla', or no precision."
+        )
+
+
+def check_answers(call: ExchangeCall, outputs: Any) -> None:
+    """Raises where compiled code cannot combine rows of such a dtype and width."""
+    _check_rows("combine", "outputs", jnp.dtype(outputs.dtype), outputs.shape[-1], call.platform)
+
+
+def _check_rows(caller: str, name: str, dtype: Any, width: int, platform: str) -> None:
+    where = f"implementation='megakernel' on {platform}"
+    if dtype.name not in DTYPES[platform]:
+        raise TypeError(
+            f"{caller}: {name} is {dtype}; {where} takes {' and '.join(DTYPES[platform])}. Cast it, or pass "
+            "implementation='xla' to dispatch."
+        )
+    if platform == "gpu" and width % GPU_MULTIPLE:
+        raise ValueError(
+            f"{caller}: {name} has rows of {width}; {where} needs a multiple of {GPU_MULTIPLE}: rows are copied in "
+            "pieces of 16 bytes. Fill them up with zeros, or pass implementation='xla' to dispatch."
+        )
+
+
+def _launch(
+    target: str, call: ExchangeCall, operands: dict[str, jax.Array], results: dict[str, Any]
+) -> dict[str, jax.Array]:
+    attributes = {
+        "num_experts": np.int32(call.shape.num_experts),
+        "top_k": np.int32(call.shape.top_k),
+        "alignment": np.int32(call.room.alignment),
+        "capacity_per_expert": np.int32(call.room.capacity_per_expert),
+        "power_of_two_scales": np.int32(powers_of_two(call.precision)),
+        "workers": np.int32(0),
+    }
+    order = native.schedule().EXCHANGE_ARRAY_NAMES
+    return launch(target, order, call.group, call.platform, attributes, operands, results)
+
+
+def _as_sums(weights: jax.Array, rows: jax.Array) -> jax.Array:
+    return weights.astype(jnp.promote_types(rows.dtype, jnp.float32))
+
+
+def _like(model: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array that varies over the mesh as another does."""
+    return jax.typeof(vary_alike((model, jnp.zeros(shape, dtype)))[1])
