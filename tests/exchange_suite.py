@@ -68,8 +68,10 @@ SETTINGS = {
     "data x expert, rows aligned": ALIGNED,
     "in shard_map, too few rows": Setting(inside=True, capacity=20, alignment=4),
     "one rank": Setting(expert_axes=(), alignment=4, capacity=160),
-    "two expert axes": Setting(axes=("data", "node", "gpu"), expert_axes=("node", "gpu")),
-    "Explicit axes, a capacity of each expert": Setting(explicit=True, capacity=10, per_expert=True),
+    "two expert axes, a capacity of each expert": Setting(
+        axes=("data", "node", "gpu"), expert_axes=("node", "gpu"), capacity=10, per_expert=True
+    ),
+    "Explicit axes": Setting(explicit=True, alignment=2),
 }
 
 
@@ -98,7 +100,7 @@ class ExchangeSuite:
     # Of tokens and of outputs, in settings where they are others.
     other_dtypes: ClassVar[dict[str, Any]] = {
         "one rank": (jnp.bfloat16, jnp.float32),
-        "two expert axes": (jnp.float16, jnp.float16),
+        "two expert axes, a capacity of each expert": (jnp.float16, jnp.float16),
     }
 
     # --- programs ---------------------------------------------------------------------------------------------------
@@ -370,6 +372,25 @@ class ExchangeSuite:
             jax.grad(loss)(x, False)
         slots = (ids >= 0).sum(-1, keepdims=True)
         np.testing.assert_array_equal(jax.grad(loss)(x, True), jnp.broadcast_to(slots, x.shape))
+
+    def test_a_product_of_8_bits_has_the_gradient_of_the_rows_that_it_is_given_besides(self):
+        x, ids = self.whole(8)
+        matrix = jnp.asarray(np.random.default_rng(12).integers(-2, 3, (self.hidden, self.hidden)), self.dtype)
+
+        @jax.custom_vjp
+        def product(values: Any, scales: Any, wide_rows: Any) -> Any:
+            return dequantize_rows(values, scales, self.dtype) @ matrix
+
+        product.defvjp(lambda *arrays: (product(*arrays), None), lambda _, dy: (None, None, dy @ matrix.T))
+
+        def loss(x: Any) -> Any:
+            dispatched = self.dispatch(x, ids, num_experts=EXPERTS, axis_name=None, precision="fp8")
+            values, scales = jax.lax.stop_gradient((dispatched.rows, dispatched.scales))
+            outputs = jax.checkpoint(product)(values, scales, dispatched.wide_rows)
+            return jaxmoe.combine(outputs, None, dispatched.handle).sum()
+
+        slots = (ids >= 0).sum(-1, keepdims=True)
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(x), slots * matrix.sum(1))
 
     # --- a layer of one's own ---------------------------------------------------------------------------------------
 

@@ -75,8 +75,9 @@ class Dispatched:
     def wide_rows(self) -> Float[Array, "*places hidden"]:
         """The rows in the dtype of x: with a precision values times scales, whose gradient is that without rounding.
 
-        A product of 8 bits with 8 bits that is to be differentiated takes them as another argument: its forward pass
-        does not read them, and its backward pass returns their gradient.
+        A product of 8 bits with 8 bits that is to be differentiated takes them as another argument beside `rows` and
+        `scales`, for which `jax.lax.stop_gradient` says that they are constants: its forward pass does not read them,
+        and its backward pass returns their gradient.
         """
         return self.rows if self.decoded is None else self.decoded
 

@@ -1,6 +1,8 @@
 """Dispatch and combine that run anywhere: the suite of all implementations, float64, and what bad input gets."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import exchange
 from jaxmoe.exchange import check
-from jaxmoe.testing import make_ids
+from jaxmoe.testing import make_ids, relative_error
 from tests.exchange_suite import ExchangeSuite
 from tests.layer_calls import mesh_of
 
@@ -242,3 +244,20 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
     assert "'megakernel' cannot run this call (dispatch: not this one)" in refused.implementation_reason
     with pytest.raises(NotImplementedError, match="not this one"):
         chosen("megakernel", "gpu", refuse)
+
+
+# --- what the documentation shows -----------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_run_and_give_what_moe_layer_gives():
+    names: dict[str, Any] = {}
+    page = (Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
+    layer, in_8_bits = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(layer, "docs/exchange.md", "exec"), names)
+    with jax.set_mesh(names["mesh"]):
+        routing = jaxmoe.route(names["logits"], jaxmoe.RouterConfig(top_k=4))
+        expected = jaxmoe.moe_layer(names["x"], routing, names["experts"], implementation="xla")
+    assert relative_error(names["y"], expected) < 1e-5
+    exec(compile(in_8_bits, "docs/exchange.md", "exec"), names)
+    dtypes = [names[name].dtype for name in ("rows", "scales", "wide_rows")]
+    assert dtypes == [jnp.float8_e4m3fn, jnp.float32, jnp.float32]

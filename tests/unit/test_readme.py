@@ -28,6 +28,7 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
     "document",
     [
         "README.md",
+        "docs/exchange.md",
         "docs/performance.md",
         "docs/reliability.md",
         *(f"ffi/{page}.md" for page in ("README", "kernel", "memory", "build")),
