@@ -104,10 +104,6 @@ def _over_hosts(placement: str, network: jaxmoe.NetworkPlan | None = None, **opt
     return call
 
 
-# Whatever XLA_FLAGS says of them.
-DEFAULT_FUSIONS = {"xla_backend_extra_options": ""}
-
-
 def cotangent(y: jax.Array) -> jax.Array:
     return jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
 
@@ -124,7 +120,7 @@ def gradients_of(function: Any):
     return lambda a: gradients(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)
 
 
-def both_of(function: Any, compiler_options: Any = None):
+def both_of(function: Any):
     """Returns the jitted outputs, and beside them what `gradients_of` returns: one program for both."""
 
     def loss(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts, ids: jax.Array, valid: Any) -> Any:
@@ -132,7 +128,7 @@ def both_of(function: Any, compiler_options: Any = None):
         counted = y if valid is None else jnp.where(valid[:, None], y, 0)
         return jnp.sum(counted.astype(jnp.promote_types(y.dtype, jnp.float32)) * cotangent(y)), y
 
-    pair = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=compiler_options)
+    pair = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
     return lambda a: pair(a.x, a.topk_weights, a.experts, a.topk_ids, a.token_valid)[::-1]
 
 
@@ -148,11 +144,8 @@ def jitted_both(placement: str, options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 @functools.cache
-def jitted_dense_both(activation: Any, compute_dtype: Any, many_experts: bool = False) -> Any:
-    # .ci/run compiles without XLA's newer code for fusions, which takes half the time. Gradients of a scan over experts
-    # then copy those of all experts in each step: of many experts the truth is compiled as it is for users.
-    compiler_options = DEFAULT_FUSIONS if many_experts else None
-    return both_of(functools.partial(dense, activation=activation, compute_dtype=compute_dtype), compiler_options)
+def jitted_dense_both(activation: Any, compute_dtype: Any) -> Any:
+    return both_of(functools.partial(dense, activation=activation, compute_dtype=compute_dtype))
 
 
 def widened(arguments: Arguments) -> Arguments:
@@ -213,13 +206,12 @@ class LayerChecks:
     def check(self, arguments: Arguments, placement: str = "data x expert, Auto", **options: Any) -> None:
         """The output and every gradient agree with the dense reference."""
         activation, dtype = options.get("activation", "silu"), arguments.x.dtype
-        many_experts = arguments.experts.num_experts > 32
-        truth = jitted_dense_both(activation, None, many_experts)(widened(arguments))
+        truth = jitted_dense_both(activation, None)(widened(arguments))
         value = self.both(arguments, placement, **options)
         if dtype == jnp.float32:  # the truth is no wider: only the order of sums differs
             self.assert_near(value, truth)
             return
-        rough = as_dict(jitted_dense_both(activation, dtype, many_experts)(arguments))
+        rough = as_dict(jitted_dense_both(activation, dtype)(arguments))
         for key, want in as_dict(truth).items():
             error, allowed = relative_error(as_dict(value)[key], want), tolerance(rough[key], want, dtype)
             assert error <= allowed, f"{key}: error {error:.2e} above {allowed:.2e}"
