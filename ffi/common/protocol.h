@@ -19,6 +19,10 @@
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   answers_ready     each peer   announce, per source (the launch)     combine of every worker
 //
+// A dispatch or a combine on its own has those of its rank's inputs and of its end alone: histograms_written (dispatch),
+// inputs_published and inputs_ready as above (a combine raises inputs_ready at once: that answers may come), tasks_done
+// by every worker (on a GPU every thread block) when its rows are pulled or pushed, answers_ready as above.
+//
 // h_written announces h, and in a backward pass what the activation turns into h. weight_gradients_written belongs
 // to a segment and has the word of its first row tile, as weights_decoded that of an expert.
 //

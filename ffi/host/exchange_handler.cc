@@ -2,6 +2,7 @@
 // in those of a layer (host/layer_handler.cc). Python side: jaxmoe/exchange/kernel.py.
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "common/exchange_call.h"
 #include "common/tiling.h"
@@ -56,21 +57,12 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const CallSite site{instruction, run_id.run_id, place[1], place[0], device};
   const Formats formats = formats_of(call);
-  const auto run_with = [&]<class Wide>(Wide) {
-    return formats.tokens.is_scaled() ? run<EightBit<Wide>>(call, attributes, site)
-                                      : run<Wide>(call, attributes, site);
-  };
-  switch (formats.answers.element) {
-    case Element::kF32: return run_with(F32{});
-    case Element::kF64: return run<F64>(call, attributes, site);
-    case Element::kBf16: return run_with(Bf16{});
-    case Element::kF16: return run_with(F16{});
-    case Element::kE4M3:
-    case Element::kE8M0:
-    case Element::kE2M1:
-    case Element::kCount: break;
-  }
-  return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");
+  return with_wide(formats.answers.element, [&]<class Wide>(Wide) {
+    if constexpr (!std::is_same_v<Wide, F64>) {
+      if (formats.tokens.is_scaled()) return run<EightBit<Wide>>(call, attributes, site);
+    }
+    return run<Wide>(call, attributes, site);
+  });
 }
 
 }  // namespace

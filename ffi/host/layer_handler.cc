@@ -5,6 +5,7 @@
 // Python side: jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "common/call_checks.h"
@@ -73,21 +74,13 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   const auto run_as = [&]<class Precision>(Precision) {
     return run<Precision>(call, attributes, instruction, run_id.run_id, device);
   };
-  const auto run_with_rows = [&]<class Wide>(Wide wide) {
-    if (formats.tokens.is_scaled()) return run_as(EightBit<Wide>{});
-    return formats.weights.is_scaled() ? run_as(Decoded<Wide>{}) : run_as(wide);
-  };
-  switch (formats.answers.element) {
-    case Element::kF32: return run_with_rows(F32{});
-    case Element::kF64: return run_as(F64{});
-    case Element::kBf16: return run_with_rows(Bf16{});
-    case Element::kF16: return run_with_rows(F16{});
-    case Element::kE4M3:
-    case Element::kE8M0:
-    case Element::kE2M1:
-    case Element::kCount: break;
-  }
-  return ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");
+  return with_wide(formats.answers.element, [&]<class Wide>(Wide wide) {
+    if constexpr (!std::is_same_v<Wide, F64>) {
+      if (formats.tokens.is_scaled()) return run_as(EightBit<Wide>{});
+      if (formats.weights.is_scaled()) return run_as(Decoded<Wide>{});
+    }
+    return run_as(wide);
+  });
 }
 
 }  // namespace

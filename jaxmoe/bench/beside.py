@@ -29,12 +29,14 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
 from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
-from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, Inputs, Outcome, Seen, where
+from jaxmoe.bench.beside_layer import Inputs, Outcome, Seen
+from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, where
 from jaxmoe.bench.beside_table import Result, header, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
+from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import Timed, time_calls
 from jaxmoe.options import Arguments
@@ -57,25 +59,23 @@ def run(options: BesideOptions) -> int:
     """
     mesh = _make_meshes(options)[False]
     shape, implementation = _shape_of(options, mesh), _implementation(options, mesh)
-    _print(
+    say(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{options.precision or options.dtype}, {implementation}{_hosts_of(options)}, hidden {shape.hidden}, "
         f"intermediate {shape.intermediate}, {shape.num_experts} experts, top_k {shape.top_k}. Tokens per rank; us per "
         f"call over {options.seconds:g} s."
     )
-    _print(
+    say(
         "Checked: the layer returns what it returns alone (megakernel: bit for bit); the rest is equal to that of the "
         "work alone, or as near as this. Layer alone: routing given. Work alone: the layer's results given, its router "
         "included."
     )
-    _print(header())
+    say(header())
     failed = False
-    for result in measure(options, progress=_print):
-        _print(line(result))
+    for result in measure(options, progress=say):
+        say(line(result))
         failed |= result.failure is not None
-        if options.json and jax.process_index() == 0:
-            with options.json.open("a") as file:
-                file.write(result.to_json() + "\n")
+        append(options.json, result.to_json())
     return int(failed)
 
 
@@ -364,8 +364,3 @@ def _gave_up(error: Exception) -> bool:
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:300]
-
-
-def _print(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)

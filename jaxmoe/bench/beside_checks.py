@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.bench.beside_programs import Outcome
+from jaxmoe.bench.beside_layer import Outcome
 from jaxmoe.bench.passes import Results
 
 # Relative errors between a program and its parts. The same maths is compiled twice and added up in two orders; what is

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.bench.beside_programs import DENSE_LAYERS, DENSE_WIDENING, Inputs
+from jaxmoe.bench.beside_layer import Inputs
+from jaxmoe.bench.beside_programs import DENSE_LAYERS, DENSE_WIDENING
 from jaxmoe.bench.inputs import AXIS
 from jaxmoe.bench.shapes import LayerShape
 

@@ -3,15 +3,18 @@
 Rounds of both run in one `jax.lax.scan` with no host in between, each on what the one before has returned. Lines:
 
 - `wide`: rows in the dtype of the tokens, there and back.
-- `fp8`: rows in 8 bits with their scales there, wide ones back, as with experts that multiply in 8 bits.
+- `fp8`: rows in 8 bits with their scales there, wide ones back, as with experts that multiply in 8 bits. Every round
+  has the same tokens; the answers are ones.
 - `ragged_all_to_all`: XLA's own collective for the same rows, there and back, without the sort, the gather and the sum
   that a program needs besides. Left out where XLA has none (CPUs).
 
 Before a line is timed its rows are compared, bit for bit, with the tokens that their handles name, each slot's row with
-its expert, and what comes back with the weighted sum of the tokens.
+its expert, and what comes back with the weighted sum of the answers. Of the collective each rank has to get the rows
+that others have for it, and all come back.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +30,7 @@ import jaxmoe
 from jaxmoe.bench.inputs import AXIS, random_tokens, whole
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
 from jaxmoe.quantization import dequantize_rows, quantize_rows
@@ -95,12 +99,12 @@ def run(options: ExchangeOptions) -> int:
       ValueError: more ranks than devices, or processes without a rank.
     """
     mesh = make_mesh(options.ranks or jax.device_count())
-    _print(
+    say(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{jnp.dtype(options.dtype).name}, {ROUNDS} rounds of dispatch and combine in a scan. Tokens per rank; us per "
         f"round over {options.seconds:g} s, the slowest process; NVLink: rows that cross, both ways, per GPU."
     )
-    _print(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "there", "back", "NVLink", "x"))
+    say(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "there", "back", "NVLink", "x"))
     failed = False
     for case in options.cases:
         for tokens in (case.tokens,) if case.tokens else options.tokens:
@@ -108,10 +112,8 @@ def run(options: ExchangeOptions) -> int:
             for result in measure(options, case, tokens, mesh):
                 wide = result.microseconds if result.line == "wide" else wide
                 failed |= result.failure is not None
-                _print(_text(result, wide))
-                if options.json and jax.process_index() == 0:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
+                say(_text(result, wide))
+                append(options.json, json.dumps(dataclasses.asdict(result), allow_nan=False))
     return int(failed)
 
 
@@ -130,15 +132,19 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
         if line == "ragged_all_to_all":
             if ranks == 1 or mesh.devices.flat[0].platform == "cpu":
                 continue
-            program, arrays = _ragged(ids, x, shape.num_experts, mesh)
+            program, arrays, wrong = _ragged(ids, x, shape.num_experts, mesh)
         else:
             one = _one_round(line, shape.num_experts, mesh, options.implementation)
-            if wrong := _check(line, one, given, shape.num_experts, mesh):
-                yield dataclasses.replace(blank, failure=wrong)
-                continue
-            program, arrays = _rounds(one), tuple(given.values())
+            program, arrays = _rounds(line, one), tuple(given.values())
+            wrong = _check(line, one, given, shape.num_experts, mesh)
+        if wrong:
+            yield dataclasses.replace(blank, failure=wrong)
+            continue
         compiled = program.lower(*arrays).compile()
-        timed, _ = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
+        timed, last = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
+        if _differs(whole(last, mesh), whole(arrays[0], mesh), ROUNDS):
+            yield dataclasses.replace(blank, failure="the rounds that are timed do not return what they began with")
+            continue
         there, back = _of_kernels(lambda: compiled(*arrays), mesh)  # noqa: B023, the same
         crossing = remote * row_bytes * (1.5 if line == "fp8" else 2)
         microseconds = timed.median / ROUNDS
@@ -165,15 +171,20 @@ def _one_round(line: Line, num_experts: int, mesh: Mesh, implementation: Any) ->
         outputs = arrived.rows
         if line == "fp8":
             # Experts that multiply in 8 bits answer with wide rows; which, does not matter here.
-            outputs, _ = jax.lax.optimization_barrier((jnp.zeros(outputs.shape, x.dtype), outputs))
+            outputs, _ = jax.lax.optimization_barrier((jnp.ones(outputs.shape, x.dtype), outputs))
         return jaxmoe.combine(outputs, weights, arrived.handle), arrived
 
     return one
 
 
-def _rounds(one: Round) -> Any:
+def _rounds(line: Line, one: Round) -> Any:
     def rounds(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (one(x, ids, weights)[0], None), x, length=ROUNDS)[0]
+        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            y, _ = one(x, ids, weights)
+            # Answers that are no tokens only make the next round wait for them.
+            return (jax.lax.optimization_barrier((x, y))[0] if line == "fp8" else y), None
+
+        return jax.lax.scan(step, x, length=ROUNDS)[0]
 
     return jax.jit(rounds)
 
@@ -199,10 +210,14 @@ def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int
     rank = np.arange(len(sources)) // (len(sources) // mesh.size)
     if not np.array_equal((ids.reshape(-1)[slot] // (num_experts // mesh.size))[there], rank[there]):
         return "rows are not at the rank that has their expert"
-    error = np.abs(y.astype(np.float32) - x.astype(np.float32)).max() / np.abs(x.astype(np.float32)).max()
-    if line == "wide" and error > 2 * float(jnp.finfo(x.dtype).eps):
-        return f"what comes back differs by {error:.1e} from the weighted sum"
-    return None
+    truth = np.ones(x.shape, np.float32) if line == "fp8" else x.astype(np.float32)
+    return "what comes back is not the weighted sum" if _differs(y, truth, 1) else None
+
+
+def _differs(y: np.ndarray, truth: np.ndarray, rounds: int) -> bool:
+    """Whether a result is off by more than the roundings of so many sums."""
+    error = np.abs(y.astype(np.float32) - truth.astype(np.float32)).max() / np.abs(truth.astype(np.float32)).max()
+    return not error <= 2 * rounds * float(jnp.finfo(y.dtype).eps)
 
 
 def _remote_rows(ids: np.ndarray, num_experts: int, ranks: int) -> int:
@@ -212,8 +227,13 @@ def _remote_rows(ids: np.ndarray, num_experts: int, ranks: int) -> int:
     return max(int(((owner == rank) & (source != rank)).sum()) for rank in range(ranks))
 
 
-def _ragged(ids: np.ndarray, x: jax.Array, num_experts: int, mesh: Mesh) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Returns the rounds of `jax.lax.ragged_all_to_all`, and its arrays: rows sorted by owner, offsets and sizes."""
+def _ragged(
+    ids: np.ndarray, x: jax.Array, num_experts: int, mesh: Mesh
+) -> tuple[Any, tuple[jax.Array, ...], str | None]:
+    """Returns the rounds of `jax.lax.ragged_all_to_all`, its arrays, and what is wrong with a round.
+
+    The arrays are rows sorted by owner, offsets and sizes.
+    """
     ranks, slots = mesh.size, ids.size // mesh.size
     owners = (ids // (num_experts // ranks)).reshape(ranks, slots)
     sizes = np.stack([(owners == rank).sum(1) for rank in range(ranks)], 1).astype(np.int32)  # [source, owner]
@@ -221,23 +241,39 @@ def _ragged(ids: np.ndarray, x: jax.Array, num_experts: int, mesh: Mesh) -> tupl
     ends_at = np.cumsum(sizes, 0, dtype=np.int32) - sizes  # in the rows of an owner
     split = NamedSharding(mesh, P(AXIS))
     room = int(sizes.sum(0).max())
-    rows = jnp.zeros((ranks * slots, x.shape[1]), x.dtype, device=split)
+    rows = random_tokens(mesh, (ranks * slots, x.shape[1]), x.dtype, 2)
     tables = [
         jax.device_put(table.reshape(-1), split) for table in (sizes, begins, ends_at, sizes.T, begins.T, ends_at.T)
     ]
 
-    def rounds(rows: jax.Array, *tables: jax.Array) -> jax.Array:
+    def one(rows: jax.Array, *tables: jax.Array) -> tuple[jax.Array, jax.Array]:
         sizes, begins, ends_at, back_sizes, back_begins, back_ends = tables
+        exchange = functools.partial(jax.lax.ragged_all_to_all, axis_name=AXIS)
+        arrived = exchange(rows, _zeros_like(rows, room), begins, sizes, ends_at, back_sizes)
+        back = exchange(arrived, _zeros_like(rows, slots), back_ends, back_sizes, back_begins, sizes)
+        return arrived, back
 
-        def one(rows: jax.Array, _: None) -> tuple[jax.Array, None]:
-            arrived = jnp.broadcast_to(rows[:1] * 0, (room, rows.shape[1]))
-            arrived = jax.lax.ragged_all_to_all(rows, arrived, begins, sizes, ends_at, back_sizes, axis_name=AXIS)
-            back = jax.lax.ragged_all_to_all(arrived, rows, back_ends, back_sizes, back_begins, sizes, axis_name=AXIS)
-            return back, None
+    def rounds(rows: jax.Array, *tables: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda rows, _: (one(rows, *tables)[1], None), rows, length=ROUNDS)[0]
 
-        return jax.lax.scan(one, rows, length=ROUNDS)[0]
+    on_ranks = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    sent, arrays = whole(rows, mesh), (rows, *tables)
+    arrived, back = (whole(array, mesh) for array in jax.jit(on_ranks(one))(*arrays))
+    wrong = None
+    for owner, of_rank in enumerate(arrived.reshape(ranks, room, -1)):
+        from_sources = [
+            sent[source * slots + begins[source, owner] :][: sizes[source, owner]] for source in range(ranks)
+        ]
+        if not np.array_equal(of_rank[: sizes[:, owner].sum()], np.concatenate(from_sources)):
+            wrong = f"rank {owner} does not get the rows that others have for it"
+    if not np.array_equal(back, sent):
+        wrong = "rows do not come back"
+    return jax.jit(on_ranks(rounds)), arrays, wrong
 
-    return jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))), (rows, *tables)
+
+def _zeros_like(rows: jax.Array, count: int) -> jax.Array:
+    """So many rows of zeros that vary over the mesh as others do."""
+    return jnp.broadcast_to(jnp.zeros_like(rows[:1]), (count, rows.shape[1]))
 
 
 def _of_kernels(call: Callable[[], Any], mesh: Mesh) -> tuple[float | None, float | None]:
@@ -257,7 +293,7 @@ def _text(result: Result, wide: float | None) -> str:
         return "" if value is None else f"{value:.1f}"
 
     slower = f"{result.microseconds / wide:.2f}" if result.microseconds and wide else ""
-    checked = "" if result.line == "ragged_all_to_all" else "no" if result.failure else "yes"
+    checked = "no" if result.failure else "yes"
     text = _row(
         *(result.shape, str(result.tokens), str(result.ranks), result.line, checked),
         *map(number, (result.microseconds, result.slowest, result.there_us, result.back_us)),
@@ -270,8 +306,3 @@ def _text(result: Result, wide: float | None) -> str:
 def _row(*cells: str) -> str:
     widths = (20, 7, 3, 18, 8, 9, 9, 8, 8, 7, 6)
     return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def _print(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)

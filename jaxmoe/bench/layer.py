@@ -32,6 +32,7 @@ from jaxmoe.bench.inputs import (
 )
 from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, Options
 from jaxmoe.bench.passes import Pass, Results, function_of
+from jaxmoe.bench.report import append, say
 from jaxmoe.bench.table import Result
 from jaxmoe.bench.timing import time_blocks
 
@@ -51,23 +52,23 @@ def run(options: Options) -> int:
     known = peaks.known(device.device_kind)
     narrow = NARROW.get(options.dtype)
     block, precision = narrow or (None, None)
-    _print(
+    say(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
         f"the maximum over ranks of the median of {options.blocks} blocks of {options.seconds:g} s, {options.rest:g} s "
         "of rest before each."
     )
     peak = f" Peak {known.product(precision):.0f} TFLOP/s, copy {known.copy_gbs:.0f} GB/s." if known else ""
-    _print(
+    say(
         "Plan: unit tiles/lag units/ring tiles/rows of a chunk, of a backward pass /segment tiles. HBM and NVLink: the "
         f"busiest rank; > leaves out what only the compiler knows.{peak}"
     )
     if narrow:
-        _print(
+        say(
             "check: against the layer that rounds the same numbers, with sums in float32; unrounded: against "
             "the layer that rounds nothing."
         )
-    _print(table.header(narrow is not None))
+    say(table.header(narrow is not None))
     failed = False
     for case in options.cases:
         experts, scaling = None, _Scaling(reference_ranks)
@@ -151,7 +152,7 @@ class _Lines:
         self.failed = True
         plan = table.plan_text(candidate.plan_fields)
         case = (self.name, self.tokens, self.mesh.size, self.pass_name, candidate.implementation, plan)
-        _print(table.failure(*case, text))
+        say(table.failure(*case, text))
 
     def _measure(
         self, candidate: Candidate, inputs: Inputs, gradients: GradientInputs | None, keep_outputs: bool
@@ -198,12 +199,10 @@ class _Lines:
             result = self.scaling.of(result)
         if candidate.network is not None:
             result = result.over_one_level(self.microseconds.get(candidate.implementation))
-        _print(table.line(result))
+        say(table.line(result))
         if self.options.terms and candidate.is_default:
-            _print(table.terms(result))
-        if self.options.json and jax.process_index() == 0:
-            with self.options.json.open("a") as file:
-                file.write(result.to_json() + "\n")
+            say(table.terms(result))
+        append(self.options.json, result.to_json())
 
 
 def measure(
@@ -344,15 +343,10 @@ def make_mesh(ranks: int) -> Mesh:
     return jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:ranks])
 
 
-def _print(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
 def _print_kernels(call: Callable[[], Any], count: int) -> None:
     for kernel in kernels.kernel_times(call)[:count]:
         beside = f"{kernel.beside_layer:10.1f} us beside the layer"
-        _print(f"    {kernel.microseconds:10.1f} us in {kernel.launches:4.1f} launches, {beside}  {kernel.name[:100]}")
+        say(f"    {kernel.microseconds:10.1f} us in {kernel.launches:4.1f} launches, {beside}  {kernel.name[:100]}")
 
 
 def _failure(error: Exception) -> str:

@@ -31,6 +31,7 @@ import jaxmoe
 from jaxmoe.bench import peaks, traffic
 from jaxmoe.bench.inputs import AXIS, error_of, random_tokens, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
 from jaxmoe.implementations.base import Shape
@@ -124,14 +125,12 @@ def run(options: ScanOptions) -> int:
       ValueError: more ranks than devices, or processes without a rank.
     """
     mesh = make_mesh(options.ranks or jax.device_count())
-    _print(
+    say(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{jnp.dtype(options.dtype).name}, {options.layers} layers in a scan. Tokens per rank; us per layer over "
         f"{options.seconds:g} s, the slowest process. floor: the weights that a layer reads, at the rate of a copy."
     )
-    _print(
-        _row("shape", "tokens", "EP", "line", "checked", "us/layer", "slowest", "more us", "MB", "floor us", "x floor")
-    )
+    say(_row("shape", "tokens", "EP", "line", "checked", "us/layer", "slowest", "more us", "MB", "floor us", "x floor"))
     failed = False
     for case in options.cases:
         for tokens in (case.tokens,) if case.tokens else options.tokens:
@@ -139,10 +138,8 @@ def run(options: ScanOptions) -> int:
             for result in measure(options, case, tokens, mesh):
                 found[result.line] = result
                 failed |= result.failure is not None
-                _print(_text(result, found))
-                if options.json and jax.process_index() == 0:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
+                say(_text(result, found))
+                append(options.json, json.dumps(dataclasses.asdict(result), allow_nan=False))
     return int(failed)
 
 
@@ -286,8 +283,3 @@ def _row(*cells: Any) -> str:
         f"{cell!s:<{width}}" if number in (0, 3) else f"{cell!s:>{width}}"
         for number, (cell, width) in enumerate(zip(cells, widths, strict=False))
     ).rstrip()
-
-
-def _print(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)

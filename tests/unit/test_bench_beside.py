@@ -19,7 +19,8 @@ from jax.experimental import io_callback
 
 import jaxmoe
 from jaxmoe.bench import beside, beside_checks, windows
-from jaxmoe.bench.beside_programs import PROGRAMS, Inputs, Layer, Outcome, Program
+from jaxmoe.bench.beside_layer import Inputs, Layer, Outcome
+from jaxmoe.bench.beside_programs import PROGRAMS, Program
 from jaxmoe.bench.beside_table import Result
 from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.shapes import LayerShape

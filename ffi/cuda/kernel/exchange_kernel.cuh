@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_combine(const __grid_c
   // The first worker to start tells all ranks that answers may be written here: the launch before, which read them, has
   // ended.
   const auto allow_answers = [&](const crew::Enlisted& self) {
+    // Pairs with the wait for kInputsReady of every rank, below.
     if (self.started == 0) cta.signals.release_to_all(Signal::kInputsReady);
   };
   ends::enroll<false>(cta, allow_answers, [](Team) {}, [&] {

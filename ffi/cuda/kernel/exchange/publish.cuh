@@ -96,7 +96,7 @@ __device__ void tell_peers(const Cta<Variant>& cta) {
 template <class Variant>
 __device__ __forceinline__ void wait_for_all(const Cta<Variant>& cta, Signal flag, Site site) {
   if (threadIdx.x < static_cast<uint32_t>(cta.params.shape.ranks)) {
-    // Pairs with the release_to_all() of that source: for kInputsReady in tell_peers().
+    // Pairs with the release_to_all() of that source: in tell_all(), or where a combine allows answers.
     const int32_t source = threadIdx.x;
     cta.signals.wait({flag, source, cta.signals.launch_number()}, site);
   }

@@ -1,0 +1,81 @@
+"""The benchmark of dispatch and combine: on CPUs, with small sizes, and what it says of functions that are wrong."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe.bench import exchange
+from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.shapes import Case, LayerShape
+
+CASE = Case("small", LayerShape(128, 48, 8, 2))
+
+
+def measured() -> list[exchange.Result]:
+    options = exchange.ExchangeOptions((CASE,), (16,), 2, jnp.bfloat16, "megakernel", seconds=0.0)
+    return list(exchange.measure(options, CASE, 16, make_mesh(2)))
+
+
+def test_every_line_of_a_cpu_is_checked_and_timed():
+    results = measured()
+    assert [result.line for result in results] == ["wide", "fp8"]
+    for result in results:
+        assert result.failure is None
+        assert result.microseconds is not None
+        assert result.link_gbs is not None
+        assert result.microseconds > 0
+        assert result.link_gbs > 0
+        json.dumps(dataclasses.asdict(result), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda arrived: dataclasses.replace(arrived, rows=jnp.roll(arrived.rows, 1, 0)), "rows are not those of the"),
+        (lambda arrived: dataclasses.replace(arrived, dropped_rows=arrived.dropped_rows + 1), "64 rows of 64 slots"),
+    ],
+)
+def test_rows_that_are_wrong_have_no_figures(monkeypatch, wrong, told):
+    right = jaxmoe.dispatch
+    monkeypatch.setattr(jaxmoe, "dispatch", lambda *arguments, **options: wrong(right(*arguments, **options)))
+    assert all(result.failure and told in result.failure for result in measured())
+
+
+def test_answers_that_are_wrong_have_no_figures(monkeypatch):
+    right = jaxmoe.combine
+    monkeypatch.setattr(jaxmoe, "combine", lambda outputs, weights, handle: right(outputs, 2 * weights, handle))
+    assert [result.failure for result in measured()] == ["what comes back is not the weighted sum"] * 2
+
+
+def test_the_baseline_is_checked_by_what_every_rank_gets_and_gets_back(monkeypatch):
+    """XLA has no such collective for CPUs: here it is one of all rows, written out."""
+
+    def ragged(
+        operand: Any, output: Any, begins: Any, sizes: Any, targets: Any, arriving: Any, *, axis_name: str
+    ) -> Any:
+        del arriving
+        mine = jax.lax.axis_index(axis_name)
+        everyone = [jax.lax.all_gather(each, axis_name) for each in (operand, begins, sizes, targets)]
+        for rows, begin, size, target in zip(*everyone, strict=True):
+            place = jnp.arange(output.shape[0]) - target[mine]
+            taken = rows[jnp.clip(begin[mine] + place, 0, rows.shape[0] - 1)]
+            output = jnp.where(((place >= 0) & (place < size[mine]))[:, None], taken, output)
+        return output
+
+    mesh = make_mesh(2)
+    x = exchange.random_tokens(mesh, (32, 128), jnp.bfloat16, 0)
+    ids = np.random.default_rng(0).integers(0, 8, (32, 2)).astype(np.int32)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
+    assert exchange._ragged(ids, x, 8, mesh)[2] is None
+
+    def lossy(*arguments: Any, **options: Any) -> Any:
+        return ragged(*arguments, **options).at[0].set(0)
+
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", lossy)
+    assert exchange._ragged(ids, x, 8, mesh)[2] is not None
