@@ -180,7 +180,7 @@ def _one_round(line: Line, num_experts: int, mesh: Mesh, implementation: Any) ->
 def _rounds(line: Line, one: Round) -> Any:
     def rounds(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            y, _ = one(x, ids, weights)
+            y = one(x, ids, weights)[0]
             # Answers that are no tokens only make the next round wait for them.
             return (jax.lax.optimization_barrier((x, y))[0] if line == "fp8" else y), None
 
