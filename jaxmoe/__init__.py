@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.call import RepeatedWorkWarning
 from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.exchange.api import combine, dispatch
 from jaxmoe.exchange.handle import Dispatched, Handle
@@ -59,6 +60,7 @@ __all__ = [
     "MoEStats",
     "NetworkPlan",
     "Plan",
+    "RepeatedWorkWarning",
     "RouterConfig",
     "Routing",
     "SwiGLU",

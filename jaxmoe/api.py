@@ -6,7 +6,6 @@ tokens to one of the implementations: `reference.py` (the truth), `xla/` (portab
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe import call as calls
-from jaxmoe import flat_tokens, sharding
+from jaxmoe import sharding
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
@@ -38,7 +37,9 @@ def moe_layer(
     *,
     activation: str | Activation = "silu",
     axis_name: str | Sequence[str] | None = "expert",
-    data_axes: str | Sequence[str] = (),
+    data_axes: str | Sequence[str] | PartitionSpec | None = None,
+    hidden_axis: str | Sequence[str] | None = None,
+    intermediate_axis: str | Sequence[str] | None = None,
     token_valid: Bool[Array, "*batch"] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     implementation: ImplementationName | None = None,
@@ -57,10 +58,11 @@ def moe_layer(
     has them with `residuals="save"`.
 
     Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
-    a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself: tokens are split on their first
-    dimension over `(*data_axes, *axis_name)`, experts over `axis_name`. Where that dimension is no multiple of the
-    ranks (a decode batch of 3, or `[2, 64, hidden]` on 8 ranks), tokens are flattened first, and filled up with some
-    that have no expert.
+    a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself, with experts split over `axis_name`
+    and tokens over `axis_name` and all axes of their own. What dimension an axis splits follows from how `x` lies,
+    where that is known, as `[batch, seq, hidden]` over `data` and `seq`; else it is the first that divides. Ranks for
+    which none does (a decode batch of 3 on 8 ranks) take equal parts of the flattened tokens, filled up with some that
+    have no expert.
 
     `moe_layer(x, routing, experts)`, with what `jaxmoe.route` returned, is `moe_layer(x, routing.topk_ids,
     routing.topk_weights, experts)`, and sees that the router chose among as many experts as there are.
@@ -79,9 +81,19 @@ def moe_layer(
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
         given, and experts must be.
-      data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`. With Explicit
-        axes they are read from the type of `x`, and ranks of other Explicit axes repeat the work; an Auto axis that is
-        not named here is left to the compiler, which then repeats it as well. Inside `shard_map` it is not used.
+      data_axes: the other mesh axes over which tokens are split, where `moe_layer` enters `shard_map`; as a
+        `PartitionSpec` of the leading dimensions of `x`, such as `P("data", "seq")`, it says which one each axis
+        splits. `None`: the axes over which `x` lies. Those are known of Explicit axes, and of Auto axes outside of
+        `jit`; inside of it, Auto axes have to be named. Ranks along all other axes repeat the work, and a
+        `jaxmoe.RepeatedWorkWarning` says so; `()` says that it is meant. Inside `shard_map` it only says that ranks
+        along `intermediate_axis` have different tokens.
+      hidden_axis: mesh axis, or axes, over which the hidden dimension of the experts is split, for memory (FSDP): it is
+        gathered in every call, and gradients are added up and scattered back. `None`: as the experts lie, known as for
+        `data_axes`; with Auto axes inside of `jit`, what is not named is gathered, and gradients are split over
+        `axis_name` alone. Inside `shard_map` experts that are split must be named.
+      intermediate_axis: the same of the intermediate dimension. Over an axis that also splits tokens it is gathered.
+        Over any other, each rank computes its part of it for the same tokens (tensor parallelism), and the partial
+        outputs are added up once, in float32.
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
       mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it only says which devices share experts, which
@@ -131,7 +143,19 @@ def moe_layer(
     (3, 8)
     """
     arguments, routed_experts = Arguments.given(x, topk_ids, topk_weights, experts, token_valid)
-    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network)
+    options = CallOptions(
+        activation,
+        axis_name,
+        data_axes,
+        mesh,
+        implementation,
+        plan,
+        residuals,
+        precision,
+        network,
+        hidden_axis,
+        intermediate_axis,
+    )
     y, stats = run(arguments, options, return_stats, routed_experts)
     return (y, stats) if return_stats else y
 
@@ -142,6 +166,7 @@ def run(
     """Returns the output, and statistics where they are asked for: `moe_layer` with its arguments put together."""
     arguments = as_jax(arguments)
     call = calls.check(arguments, options, routed_experts)
+    calls.warn_of_repeated_work(call, options)
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
@@ -166,26 +191,20 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
     if placement.mesh is None:
         return jax.jit(on_rank)
 
-    tokens, experts = (PartitionSpec(axes or None) for axes in (placement.token_axes, placement.group.axis_names))
-    specs = Arguments(tokens, tokens, tokens, experts, tokens)  # pyright: ignore[reportArgumentType]
-    sharded = jax.shard_map(
-        on_rank,
-        mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
-        in_specs=(specs,),
-        out_specs=(tokens, PartitionSpec()),
-        axis_names=set(placement.manual_axes),
-    )
+    tokens = call.token_split.spec
 
     def enter(arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
-        x, rows, mesh = arguments.x, call.flat_tokens, placement.mesh
-        if rows:
-            arguments = flat_tokens.flatten(arguments, rows, mesh)
-        y, stats = sharded(sharding.reshard_explicit(arguments, specs, mesh))
-        if rows:
-            y = flat_tokens.restore(y, x.shape[:-1], mesh)
-            filling = rows - math.prod(x.shape[:-1])
-            stats = stats and flat_tokens.without_filling(stats, filling, call.shape.top_k)
-        return sharding.like(y, x, mesh), stats
+        experts = call.expert_split.specs(arguments.experts, placement.group.axis_names)
+        specs = Arguments(tokens, tokens, tokens, experts, tokens)
+        sharded = jax.shard_map(
+            on_rank,
+            mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
+            in_specs=(specs,),
+            out_specs=(tokens, PartitionSpec()),
+            axis_names=set(placement.manual_axes),
+        )
+        y, stats = sharded(sharding.reshard_explicit(arguments, specs, placement.mesh))
+        return sharding.like(y, arguments.x, placement.mesh, placement.result), stats
 
     return jax.jit(enter)
 
@@ -200,7 +219,8 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
 
     stats = None
     if return_stats:
-        stats = load_stats(ids, num_experts, token_valid=valid, axis_name=call.placement.stats_axes or None)
+        axes = call.placement.stats_axes if call.placement.mesh is None else call.token_split.entered_axes
+        stats = load_stats(ids, num_experts, token_valid=valid, axis_name=axes or None)
 
     used = (ids >= 0) & (ids < num_experts)
     if valid is not None:
@@ -212,6 +232,9 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     if x.size == 0:  # XLA:GPU (jax 0.11) crashes while it compiles gradients of products without rows
         y = jnp.zeros_like(x)
     else:
-        inputs, on_ranks = Inputs(x, ids, weights, arguments.experts), IMPLEMENTATIONS[call.implementation].run
+        x, ids, weights = call.token_split.part((x, ids, weights), (0, -1, 0))
+        inputs = Inputs(x, ids, weights, call.expert_split.gather(arguments.experts))
+        on_ranks = IMPLEMENTATIONS[call.implementation].run
         y = on_ranks(call, inputs) if call.levels is None else across_hosts.run(call, inputs, on_ranks)
+        y = call.token_split.whole(call.expert_split.add_up(y))
     return y.reshape(*batch, call.shape.hidden), stats

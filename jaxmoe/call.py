@@ -6,6 +6,7 @@ implementation is named, `reach.obstacle` knows what only speaks against choosin
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import activation as activations
+from jaxmoe import expert_split as expert_splits
 from jaxmoe import experts as expert_weights
 from jaxmoe import precision as precisions
 from jaxmoe import reach, sharding
+from jaxmoe import token_split as token_splits
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
@@ -51,7 +54,10 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
         )
     x, topk_ids, topk_weights, experts, token_valid = arguments
     _check_tokens(x, topk_ids, topk_weights, token_valid)
-    weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
+    inner_axes = {
+        name: sharding.axis_tuple(getattr(options, name), name) for name in ("hidden_axis", "intermediate_axis")
+    }
+    weights = expert_weights.check(experts, hidden=_hidden_of_shards(x, inner_axes["hidden_axis"]), dtype=x.dtype)
     precision = precisions.resolve(options.precision, weights, x.dtype)
     activation = activations.resolve(options.activation)
     if activation.needs_up and weights.w_up is None:
@@ -59,13 +65,24 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             f"moe_layer: activation={options.activation!r} multiplies two projections, but experts.w_up is None."
         )
 
-    placement = sharding.place(x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh)
+    placement = sharding.place(
+        x,
+        axis_name=options.axis_name,
+        data_axes=options.data_axes,
+        mesh=options.mesh,
+        inner_axes=[name for names in inner_axes.values() for name in names],
+        part_axes=inner_axes["intermediate_axis"],
+    )
+    token_split = token_splits.choose(x.shape[:-1], placement.known_dims, placement.token_axes, placement.mesh)
+    expert_split = _expert_split(weights, options, placement)
+    placement = sharding.with_manual_axes(placement, (*expert_split.hidden, *expert_split.intermediate))
     platform = sharding.platform(placement, x)
     if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"moe_layer: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
     if placement.mesh is None and placement.group.size > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         sharding.check_split_experts(weights, x, placement.group)
-    shape = _shape(x, topk_ids, weights, placement, precisions.formats_of(precision, weights, x.dtype))
+    formats = precisions.formats_of(precision, weights, x.dtype)
+    shape = _shape(x, topk_ids, weights, placement, (token_split, expert_split), formats)
     if routed_experts not in (None, shape.num_experts):
         raise ValueError(
             f"moe_layer: the routing chooses among {routed_experts} experts, and there are {shape.num_experts} "
@@ -94,12 +111,35 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             quantizes,
             biases=any(bias is not None for bias in (weights.b_gate, weights.b_up, weights.b_down)),
             levels=hosts,
-            flat_tokens=_flat_tokens(x, placement, shape),
+            token_split=token_split,
+            expert_split=expert_split,
         )
 
     call = _choose(options, platform, placement.group if hosts is None else hosts.on_host, call_of)
     IMPLEMENTATIONS[call.implementation].check(choice.call_on_host(call))
     return call
+
+
+class RepeatedWorkWarning(UserWarning):
+    """Ranks along a mesh axis compute the same: `moe_layer` was not told that tokens or experts are split over it."""
+
+
+def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
+    """Warns where ranks would compute the same and the user did not say that this is meant."""
+    if options.data_axes is not None or not (names := call.repeated_axes):
+        return
+    assert call.placement.mesh is not None
+    times = math.prod(call.placement.mesh.shape[name] for name in names)
+    some = ", ".join(map(repr, names))
+    every = tuple(name for name in (*call.token_split.entered_axes, *call.token_split.inside, *names))
+    data_axes = tuple(name for name in every if name not in call.group.axis_names)
+    warnings.warn(
+        f"moe_layer: the {times} ranks of mesh axis {some} compute the same tokens with the same experts. Where tokens "
+        f"are split over it, or may be, pass data_axes={data_axes}; where the intermediate dimension of the experts "
+        f"is, pass intermediate_axis={names[0]!r}; where it is meant, data_axes={data_axes[: -len(names)]}.",
+        RepeatedWorkWarning,
+        stacklevel=4,
+    )
 
 
 def _levels(options: CallOptions, placement: sharding.Placement, shape: Shape) -> Levels | None:
@@ -193,8 +233,37 @@ def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) ->
             raise ValueError(f"moe_layer: token_valid has shape {token_valid.shape}; it must be {x.shape[:-1]}, as x.")
 
 
+def _hidden_of_shards(x: Any, hidden_axes: tuple[str, ...]) -> int:
+    """Returns the width that experts must have: of shards inside of `shard_map`."""
+    context = jax.sharding.get_abstract_mesh()
+    ranks = math.prod(context.shape[name] for name in hidden_axes if name in context.manual_axes)
+    return x.shape[-1] // ranks
+
+
+def _expert_split(
+    experts: expert_weights.Experts, options: CallOptions, placement: sharding.Placement
+) -> expert_splits.ExpertSplit:
+    entering = placement.mesh is not None
+    mesh = jax.sharding.get_abstract_mesh() if placement.mesh is None else placement.mesh
+    token_axes = placement.token_axes if entering else sharding.names_of_tokens(options.data_axes)
+    return expert_splits.choose(
+        experts,
+        options.hidden_axis,
+        options.intermediate_axis,
+        mesh=mesh,
+        entering=entering,
+        expert_axes=sharding.axis_tuple(options.axis_name, "axis_name"),
+        token_axes=token_axes,
+    )
+
+
 def _shape(
-    x: Any, topk_ids: Any, experts: expert_weights.Experts, placement: sharding.Placement, formats: Formats
+    x: Any,
+    topk_ids: Any,
+    experts: expert_weights.Experts,
+    placement: sharding.Placement,
+    splits: tuple[token_splits.TokenSplit, expert_splits.ExpertSplit],
+    formats: Formats,
 ) -> Shape:
     ranks, names = placement.group.size, placement.group.axis_names
     entering = placement.mesh is not None
@@ -207,11 +276,8 @@ def _shape(
             f"moe_layer: topk_ids has top_k={top_k} slots per token, but there are only {num_experts} experts "
             f"({experts.num_experts} in experts.w_gate, {ranks} ranks). Pass at most {num_experts} slots."
         )
-    num_tokens = 1
-    for size in x.shape[:-1]:
-        num_tokens *= size
-    if entering:
-        num_tokens = -(-num_tokens // _token_shards(placement))
+    tokens, of_experts = splits
+    num_tokens = tokens.rows
     if ranks * num_tokens * top_k >= MOST_SLOTS:
         raise ValueError(
             f"moe_layer: {ranks} ranks x {num_tokens} tokens x {top_k} slots are more rows than int32 can number. "
@@ -220,7 +286,7 @@ def _shape(
     return Shape(
         tokens=num_tokens,
         hidden=x.shape[-1],
-        intermediate=experts.intermediate,
+        intermediate=of_experts.width(experts.intermediate, entering),
         num_experts=num_experts,
         top_k=top_k,
         ranks=ranks,
@@ -238,14 +304,3 @@ def uneven_experts(caller: str, num_experts: int, ranks: int, names: tuple[str, 
         f"({num_experts} % {ranks} = {num_experts % ranks}). Use {-(-num_experts // ranks) * ranks} experts, "
         f"or {fitting} ranks."
     )
-
-
-def _token_shards(placement: sharding.Placement) -> int:
-    assert placement.mesh is not None
-    return math.prod(placement.mesh.shape[name] for name in placement.token_axes)
-
-
-def _flat_tokens(x: Any, placement: sharding.Placement, shape: Shape) -> int:
-    """Returns how many tokens there are once they are flattened and filled up; 0 where the first dimension is split."""
-    shards = 1 if placement.mesh is None else _token_shards(placement)
-    return shards * shape.tokens if x.shape[0] % shards else 0

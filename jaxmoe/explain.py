@@ -1,9 +1,9 @@
 """`explain`: what `moe_layer` would do with the same arguments, why, and what it costs. Runs nothing."""
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from jax.sharding import PartitionSpec
 
 from jaxmoe import call as calls
 from jaxmoe.implementations import IMPLEMENTATIONS
@@ -24,7 +24,9 @@ def explain(
     *,
     activation: Any = "silu",
     axis_name: str | Sequence[str] | None = "expert",
-    data_axes: str | Sequence[str] = (),
+    data_axes: str | Sequence[str] | PartitionSpec | None = None,
+    hidden_axis: str | Sequence[str] | None = None,
+    intermediate_axis: str | Sequence[str] | None = None,
     token_valid: Any = None,
     mesh: Any = None,
     implementation: ImplementationName | None = None,
@@ -43,6 +45,8 @@ def explain(
       activation: as for `moe_layer`.
       axis_name: as for `moe_layer`.
       data_axes: as for `moe_layer`.
+      hidden_axis: as for `moe_layer`.
+      intermediate_axis: as for `moe_layer`.
       token_valid: as for `moe_layer`.
       mesh: as for `moe_layer`.
       implementation: as for `moe_layer`.
@@ -67,12 +71,19 @@ def explain(
     'fp8'
     """
     arguments, routed_experts = Arguments.given(x, topk_ids, topk_weights, experts, token_valid)
-    options = CallOptions(activation, axis_name, data_axes, mesh, implementation, plan, residuals, precision, network)
+    options = CallOptions(
+        activation,
+        axis_name,
+        data_axes,
+        mesh,
+        implementation,
+        plan,
+        residuals,
+        precision,
+        network,
+        hidden_axis,
+        intermediate_axis,
+    )
     call = calls.check(arguments, options, routed_experts)
     of_launch = IMPLEMENTATIONS[call.implementation].explain(call_on_host(call))
-    told = across_hosts.explain(call, of_launch)
-    if not call.flat_tokens:
-        return told
-    filling = call.flat_tokens - math.prod(x.shape[:-1])
-    note = f"the first dimension of x, {x.shape[0]}, is not split: tokens are flattened, and {filling} added"
-    return dataclasses.replace(told, reasons=(*told.reasons, note))
+    return across_hosts.explain(call, of_launch)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
+from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, on_mesh, parameters
 from jaxmoe.flax.placement import place
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
@@ -21,6 +21,7 @@ from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
 try:
     import flax.linen as nn
+    from flax.core.spmd import get_logical_axis_rules
     from flax.linen import spmd
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -80,7 +81,7 @@ class MoE(nn.Module):
     shared_intermediate: int | None = None
     shared_activation: str | Activation | None = None
     axis_name: str | Sequence[str] | None = "expert"
-    data_axes: str | Sequence[str] = ()
+    data_axes: str | Sequence[str] | PartitionSpec | None = None
     hidden_axis: AxisName = None
     intermediate_axis: AxisName = None
     mesh: Mesh | AbstractMesh | None = None
@@ -114,7 +115,8 @@ class MoE(nn.Module):
           TypeError: `x` or `token_valid` is of the wrong dtype.
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
-        config = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        named = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        config = on_mesh(named, get_logical_axis_rules())
         config.check()
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
@@ -122,9 +124,9 @@ class MoE(nn.Module):
                 "be this rank's shards; Linen accepts whole parameters only. Call it outside (it enters shard_map "
                 "itself), or use jaxmoe.nnx.MoE or jaxmoe.moe_layer."
             )
-        table = parameters(config, kernel_init=self.kernel_init, router_init=self.router_init)
+        table = parameters(named, kernel_init=self.kernel_init, router_init=self.router_init)
         arrays = {
-            name: self.param(name, self._partitioned(config, parameter), parameter.shape, self.param_dtype)
+            name: self.param(name, self._partitioned(named, parameter), parameter.shape, self.param_dtype)
             for name, parameter in table.items()
         }
         bias = None

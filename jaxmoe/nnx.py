@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
+from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, on_mesh, parameters
 from jaxmoe.flax.placement import put
 from jaxmoe.flax.weights import arguments_of, arrays_of
 from jaxmoe.network.plan import NetworkPlan
@@ -24,6 +24,7 @@ from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 
 try:
     from flax import nnx
+    from flax.core import spmd
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "jaxmoe.nnx needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
@@ -149,7 +150,7 @@ class MoE(nnx.Module):
         shared_intermediate: int | None = None,
         shared_activation: str | Activation | None = None,
         axis_name: str | Sequence[str] | None = "expert",
-        data_axes: str | Sequence[str] = (),
+        data_axes: str | Sequence[str] | PartitionSpec | None = None,
         hidden_axis: AxisName = None,
         intermediate_axis: AxisName = None,
         mesh: Mesh | AbstractMesh | None = None,
@@ -164,7 +165,7 @@ class MoE(nnx.Module):
         router_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config = LayerConfig(
+        named = LayerConfig(
             hidden=hidden,
             intermediate=intermediate,
             num_experts=num_experts,
@@ -189,8 +190,9 @@ class MoE(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
         )
+        self.config = on_mesh(named, spmd.get_logical_axis_rules())
         self.config.check()
-        table = parameters(self.config, kernel_init=kernel_init, router_init=router_init)
+        table = parameters(named, kernel_init=kernel_init, router_init=router_init)
         for name, parameter in table.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
             setattr(self, name, nnx.Param(value, **self._sharding(parameter.axes)))
@@ -206,7 +208,7 @@ class MoE(nnx.Module):
         activation: str | Activation = "silu",
         shared_activation: str | Activation | None = None,
         axis_name: str | Sequence[str] | None = "expert",
-        data_axes: str | Sequence[str] = (),
+        data_axes: str | Sequence[str] | PartitionSpec | None = None,
         hidden_axis: AxisName = None,
         intermediate_axis: AxisName = None,
         mesh: Mesh | AbstractMesh | None = None,
@@ -272,6 +274,7 @@ class MoE(nnx.Module):
             dtype=dtype,
             param_dtype=jnp.float32,
         )
+        config = on_mesh(config, spmd.get_logical_axis_rules())
         table = parameters(config)
         arrays = arrays_of(weights, table, dtype)
         quantized = {name: array for name, array in arrays.items() if isinstance(array, QuantizedMatrix)}

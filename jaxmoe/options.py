@@ -62,13 +62,15 @@ class CallOptions:
 
     activation: Any = "silu"
     axis_name: Any = "expert"
-    data_axes: Any = ()
+    data_axes: Any = None
     mesh: Any = None
     implementation: Any = None
     plan: Any = None
     residuals: Any = None
     precision: Any = None
     network: Any = None
+    hidden_axis: Any = None
+    intermediate_axis: Any = None
 
 
 def as_jax(tree: Any) -> Any:

@@ -21,6 +21,8 @@ except ImportError:  # meshes are then abstract there; tests/unit/test_sharding.
     get_concrete_mesh = None
 
 Pytree = TypeVar("Pytree")
+# For each dimension of an array, the mesh axes over which it is split.
+AxesOfDims = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,7 @@ def devices_of_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh | None) -> n
     return None
 
 
-def _same_axes(mesh: Mesh, other: AbstractMesh) -> bool:
+def _same_axes(mesh: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> bool:
     """Whether they agree but for the types of axes: those that are Manual inside `shard_map` are not outside."""
     return (mesh.axis_names, mesh.axis_sizes) == (other.axis_names, other.axis_sizes)
 
@@ -150,14 +152,20 @@ class Placement:
     Args:
       group: the ranks of the experts.
       mesh: the mesh whose `shard_map` is still to be entered; `None` where the call is inside one, or needs none.
-      token_axes: mesh axes over which the first dimension of the tokens is split on entry.
-      manual_axes: mesh axes that become manual on entry: those, and Explicit ones, over which nothing is then split.
-      stats_axes: manual axes over which statistics are added up.
+      token_axes: mesh axes over which the tokens are split on entry.
+      known_dims: how the leading dimensions of x are split already, or as the user wrote it; shorter where it is not
+        known.
+      result: how y is to be placed on Auto axes: as x lies; `None` where that is not known.
+      manual_axes: mesh axes that become manual on entry: those, those that split experts, and Explicit ones, over which
+        nothing is then split.
+      stats_axes: manual axes over which statistics are added up, where nothing is entered.
     """
 
     group: ExpertGroup
     mesh: Mesh | AbstractMesh | None = None
     token_axes: tuple[str, ...] = ()
+    known_dims: AxesOfDims = ()
+    result: PartitionSpec | None = None
     manual_axes: frozenset[str] = frozenset()
     stats_axes: tuple[str, ...] = ()
 
@@ -174,21 +182,44 @@ def axis_tuple(names: str | Sequence[str] | None, argument: str, caller: str = "
     return names
 
 
+def names_of_tokens(
+    data_axes: str | Sequence[str] | PartitionSpec | None, caller: str = "moe_layer"
+) -> tuple[str, ...]:
+    """Returns the mesh axes that `data_axes` names, which may say for each dimension of x."""
+    if isinstance(data_axes, PartitionSpec):
+        data_axes = tuple(name for entry in data_axes for name in _names(entry))
+    return axis_tuple(data_axes, "data_axes", caller)
+
+
 def place(
     x: Any,
     *,
     axis_name: str | Sequence[str] | None,
-    data_axes: str | Sequence[str],
+    data_axes: str | Sequence[str] | PartitionSpec | None,
     mesh: Mesh | AbstractMesh | None,
+    inner_axes: Sequence[str] = (),
+    part_axes: Sequence[str] = (),
     caller: str = "moe_layer",
 ) -> Placement:
     """Decides whether the call is inside `shard_map` already, and over which axes tokens and experts lie.
+
+    Args:
+      x: the tokens.
+      axis_name: of the experts.
+      data_axes: of the tokens; those of x where none are named.
+      mesh: what the user passed, if anything.
+      inner_axes: those that split experts beside their first dimension, as far as they are named.
+      part_axes: those among them whose ranks have the same tokens, unless `data_axes` names them.
+      caller: for messages.
 
     Raises:
       ValueError: an axis is not in the mesh, is not manual inside a `shard_map`, or there is no mesh at all.
     """
     expert_axes = axis_tuple(axis_name, "axis_name", caller)
-    data_axes = axis_tuple(data_axes, "data_axes", caller)
+    stated = tuple(_names(entry) for entry in data_axes) if isinstance(data_axes, PartitionSpec) else None
+    data_axes = names_of_tokens(data_axes, caller)
+    if stated is not None:  # a PartitionSpec may say which dimension experts' axes split
+        data_axes = tuple(name for name in data_axes if name not in expert_axes)
     if both := set(expert_axes) & set(data_axes):
         raise ValueError(
             f"{caller}: mesh axes {sorted(both)} are in data_axes={data_axes} and in axis_name={expert_axes}; "
@@ -207,7 +238,7 @@ def place(
         raise ValueError(f"{caller}: mesh= is an AbstractMesh, which has no devices. Pass a Mesh, or set one.")
     chosen = context if mesh is None else mesh
     explicit = _axes_of_type(AxisType.Explicit, chosen)
-    if not (expert_axes or data_axes or explicit):
+    if not (expert_axes or data_axes or inner_axes or explicit):
         return Placement(ExpertGroup())
     if chosen.empty:
         raise ValueError(
@@ -215,10 +246,28 @@ def place(
             "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
         )
     _check_in_mesh((*data_axes, *expert_axes), chosen, caller)
-    data_axes = data_axes or _axes_of_tokens(x, chosen, expert_axes)
+    known = known_axes(x, chosen)
+    auto = not explicit and known and not isinstance(x, Tracer)
+    dims = known[:-1] if stated is None else stated
+    if not data_axes and stated is None:
+        data_axes = tuple(name for names in dims for name in names if name not in (*expert_axes, *part_axes))
     token_axes = (*data_axes, *expert_axes)
-    group = _group(expert_axes, chosen)
-    return Placement(group, chosen, token_axes, explicit | set(token_axes), stats_axes=token_axes)
+    return Placement(
+        _group(expert_axes, chosen),
+        chosen,
+        token_axes,
+        tuple(tuple(name for name in names if name in token_axes) for names in dims),
+        x.sharding.spec if auto else None,
+        explicit | {*token_axes, *inner_axes},
+        stats_axes=token_axes,
+    )
+
+
+def with_manual_axes(placement: Placement, names: Sequence[str]) -> Placement:
+    """Returns the placement with more axes that become manual, where anything is entered."""
+    if placement.mesh is None:
+        return placement
+    return dataclasses.replace(placement, manual_axes=placement.manual_axes | {*names})
 
 
 def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh, caller: str) -> ExpertGroup:
@@ -271,14 +320,24 @@ def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh, caller: str)
             )
 
 
-def _axes_of_tokens(x: Any, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Explicit axes carry the sharding of `x` in its type: the axes of its first dimension besides the expert axes."""
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
-    spec: Any = getattr(sharding, "spec", ())
-    first = spec[0] if len(spec) else None
-    names = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    explicit = _axes_of_type(AxisType.Explicit, mesh)
-    return tuple(name for name in names if name in explicit and name not in expert_axes)
+def known_axes(array: Any, mesh: Mesh | AbstractMesh) -> AxesOfDims:
+    """Returns the axes of a mesh over which each dimension of an array is split; nothing where that is not known.
+
+    Explicit axes are part of a type. Auto axes are known of an array with values, outside of `jit`, that lies on the
+    mesh, or of a `jax.ShapeDtypeStruct` that says so.
+    """
+    traced = isinstance(array, Tracer)
+    sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not (traced or _same_axes(mesh, sharding.mesh)):
+        return ()
+    known = _axes_of_type(AxisType.Explicit, mesh) if traced else mesh.axis_names
+    spec = (*sharding.spec, *([None] * (len(array.shape) - len(sharding.spec))))
+    return tuple(tuple(name for name in _names(entry) if name in known) for entry in spec)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of an entry of a `PartitionSpec`; what is unconstrained names none."""
+    return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
 
 
 def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None) -> Pytree:
@@ -286,7 +345,7 @@ def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None)
 
     Args:
       tree: a pytree of arrays.
-      specs: a `PartitionSpec` for each, a prefix of the tree.
+      specs: a `PartitionSpec` for each, a prefix of the tree; `None` leaves what it is for as it is.
       mesh: axes that are not Explicit are left to the compiler.
     """
     explicit = frozenset() if mesh is None else _axes_of_type(AxisType.Explicit, mesh)
@@ -294,19 +353,29 @@ def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None)
         return tree
 
     def explicit_part(entry: Any) -> Any:
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        return tuple(name for name in names if name in explicit) or None
+        return tuple(name for name in _names(entry) if name in explicit) or None
 
-    def move(spec: PartitionSpec, subtree: Any) -> Any:
+    def move(spec: PartitionSpec | None, subtree: Any) -> Any:
+        if spec is None:
+            return subtree
         wanted = PartitionSpec(*(explicit_part(entry) for entry in spec))
         return jax.tree.map(lambda array: jax.sharding.reshard(array, _on_mesh(wanted, mesh)), subtree)
 
     return jax.tree.map(move, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec))
 
 
-def like(array: Shaped[Array, "..."], model: Shaped[Array, "..."], mesh: Mesh | AbstractMesh | None) -> Array:
-    """Reshards an array as another is, where its type says how (Explicit axes)."""
-    if mesh is None or not _axes_of_type(AxisType.Explicit, mesh):
+def like(
+    array: Shaped[Array, "..."],
+    model: Shaped[Array, "..."],
+    mesh: Mesh | AbstractMesh | None,
+    on_auto_axes: PartitionSpec | None = None,
+) -> Array:
+    """Places an array as another is, where its type says how (Explicit axes), or where `on_auto_axes` does."""
+    if mesh is None:
+        return array
+    if on_auto_axes is not None:
+        return jax.lax.with_sharding_constraint(array, _on_mesh(on_auto_axes, mesh))
+    if not _axes_of_type(AxisType.Explicit, mesh):
         return array
     return jax.sharding.reshard(array, _on_mesh(jax.typeof(model).sharding.spec, mesh))
 

@@ -371,7 +371,7 @@ class LayerSuite(LayerChecks):
         with jax.set_mesh(mesh):
             for spec in (P(("data", "expert"), None), P(None, None), P("data", "expert")):
                 x = jax.device_put(arguments.x, NamedSharding(mesh, spec))
-                run = jax.jit(lambda x: jaxmoe.moe_layer(x, *arguments[1:4], **self.options()))
+                run = jax.jit(lambda x: jaxmoe.moe_layer(x, *arguments[1:4], data_axes=(), **self.options()))
                 y = run(x)
                 assert y.sharding.spec == spec
                 self.assert_near(y, dense(arguments))

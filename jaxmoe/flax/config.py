@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -42,8 +42,6 @@ class LayerConfig(CallOptions):
     selection_bias: bool
     shared_intermediate: int | None
     shared_activation: str | Activation | None
-    hidden_axis: AxisName
-    intermediate_axis: AxisName
     dtype: DTypeLike | None
     param_dtype: DTypeLike
 
@@ -74,7 +72,8 @@ class LayerConfig(CallOptions):
                 "SwiGLU multiplies two projections. Use gated=True, or an activation of one projection."
             )
         object.__setattr__(self, "axis_name", axis_tuple(self.axis_name, "axis_name") or None)
-        object.__setattr__(self, "data_axes", axis_tuple(self.data_axes, "data_axes"))
+        if self.data_axes is not None and not isinstance(self.data_axes, PartitionSpec):
+            object.__setattr__(self, "data_axes", axis_tuple(self.data_axes, "data_axes"))
 
     def check(self, quantized: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Raises what `route` and `moe_layer` would at the first call, before any parameter is made.
@@ -106,6 +105,40 @@ class LayerConfig(CallOptions):
     def is_placed(self) -> bool:
         """Whether any parameter has a mesh axis, so that all of them carry sharding metadata."""
         return any(axis is not None for axis in (self.axis_name, self.hidden_axis, self.intermediate_axis))
+
+
+def on_mesh(config: LayerConfig, rules: Iterable[tuple[str, Any]]) -> LayerConfig:
+    """Returns the layer with mesh axes in the place of logical names that have a rule.
+
+    Other names stay as they are: `moe_layer` refuses those that the mesh does not have.
+
+    Args:
+      config: the layer.
+      rules: pairs of a logical name and its mesh axis, axes or `None`. Of several for one name the first counts whose
+        axes no other name of the layer has taken, as in Flax.
+    """
+    rules, taken = tuple(rules), set[str]()
+
+    def of(names: Any) -> Any:
+        found: list[str] = []
+        for name in axis_tuple(names, "axis"):
+            choices = [axis_tuple(axes, "axis") for alias, axes in rules if alias == name]
+            axes = next((choice for choice in choices if not taken & {*choice}), choices[0] if choices else (name,))
+            taken.update(axes)
+            found += axes
+        return tuple(found)
+
+    experts = of(config.axis_name) or None  # first: the dimension that all arrays of the experts have
+    hidden, intermediate = of(config.hidden_axis) or None, of(config.intermediate_axis) or None
+    taken.clear()
+    data_axes = config.data_axes
+    if isinstance(data_axes, PartitionSpec):
+        data_axes = PartitionSpec(*(of(entry) or None for entry in data_axes))
+    elif data_axes is not None:
+        data_axes = tuple(name for name in of(data_axes) if name not in (experts or ()))
+    return dataclasses.replace(
+        config, axis_name=experts, hidden_axis=hidden, intermediate_axis=intermediate, data_axes=data_axes
+    )
 
 
 def experts_of(arrays: Mapping[str, Any]) -> Experts:

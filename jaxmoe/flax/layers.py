@@ -24,6 +24,7 @@ from jaxmoe.options import Arguments
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, route, router_aux, update_selection_bias
 from jaxmoe.routing.stats import check_token_valid
+from jaxmoe.sharding import names_of_tokens
 
 
 def forward(
@@ -142,7 +143,8 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
 def _manual_token_axes(config: LayerConfig) -> tuple[str, ...]:
     """Returns the axes over which `MoEAux` is summed: inside `shard_map` those of the tokens, outside none."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(name for name in (*config.data_axes, *(config.axis_name or ())) if name in manual)
+    names = (*names_of_tokens(config.data_axes, "MoE"), *(config.axis_name or ()))
+    return tuple(dict.fromkeys(name for name in names if name in manual))
 
 
 def updated_bias(

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
+from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import Experts
 from jaxmoe.formats import BF16, Formats, bits
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement
+from jaxmoe.token_split import TokenSplit
 
 if TYPE_CHECKING:
     from jaxmoe.network.levels import Levels
@@ -130,8 +132,8 @@ class Call:
       biases: whether the experts have any.
       levels: where the experts are on several hosts: what travels between them, around calls of the layer of one host,
         whose plan this is (`network/choice.py`).
-      flat_tokens: tokens of all ranks after they were flattened and filled up (`flat_tokens.py`); 0 where the first
-        dimension of x is split as it is.
+      token_split: over which axes which dimensions of the tokens are split on entry of `shard_map`.
+      expert_split: over which axes experts are split beside their first dimension.
     """
 
     implementation: ImplementationName
@@ -146,7 +148,8 @@ class Call:
     quantizes: bool = False
     biases: bool = False
     levels: "Levels | None" = None
-    flat_tokens: int = 0
+    token_split: TokenSplit = dataclasses.field(default_factory=TokenSplit)
+    expert_split: ExpertSplit = dataclasses.field(default_factory=ExpertSplit)
 
     @property
     def dtype(self) -> Any:
@@ -174,6 +177,15 @@ class Call:
     def group(self) -> ExpertGroup:
         """The ranks that hold the experts."""
         return self.placement.group
+
+    @property
+    def repeated_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that is entered whose ranks compute the same."""
+        mesh = self.placement.mesh
+        if mesh is None:
+            return ()
+        used = {*self.placement.token_axes, *self.expert_split.parts}
+        return tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in used)
 
 
 class Inputs(NamedTuple):

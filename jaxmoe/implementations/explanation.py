@@ -108,20 +108,34 @@ def precision_reasons(call: Call) -> list[str]:
     return [f"precision={call.precision!r}: {rounded}{scales}{kept}"]
 
 
-def unsplit_axes(call: Call) -> list[str]:
-    """What a user may have forgotten, or pays for: mesh axes over which the layer does not split its work."""
-    mesh = call.placement.mesh
-    if mesh is None:
-        return []
+def split_reasons(call: Call) -> list[str]:
+    """What a user may have forgotten, or pays for: how the work is split over the mesh."""
+    mesh, tokens, experts = call.placement.mesh, call.token_split, call.expert_split
     notes = []
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if mesh.shape[name] == 1 or name in call.placement.token_axes:
-            continue
-        if kind == AxisType.Explicit:
+    if experts.parts:
+        notes.append(
+            f"{experts.ranks} ranks of {_listed(experts.parts)} compute parts of the intermediate dimension of the "
+            "same experts; their outputs are added up in float32"
+        )
+    if gathered := (*experts.hidden, *experts.gathered):
+        whole = call.shape.local_experts * call.shape.expert_bytes / 2**20
+        notes.append(f"experts are gathered over {_listed(gathered)} in every call, {whole:.1f} MiB per rank")
+    if tokens.inside:
+        notes.append(
+            f"no leading dimension of x divides by mesh axis {_listed(tokens.inside)}: its ranks take parts of "
+            f"{tokens.entered} tokens, of which {tokens.filling} more are added"
+        )
+    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for name in call.repeated_axes:
+        if kinds[name] == AxisType.Explicit:
             notes.append(f"all ranks of Explicit axis {name!r} compute the same tokens with whole experts")
         else:
             notes.append(f"axis {name!r} is left to the compiler: pass data_axes={name!r} if tokens are split over it")
     return notes
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def residual_bytes(call: Call, rows: int) -> dict[str, int]:

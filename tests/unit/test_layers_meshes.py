@@ -72,7 +72,13 @@ class Behaviours:
 
     @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
     def test_a_layer_made_under_jit_never_has_all_experts_on_one_device(self, axis_type):
-        arguments = {"axis_name": "expert", "intermediate": 256, "num_experts": 64, "gated": False}
+        arguments = {
+            "axis_name": "expert",
+            "data_axes": "data",
+            "intermediate": 256,
+            "num_experts": 64,
+            "gated": False,
+        }
         with jax.set_mesh(make_mesh(axis_type)):
             memory = jax.jit(lambda: self.layer().initial(**arguments)).lower().compile().memory_analysis()
         all_experts = 2 * 64 * HIDDEN * 256 * 4
@@ -151,6 +157,21 @@ class TestNNX(Behaviours):
         assert moe.w_gate.get_metadata()["out_sharding"] == ("expert", "embed", "mlp")
         assert moe.w_gate[...].sharding.spec == P("expert", "data", None)
 
+    def test_logical_names_are_looked_up_for_the_computation_as_well(self):
+        rules = [("exp", "expert"), ("embed", "data"), ("mlp", None), ("batch", ("data",))]
+        arguments = {**BLOCKS["everything"].arguments, "axis_name": "exp", "data_axes": "batch", "hidden_axis": "embed"}
+        with jax.set_mesh(make_mesh(AxisType.Auto)):
+            with nnx.logical_axis_rules(rules):
+                moe = self.layer().filled(fill(self.layer().shapes(**arguments)), BIAS(), **arguments)
+            y, _ = nnx.jit(lambda moe, x: moe(x))(moe, X())  # the rules of its making count
+        assert relative_error(y, expected("everything").y) < 1e-5
+
+    @pytest.mark.parametrize("argument", ["axis_name", "hidden_axis", "intermediate_axis", "data_axes"])
+    def test_a_name_that_is_neither_a_mesh_axis_nor_has_a_rule_is_refused_in_our_words(self, argument):
+        refused = pytest.raises(ValueError, match=r"moe_layer: .*'embd'.* in the mesh")
+        with jax.set_mesh(make_mesh(AxisType.Auto)), nnx.logical_axis_rules([("embed", "data")]), refused:
+            self.layer().make(**{"axis_name": "expert", argument: "embd"})
+
 
 class TestLinen(Behaviours):
     layer = LinenLayer
@@ -158,11 +179,12 @@ class TestLinen(Behaviours):
     def test_axis_names_may_be_logical(self):
         moe = self.layer().make(
             axis_name="expert",
+            data_axes="batch",
             hidden_axis="embed",
             partitioning=nn.with_logical_partitioning,
             kernel_init=jax.nn.initializers.ones,
         )
-        rules = [("expert", "expert"), ("embed", "data")]
+        rules = [("expert", "expert"), ("embed", "data"), ("batch", "data")]
         with jax.set_mesh(make_mesh(AxisType.Explicit)), nn.logical_axis_rules(rules):
             variables: Any = jax.jit(moe.init)(jax.random.key(0), X())
             y = jax.eval_shape(moe.apply, variables, X())

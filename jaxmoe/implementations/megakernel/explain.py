@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxmoe import native
 from jaxmoe.implementations.base import Call
-from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, unsplit_axes
+from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, split_reasons
 from jaxmoe.implementations.megakernel.layer import differentiates_decoded
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, pulls_per_token
@@ -40,7 +40,7 @@ def explain(call: Call) -> Explanation:
             *precision_reasons(call),
             *plan.reasons,
             *(f"backward pass: {reason}" for reason in ((_WITH_BIASES,) if elsewhere else backward.reasons)),
-            *unsplit_axes(call),
+            *split_reasons(call),
         ),
         memory_bytes=_arena(call, plan),
         backward_memory_bytes={} if elsewhere else _arena(differentiated, backward),

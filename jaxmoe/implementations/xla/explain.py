@@ -2,7 +2,7 @@
 
 from jaxmoe.e2m1 import ELEMENT
 from jaxmoe.implementations.base import Call
-from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, unsplit_axes
+from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, split_reasons
 from jaxmoe.implementations.xla.plan import Plan
 
 
@@ -12,7 +12,7 @@ def explain(call: Call) -> Explanation:
     token_bytes, answer_bytes = shape.tokens * shape.token_bytes, shape.tokens * shape.answer_bytes
     return Explanation(
         call=call,
-        reasons=(call.implementation_reason, *precision_reasons(call), *plan.reasons, *unsplit_axes(call)),
+        reasons=(call.implementation_reason, *precision_reasons(call), *plan.reasons, *split_reasons(call)),
         memory_bytes=_memory(call, plan),
         residual_bytes=residual_bytes(call, plan.batch_rows),
         worst_case_bytes=sum(_memory(call, Plan(max(shape.all_slots, 1))).values()),

@@ -1,0 +1,229 @@
+"""How the matrices of experts are split inside an expert, and how a rank gets what it multiplies with.
+
+Two kinds of mesh axes may split `hidden` or `intermediate`. Ranks along one kind have different tokens (FSDP): they
+gather what is split before it is used, and gradients are added up and scattered back. Ranks along the other kind have
+the same tokens (tensor parallelism): each computes its part of the intermediate dimension, and their partial outputs
+are added up once.
+
+`call.py` chooses, `api.py` calls the rest around the implementations, which see whole experts of a smaller width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.experts import Experts
+from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.sharding import axis_tuple, known_axes
+
+# Dimensions of the arrays of Experts behind that of the experts. Quantised matrices lie as [out, in].
+_WIDE = {
+    "w_gate": ("hidden", "intermediate"),
+    "w_up": ("hidden", "intermediate"),
+    "w_down": ("intermediate", "hidden"),
+    "b_gate": ("intermediate",),
+    "b_up": ("intermediate",),
+    "b_down": ("hidden",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSplit:
+    """How experts are split beside their first dimension.
+
+    Args:
+      hidden: mesh axes over which their hidden dimension is split on entry of `shard_map`; it is gathered.
+      intermediate: the same of the intermediate dimension.
+      gathered: those axes of `intermediate` over which it is gathered.
+      ranks: how many ranks compute parts of the same experts: the product of the other axes of `intermediate`.
+      gathered_ranks: the product of `gathered`.
+    """
+
+    hidden: tuple[str, ...] = ()
+    intermediate: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    ranks: int = 1
+    gathered_ranks: int = 1
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Axes along which ranks compute parts of the same experts."""
+        return tuple(name for name in self.intermediate if name not in self.gathered)
+
+    def width(self, intermediate: int, entering: bool) -> int:
+        """Returns the intermediate width that a rank multiplies with, of experts as the call has them.
+
+        Args:
+          intermediate: of the arrays.
+          entering: whether `shard_map` is entered with them; else they are shards.
+        """
+        return intermediate // self.ranks if entering else intermediate * self.gathered_ranks
+
+    def specs(self, experts: Experts, expert_axes: tuple[str, ...]) -> Experts:
+        """Returns how each array of experts is split where `shard_map` is entered."""
+        axes = {"hidden": self.hidden or None, "intermediate": self.intermediate or None}
+
+        def of(leaf: Any, dimensions: tuple[str | None, ...]) -> PartitionSpec:
+            return PartitionSpec(expert_axes or None, *(name and axes[name] for name in dimensions))
+
+        return _each_array(of, experts)
+
+    def gather(self, experts: Experts) -> Experts:
+        """Returns the experts that this rank multiplies with: whole, but for what `parts` split."""
+        axes = {"hidden": self.hidden, "intermediate": self.gathered, None: ()}
+
+        def of(leaf: Any, dimensions: tuple[str | None, ...]) -> jax.Array:
+            for number, name in enumerate(dimensions, start=1):
+                if axes[name]:
+                    leaf = jax.lax.all_gather(leaf, axes[name], axis=number, tiled=True)
+            return leaf
+
+        experts = _each_array(of, experts) if self.hidden or self.gathered else experts
+        if self.parts and experts.b_down is not None:
+            # Of the sum over the parts, not of each.
+            first = jax.lax.axis_index(self.parts) == 0
+            experts = dataclasses.replace(experts, b_down=jnp.where(first, experts.b_down, 0))
+        return experts
+
+    def add_up(self, y: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """Returns the sum of what the parts have computed, in float32, rounded once."""
+        if not self.parts:
+            return y
+        return jax.lax.psum(y.astype(jnp.promote_types(y.dtype, jnp.float32)), self.parts).astype(y.dtype)
+
+
+def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts: Experts) -> Experts:
+    """Returns experts of what a function makes of each array, those of quantised matrices one by one.
+
+    The function gets the dimensions behind that of the experts too; `None` is one that all elements of an expert share.
+    """
+    made = {}
+    for name, dimensions in _WIDE.items():
+        matrix: Any = getattr(experts, name)
+        if not isinstance(matrix, QuantizedMatrix):
+            made[name] = None if matrix is None else function(matrix, dimensions)
+            continue
+        out_in = dimensions[::-1]
+        by_kind = {"128x128": out_in, "channel": (out_in[0], None), "expert": (None, None)}
+        of_scales = by_kind[matrix.kinds[0]] if isinstance(matrix, BlockScaled) else out_in
+        known = {"values": out_in, "scales": of_scales, "global_scales": ()}
+        arrays = {each: getattr(matrix, each) for each in known if hasattr(matrix, each)}
+        made[name] = type(matrix)(**{each: function(array, known[each]) for each, array in arrays.items()})
+    return Experts(**made)
+
+
+def choose(
+    experts: Experts,
+    hidden_axis: str | Sequence[str] | None,
+    intermediate_axis: str | Sequence[str] | None,
+    *,
+    mesh: Mesh | AbstractMesh,
+    entering: bool,
+    expert_axes: tuple[str, ...],
+    token_axes: tuple[str, ...],
+) -> ExpertSplit:
+    """Returns how experts are split inside an expert.
+
+    Args:
+      experts: checked, but for their sizes.
+      hidden_axis: as the user wrote it; `None`: as the arrays lie, where that is known.
+      intermediate_axis: the same.
+      mesh: has the axes.
+      entering: whether `shard_map` is entered; else the arrays are shards already.
+      expert_axes: over which the first dimension is split.
+      token_axes: over which the tokens are split.
+
+    Raises:
+      ValueError: an axis is not in the mesh, or splits something else as well; sizes that do not divide.
+    """
+    named = {
+        "hidden": axis_tuple(hidden_axis, "hidden_axis"),
+        "intermediate": axis_tuple(intermediate_axis, "intermediate_axis"),
+    }
+    taken = {**dict.fromkeys(expert_axes, "axis_name"), **dict.fromkeys(named["hidden"], "hidden_axis")}
+    for dimension, names in named.items():
+        for name in names:
+            _check_axis(name, f"{dimension}_axis", mesh, entering)
+            if taken.get(name, f"{dimension}_axis") != f"{dimension}_axis":
+                raise ValueError(
+                    f"moe_layer: mesh axis {name!r} is in {dimension}_axis and in {taken[name]}. A mesh axis can split "
+                    "one dimension of the experts."
+                )
+    if entering and not (hidden_axis or intermediate_axis):
+        named = _as_they_lie(experts, mesh, expert_axes)
+    size = dict(mesh.shape)
+    hidden, intermediate = named["hidden"], named["intermediate"]
+    gathered = tuple(name for name in intermediate if name in token_axes)
+    if entering:
+        # Ranks that have the same tokens and whole experts: gathered by XLA, on entry.
+        hidden = tuple(name for name in hidden if name in token_axes)
+    split = ExpertSplit(
+        hidden,
+        intermediate,
+        gathered,
+        math.prod(size[name] for name in intermediate if name not in gathered),
+        math.prod(size[name] for name in gathered),
+    )
+    if entering:
+        _check_sizes(experts, split, size)
+    return split
+
+
+def _check_axis(name: str, argument: str, mesh: Mesh | AbstractMesh, entering: bool) -> None:
+    if name not in mesh.axis_names:
+        raise ValueError(
+            f"moe_layer: {argument} names {name!r}, which is not in the mesh, whose axes are {dict(mesh.shape)}."
+        )
+    if not entering and name not in mesh.manual_axes:
+        raise ValueError(
+            f"moe_layer: {argument} names mesh axis {name!r}, which is not manual inside this shard_map, whose manual "
+            f"axes are {tuple(mesh.manual_axes)}. Add it to the axis_names of that shard_map."
+        )
+
+
+def _as_they_lie(
+    experts: Experts, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]
+) -> dict[str, tuple[str, ...]]:
+    """Returns the axes over which the first matrix is split, as far as is known."""
+    first: Any = experts.w_gate
+    quantized = isinstance(first, QuantizedMatrix)
+    known = known_axes(first.values if quantized else first, mesh)
+    if not known:
+        return {"hidden": (), "intermediate": ()}
+    order = _WIDE["w_gate"][::-1] if quantized else _WIDE["w_gate"]
+    return {
+        dimension: tuple(name for name in names if name not in expert_axes and mesh.shape[name] > 1)
+        for dimension, names in zip(order, known[1:], strict=True)
+    }
+
+
+def _check_sizes(experts: Experts, split: ExpertSplit, size: dict[str, int]) -> None:
+    for dimension, names in (("hidden", split.hidden), ("intermediate", split.intermediate)):
+        ranks = math.prod(size[name] for name in names)
+        width = getattr(experts, dimension)
+        for name, dimensions in _WIDE.items():
+            matrix = getattr(experts, name)
+            if ranks == 1 or matrix is None or dimension not in dimensions:
+                continue
+            block = _block(matrix, along_in=dimensions[0] == dimension)
+            if width % (ranks * block):
+                of = f" in blocks of {block}" if block > 1 else ""
+                raise ValueError(
+                    f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} "
+                    f"ranks of mesh axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis "
+                    f"whose size divides {width // block}."
+                )
+
+
+def _block(matrix: Any, along_in: bool) -> int:
+    """Returns the elements along a dimension that share a scale, and so stay together; 1 where all of them do."""
+    if not isinstance(matrix, QuantizedMatrix) or (isinstance(matrix, BlockScaled) and matrix.kinds[0] != "128x128"):
+        return 1
+    return matrix.format.scale_columns if along_in else matrix.format.scale_rows

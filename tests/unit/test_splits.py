@@ -1,0 +1,288 @@
+"""How tokens and experts lie on a mesh: nothing is moved that need not be, and the layer computes the same."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import testing, token_split
+from jaxmoe.options import Arguments
+from jaxmoe.testing import relative_error
+from tests.layer_calls import cotangent
+
+NAMES = ("data", "expert", "tensor")
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+HIDDEN, INTERMEDIATE = 16, 32
+# Of the experts' first matrix, [experts, hidden, intermediate].
+EXPERT_SPECS = {
+    "whole": P("expert"),
+    "tensor parallel": P("expert", None, "tensor"),
+    "FSDP": P("expert", "data"),
+    "FSDP of the other dimension": P("expert", None, "data"),
+    "both": P("expert", "data", "tensor"),
+    "split over an axis that repeats tokens": P("expert", "tensor"),
+}
+
+
+def mesh_of(kind: AxisType) -> Mesh:
+    return jax.make_mesh((2, 2, 2), NAMES, axis_types=(kind,) * 3)
+
+
+def inputs(batch: tuple[int, ...] = (4, 6)) -> Arguments:
+    """Returns tokens with several leading dimensions."""
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": 4, "top_k": 2}
+    flat = testing.make_inputs(tokens=int(np.prod(batch)), seed=1, biases=True, **sizes)
+    x, ids, weights = (array.reshape(*batch, -1) for array in flat[:3])
+    return Arguments(x, ids, weights, flat.experts)
+
+
+def placed(arguments: Arguments, mesh: Mesh, tokens: P, experts: P) -> Arguments:
+    """Returns the arrays as they would lie in a model."""
+    first, hidden, intermediate = (*experts, None, None, None)[:3]
+
+    def put(array: Any, *spec: Any) -> Any:
+        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+    e = arguments.experts
+    spread = jaxmoe.Experts(
+        put(e.w_gate, first, hidden, intermediate),
+        put(e.w_up, first, hidden, intermediate),
+        put(e.w_down, first, intermediate, hidden),
+        put(e.b_gate, first, intermediate),
+        put(e.b_up, first, intermediate),
+        put(e.b_down, first, hidden),
+    )
+    batch = (*tokens, None, None)[:2]
+    ids, weights = (put(array, *batch) for array in arguments[1:3])
+    return Arguments(put(arguments.x, *tokens), ids, weights, spread)
+
+
+def layer(arguments: Arguments, **options: Any) -> jax.Array:
+    return jaxmoe.moe_layer(*arguments[:4], implementation="reference", **options)
+
+
+def gradients(arguments: Arguments, **options: Any) -> Any:
+    def loss(x: jax.Array, experts: jaxmoe.Experts) -> jax.Array:
+        y = layer(arguments._replace(x=x, experts=experts), **options)
+        return jnp.sum(y * cotangent(y))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(arguments.x, arguments.experts)
+
+
+def on_one_device(arguments: Arguments) -> tuple[jax.Array, Any]:
+    return layer(arguments, axis_name=None), gradients(arguments, axis_name=None)
+
+
+def collectives(function: Any, *arrays: Any) -> dict[str, int]:
+    """Returns how often each kind of collective is in the compiled program."""
+    text = jax.jit(function).lower(*arrays).compile().as_text() or ""
+    names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+    return {name: count for name in names if (count := text.count(f" {name}(") + text.count(f" {name}-start("))}
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "spec", [P("data"), P("data", "expert"), P(("data", "expert")), P("data", "tensor"), P(None, "data"), P()], ids=str
+)
+def test_tokens_may_be_split_over_any_leading_dimension_and_the_output_is_placed_as_they_were(kind, spec):
+    arguments, mesh = inputs(), mesh_of(kind)
+    truth, _ = on_one_device(arguments)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)
+        spread = placed(arguments, mesh, spec, P("expert"))
+        y = layer(spread)
+    assert relative_error(y, truth) < 1e-5
+    assert y.sharding.is_equivalent_to(spread.x.sharding, y.ndim)
+
+
+@KINDS
+def test_tokens_that_lie_over_two_dimensions_are_not_moved(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        spread = placed(inputs(), mesh, P("data", "tensor"), P())
+        # Auto axes are not known inside of jit.
+        where = {"data_axes": P("data", "tensor")} if kind == AxisType.Auto else {}
+        run = lambda *arrays: layer(Arguments(*arrays), axis_name=None, **where)  # noqa: E731
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)
+            assert collectives(run, *spread[:4]) == {}
+
+
+@KINDS
+@pytest.mark.parametrize("batch", [(1, 1), (3, 1), (2, 3), (5, 7)], ids=str)
+def test_a_batch_that_no_axis_divides_gives_the_same_and_fills_up_less_than_one_token_a_rank(kind, batch):
+    arguments, mesh = inputs(batch), mesh_of(kind)
+    truth, (of_x, of_experts) = on_one_device(arguments)
+    with jax.set_mesh(mesh):
+        y, stats = jaxmoe.moe_layer(*arguments[:4], implementation="reference", data_axes="data", return_stats=True)
+        gx, ge = gradients(arguments, data_axes="data")
+        call = jaxmoe.explain(*arguments[:4], data_axes="data").call
+    assert relative_error(y, truth) < 1e-5
+    assert relative_error(gx, of_x) < 1e-5
+    assert relative_error(ge.w_gate, of_experts.w_gate) < 1e-5
+    assert int(stats.rows_per_expert.sum()) == 2 * np.prod(batch)
+    assert int(stats.unused_slots) == 0
+    assert 0 <= call.token_split.filling < call.token_split.inside_ranks
+
+
+def test_a_dimension_that_divides_is_split_before_any_token_is_added():
+    mesh = mesh_of(AxisType.Auto)
+    split = token_split.choose((3, 64), (), ("data", "expert"), mesh)
+    assert (split.dims, split.inside, split.rows) == (((), ("data", "expert")), (), 48)
+    split = token_split.choose((2, 3, 2), (), ("data", "expert"), mesh)
+    assert (split.dims, split.inside, split.rows) == ((("data",), (), ("expert",)), (), 3)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("name", EXPERT_SPECS)
+def test_experts_may_be_split_inside_and_their_gradients_lie_as_they_do(kind, name):
+    arguments, mesh, spec = inputs(), mesh_of(kind), EXPERT_SPECS[name]
+    truth, (of_x, of_experts) = on_one_device(arguments)
+    named = dict(zip(("hidden_axis", "intermediate_axis"), (*spec[1:], None, None), strict=False))
+    # Explicit axes are part of types; what is called outside of jit knows Auto axes too.
+    inside_jit = {"data_axes": "data", **named} if kind == AxisType.Auto else {}
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)
+        spread = placed(arguments, mesh, P("data", "expert"), spec)
+        y = layer(spread)
+        gx, ge = gradients(spread, **inside_jit)
+    assert relative_error(y, truth) < 1e-5
+    assert relative_error(gx, of_x) < 1e-5
+    for field in dataclasses.fields(ge):
+        gradient, parameter = getattr(ge, field.name), getattr(spread.experts, field.name)
+        assert relative_error(gradient, getattr(of_experts, field.name)) < 1e-5, field.name
+        if name != "split over an axis that repeats tokens":
+            assert gradient.sharding.is_equivalent_to(parameter.sharding, gradient.ndim), field.name
+
+
+def test_partial_outputs_of_tensor_parallel_experts_are_added_up_once():
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        spread = placed(inputs(), mesh, P("data"), P(None, None, "tensor"))
+        run = lambda *arrays: layer(  # noqa: E731
+            Arguments(*arrays), axis_name=None, data_axes="data", intermediate_axis="tensor"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)  # of the expert axis
+            assert collectives(run, *spread[:4]) == {"all-reduce": 1}
+
+
+def test_experts_under_fsdp_are_gathered_once_and_their_gradients_scattered():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    arguments = inputs((8, 3))
+    experts = dataclasses.replace(arguments.experts, b_gate=None, b_up=None, b_down=None)
+
+    def loss(experts: jaxmoe.Experts) -> jax.Array:
+        y = layer(arguments._replace(experts=experts), axis_name=None, data_axes="data", hidden_axis="data")
+        return jnp.sum(y * y)
+
+    with jax.set_mesh(mesh):
+        split: Any = P(None, "data")
+        back: Any = P(None, None, "data")
+        specs = jaxmoe.Experts(split, split, back)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        found = collectives(jax.grad(loss), jax.device_put(experts, shardings))
+    # One for each of the three matrices, or fewer where XLA joins them.
+    assert found.keys() == {"all-gather", "reduce-scatter"}
+    assert max(found.values()) <= 3
+
+
+@pytest.mark.parametrize("format_", ["128x128", "channel", "mxfp4", "nvfp4"])
+def test_quantised_experts_may_be_split_inside_too(format_):
+    sizes: dict[str, Any] = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2}
+    arguments = testing.make_inputs(tokens=16, seed=2, **sizes)
+    experts = jaxmoe.quantize(arguments.experts, format_)
+    arguments = arguments._replace(experts=experts)
+    options: dict[str, Any] = {"precision": "w4a16" if "fp4" in format_ else "w8a16"}
+    truth = layer(arguments, axis_name=None, **options)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        y = layer(arguments, data_axes="data", hidden_axis="data", intermediate_axis="tensor", **options)
+    assert relative_error(y, truth) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["xla", "megakernel"])
+def test_every_implementation_takes_parts_of_experts(implementation):
+    arguments, mesh = inputs((8, 2)), mesh_of(AxisType.Auto)
+    truth, _ = on_one_device(arguments)
+    where: dict[str, Any] = {"data_axes": "data", "hidden_axis": "data", "intermediate_axis": "tensor"}
+    with jax.set_mesh(mesh):
+        y = jaxmoe.moe_layer(*arguments[:4], implementation=implementation, **where)
+        told = str(jaxmoe.explain(*arguments[:4], implementation=implementation, **where))
+    assert relative_error(y, truth) < 1e-5
+    assert "2 ranks of 'tensor' compute parts of the intermediate dimension" in told
+    assert "experts are gathered over 'data'" in told
+    assert f"intermediate {INTERMEDIATE // 2}" in told
+
+
+def test_inside_shard_map_the_axes_that_split_experts_are_named():
+    arguments, mesh = inputs((8, 2)), mesh_of(AxisType.Auto)
+    truth, _ = on_one_device(arguments)
+    into: Any = P("expert", "data", "tensor")
+    back: Any = P("expert", "tensor", "data")
+    of_h: Any = P("expert", "tensor")
+    of_answers: Any = P("expert", "data")
+    experts = jaxmoe.Experts(into, into, back, of_h, of_h, of_answers)
+    tokens = P(("data", "expert"))
+
+    def on_rank(*arrays: Any) -> jax.Array:
+        return layer(Arguments(*arrays), hidden_axis="data", intermediate_axis="tensor")
+
+    run = jax.shard_map(on_rank, mesh=mesh, in_specs=(tokens, tokens, tokens, experts), out_specs=tokens)
+    assert relative_error(jax.jit(run)(*arguments[:4]), truth) < 1e-5
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_work_that_is_repeated_is_warned_of_with_what_to_write_and_an_empty_tuple_says_that_it_is_meant():
+    arguments = inputs()
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        with pytest.warns(jaxmoe.RepeatedWorkWarning, match=r"'data', 'tensor'.* pass data_axes=\('data', 'tensor'\)"):
+            jax.eval_shape(layer, arguments)
+        jax.eval_shape(lambda a: layer(a, data_axes=()), arguments)
+        jax.eval_shape(lambda a: layer(a, data_axes=("data", "tensor")), arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_axis": "fsdp"}, r"hidden_axis names 'fsdp', which is not in the mesh"),
+        ({"intermediate_axis": "expert"}, r"'expert' is in intermediate_axis and in axis_name"),
+        (
+            {"hidden_axis": "tensor", "intermediate_axis": "tensor"},
+            r"'tensor' is in intermediate_axis and in hidden_axis",
+        ),
+        ({"hidden_axis": ("data", "data")}, r"hidden_axis=\('data', 'data'\) must be a mesh axis name"),
+        ({"data_axes": P("data", "fsdp")}, r"axis 'fsdp' is not in the mesh"),
+    ],
+    ids=str,
+)
+def test_axes_that_cannot_be_used_are_refused(options, message):
+    with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(lambda a: layer(a, **options), inputs())
+
+
+def test_widths_that_an_axis_does_not_divide_are_refused_with_the_array_and_the_size():
+    sizes: dict[str, Any] = {"hidden": 16, "intermediate": 31, "num_experts": 4, "top_k": 2}
+    arguments = testing.make_inputs(tokens=16, seed=2, **sizes)
+    refused = pytest.raises(ValueError, match=r"experts.w_gate has intermediate=31, which cannot be split over the 2")
+    with jax.set_mesh(mesh_of(AxisType.Auto)), refused:
+        layer(arguments, data_axes="data", intermediate_axis="tensor")
+    sizes["intermediate"] = 128
+    blocks = jaxmoe.quantize(testing.make_inputs(tokens=16, seed=2, **sizes).experts)
+    refused = pytest.raises(ValueError, match=r"w_gate has intermediate=128 in blocks of 128, which cannot be split")
+    with jax.set_mesh(mesh_of(AxisType.Auto)), refused:
+        layer(arguments._replace(experts=blocks), data_axes="data", intermediate_axis="tensor")
