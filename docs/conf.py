@@ -18,10 +18,13 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 import jaxmoe
+import jaxmoe.convert
 import jaxmoe.linen
 import jaxmoe.nnx
+import jaxmoe.plan
 
 ROOT = Path(__file__).parents[1]
+NAME_PATTERN = r"jaxmoe(?:\.[a-zA-Z]\w*)+"  # jaxmoe._cuda is not in every build
 
 project = "jaxmoe"
 release = jaxmoe.__version__
@@ -143,6 +146,21 @@ class PlainFileLinks(SphinxTransform):
             link.replace_self(link[0].children)
 
 
+class NamesInPages(SphinxTransform):
+    """Links the library's names in code spans of pages to the reference; one that there is not is a warning."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs: Any) -> None:
+        """Wraps the code spans of one page."""
+        for literal in list(self.document.findall(nodes.literal)):
+            name = re.fullmatch(rf"({NAME_PATTERN})(?:\(.*\))?", literal.astext())
+            if name and not isinstance(literal.parent, nodes.reference | addnodes.pending_xref | nodes.title):
+                link = addnodes.pending_xref(refdomain="py", reftype="obj", reftarget=name[1], refdoc=self.env.docname)
+                literal.replace_self(link)
+                link += literal
+
+
 class DoubleQuotes(SphinxTransform):
     """Writes strings in signatures, shapes most of all, as the sources do."""
 
@@ -158,11 +176,12 @@ class DoubleQuotes(SphinxTransform):
 
 # ---------------------------------------------------------------- docstrings
 
-# Where each public name is documented, by where it is defined: annotations have the latter.
+# Where each name is documented, by where it is defined, which annotations have. Of several modules the last counts.
 PUBLIC_NAMES = {
-    f"{value.__module__}.{value.__qualname__}": f"jaxmoe.{name}"
-    for name in jaxmoe.__all__
-    if hasattr(value := getattr(jaxmoe, name), "__qualname__")
+    f"{value.__module__}.{value.__qualname__}": f"{module.__name__}.{name}"
+    for module in (jaxmoe.plan, jaxmoe.convert, jaxmoe)
+    for name in module.__all__
+    if hasattr(value := getattr(module, name), "__qualname__")
 }
 
 
@@ -212,7 +231,7 @@ def link_public_name(app: Sphinx, env: Any, node: addnodes.pending_xref, content
     target = node["reftarget"]
     if public := PUBLIC_NAMES.get(target):
         return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
-    if re.fullmatch(r"jaxmoe(\.\w+)+", target):
+    if re.fullmatch(NAME_PATTERN, target):
         try:
             pkgutil.resolve_name(target)
         except (AttributeError, ImportError):
@@ -227,5 +246,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("missing-reference", link_public_name)
     app.add_transform(PlainFileLinks)
+    app.add_transform(NamesInPages)
     app.add_transform(DoubleQuotes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
