@@ -20,7 +20,7 @@ RUN         = $(VENV)/bin/python
 ON_CPU      = OPENBLAS_NUM_THREADS=1 $(RUN)
 ENVIRONMENT = VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(1)" sh tools/environment.sh
 
-.PHONY: help demo test test-transformers notebooks lint format environment clean
+.PHONY: help demo test test-transformers notebooks docs lint format environment clean
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test        run all tests and the examples in the docstrings  (ARGS="-k routing" picks some)'
 	@echo 'make test-transformers  compare examples/ with Hugging Face transformers, in .venv-transformers (downloads torch)'
 	@echo 'make notebooks   execute the notebooks'
+	@echo 'make docs        the documentation site, build/docs/index.html; a warning is an error'
 	@echo 'make lint        ruff and pyright'
 	@echo 'make format      let ruff lay out the Python files'
 	@echo 'make clean       remove the environment and all caches'
@@ -56,6 +57,13 @@ test-transformers: environment
 
 notebooks: environment
 	@$(ON_CPU) -m pytest tests/notebooks $(ARGS)
+
+# Every page is read anew: Sphinx says nothing again of those that it has kept.
+docs:
+	@$(call ENVIRONMENT,$(EXTRAS)$(comma)docs)
+	@$(RUN) -m sphinx --conf-dir=docs --doctree-dir=build/doctrees --fresh-env --fail-on-warning --keep-going --nitpicky \
+		--quiet . build/docs $(ARGS)
+	@echo 'build/docs/index.html'
 
 lint:
 	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)

@@ -1,14 +1,35 @@
 """What users see of the package before they call anything."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 
 import jaxmoe
+import jaxmoe.convert
+import jaxmoe.linen
+import jaxmoe.nnx
+from tests.documents import ROOT
 
 
 def test_what_the_package_lists_is_what_users_need():
     assert set(dir(jaxmoe)) == {*jaxmoe.__all__, "__version__"}
     assert all(getattr(jaxmoe, name) is not None for name in dir(jaxmoe))
+
+
+def test_the_reference_has_what_the_package_lists():
+    documented: dict[str, set[str]] = {}
+    for page in ROOT.glob("docs/api/*.md"):
+        module = ""
+        for kind, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.M):
+            if kind in ("module", "currentmodule"):
+                module = name
+            else:
+                documented.setdefault(module, set()).add(name)
+    assert documented["jaxmoe"] >= {*jaxmoe.__all__} - {"convert"}
+    for layers in (jaxmoe.nnx, jaxmoe.linen):
+        assert documented[layers.__name__] == {*layers.__all__} - {"MoEAux"}
+    assert documented["jaxmoe.convert"] == {*jaxmoe.convert.__all__}
 
 
 def test_experts_can_be_compared_whatever_their_arrays_hold():

@@ -1,38 +1,75 @@
-"""The README's examples run as they stand, and its links lead somewhere."""
+"""The examples of the README and of the pages run as they stand, and their links lead somewhere."""
 
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+from tests.documents import ROOT, python_blocks, run_page
+
+PAGES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md"))]
 
 
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 4
-    names: dict = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-        assert names["y"].shape == (1024, 256)
-        assert bool(np.isfinite(np.asarray(names["y"])).all())
+    assert len(python_blocks("README.md")) == 4
+    names = run_page("README.md")
+    assert names["y"].shape == (1024, 256)
+    assert bool(np.isfinite(np.asarray(names["y"])).all())
     assert abs(float(names["error"]) - 0.06) < 0.01
     assert names["mesh"].size == jax.device_count() == 8
 
 
+def dense(x, router, w_gate, w_up, w_down, top_k):
+    """The layer of every page: a softmax over the best logits, SwiGLU experts, in float64 and one token at a time."""
+    x, router, w_gate, w_up, w_down = (np.asarray(array, np.float64) for array in (x, router, w_gate, w_up, w_down))
+    tokens = x.reshape(-1, x.shape[-1])
+    outputs = np.zeros_like(tokens)
+    for output, token in zip(outputs, tokens, strict=True):
+        logits = token @ router
+        ids = np.argsort(-logits)[:top_k]
+        weights = np.exp(logits[ids]) / np.exp(logits[ids]).sum()
+        for expert, weight in zip(ids, weights, strict=True):
+            gate = token @ w_gate[expert]
+            output += weight * (gate / (1 + np.exp(-gate)) * (token @ w_up[expert])) @ w_down[expert]
+    return outputs.reshape(x.shape)
+
+
+def close(page, x, *arrays, top_k):
+    names = run_page(page)
+    given = [names[name] if isinstance(name, str) else name(names) for name in (x, *arrays)]
+    np.testing.assert_allclose(np.asarray(names["y"]), dense(*given, top_k=top_k), rtol=1e-4, atol=1e-5)
+    assert names["mesh"].size == 8
+    return names
+
+
+def test_the_layer_with_maxtext_s_parameters_is_the_dense_one():
+    of = [lambda names, key=key: names["params"][key] for key in ("wi_0", "wi_1", "wo")]
+    router = lambda names: names["params"]["gate"]["kernel"]  # noqa: E731
+    names = close("docs/use_in_maxtext.md", "inputs", router, *of, top_k=2)
+    assert 1.9 < float(names["lb_loss"]) < 4
+
+
+def test_the_layer_with_levanter_s_arguments_is_the_dense_one():
+    gate, up = (lambda names, half=half: np.split(names["w_gate_up"], 2, -1)[half] for half in (0, 1))
+    close("docs/use_in_levanter.md", "x", "router", gate, up, "w_down", top_k=4)
+
+
+def test_the_layer_with_easydel_s_kernels_is_the_dense_one():
+    kernels = ("wi_kernel", "wu_kernel", "wd_kernel")
+    names = close("docs/use_in_easydel.md", "hidden_state", "gate_kernel", *kernels, top_k=4)
+    assert int(names["aux"].stats.rows_per_expert.sum()) == 8 * 32 * 4
+
+
+def test_the_layer_with_transformer_engine_s_arguments_is_the_dense_one():
+    gate, up = (lambda names, half=half: np.split(names["wi"], 2, -1)[half] for half in (0, 1))
+    names = close("docs/beside_transformer_engine.md", "x", "gate_kernel", gate, up, "wo", top_k=4)
+    assert int(names["rows_per_expert"].sum()) == 8 * 32 * 4
+
+
 @pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "docs/exchange.md",
-        "docs/performance.md",
-        "docs/reliability.md",
-        *(f"ffi/{page}.md" for page in ("README", "kernel", "memory", "build")),
-    ],
+    "document", ["README.md", *PAGES, *(f"ffi/{page}.md" for page in ("README", "kernel", "memory", "build"))]
 )
 def test_every_relative_link_leads_to_a_file(document):
     path = ROOT / document
