@@ -8,7 +8,7 @@ ARGS   ?=
 # A GPU that JAX can use brings the CUDA packages, the compiler for the CUDA part among them, and the fast grouped
 # matrix product.
 GPU    := $(shell sh tools/environment.sh gpu && echo yes)
-EXTRAS ?= demo,test$(if $(GPU),$(comma)cuda13$(comma)tokamax)
+EXTRAS ?= demo,test$(if $(GPU),$(comma)cuda13$(comma)nvcc$(comma)tokamax)
 comma  := ,
 
 # Test processes: each one compiles with several threads, so more than a few do not help. Tests of one file go to one of
@@ -20,7 +20,7 @@ RUN         = $(VENV)/bin/python
 ON_CPU      = OPENBLAS_NUM_THREADS=1 $(RUN)
 ENVIRONMENT = VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(1)" sh tools/environment.sh
 
-.PHONY: help demo test test-transformers notebooks docs lint format environment clean
+.PHONY: help demo test test-transformers notebooks docs wheel wheel-cpu wheel-cuda13 lint format environment clean
 .NOTPARALLEL:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-transformers  compare examples/ with Hugging Face transformers, in .venv-transformers (downloads torch)'
 	@echo 'make notebooks   execute the notebooks'
 	@echo 'make docs        the documentation site, build/docs/index.html; a warning is an error'
+	@echo 'make wheel       dist/cpu and dist/cuda13: what pip installs without a compiler (wheel-cpu, wheel-cuda13: one of them)'
 	@echo 'make lint        ruff and pyright'
 	@echo 'make format      let ruff lay out the Python files'
 	@echo 'make clean       remove the environment and all caches'
@@ -64,6 +65,21 @@ docs:
 	@$(RUN) -m sphinx --conf-dir=docs --doctree-dir=build/doctrees --fresh-env --fail-on-warning --keep-going --nitpicky \
 		--quiet . build/docs $(ARGS)
 	@echo 'build/docs/index.html'
+
+# Of the Python that runs here. In an environment of their own, since the CUDA part is for the jax of GPUs, which is not
+# the newest. Objects of the environment's own build are taken where it is of the same kind.
+wheel wheel-cpu wheel-cuda13: VENV = .venv-wheel
+wheel wheel-cpu wheel-cuda13: EXTRAS = wheel
+wheel: wheel-cpu wheel-cuda13
+
+WHEEL = rm -rf dist/$(1) && JAXMOE_CUDA=$(2) SKBUILD_BUILD_DIR="$(abspath $(VENV))/build$(3)" \
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist/$(1) . && ls dist/$(1)/*
+
+wheel-cpu: environment
+	@$(call WHEEL,cpu,off,$(if $(filter off,$(JAXMOE_CUDA)),,-cpu))
+
+wheel-cuda13: environment
+	@$(call WHEEL,cuda13,on)
 
 lint:
 	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)

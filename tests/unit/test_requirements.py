@@ -58,6 +58,14 @@ def test_every_python_gets_one_jax_with_the_cuda_plugin(python):
     assert allowed("jax", "0.10.2", "cuda13", python) == (python == "3.11")
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_wheels_are_built_with_the_jax_that_runs_them_on_gpus(python):
+    for version in ("0.10.2", measured("jax"), "0.12.0", "0.12.0.1"):
+        assert allowed("jax", version, "wheel", python) == allowed("jax", version, "cuda13", python)
+    assert {"nvidia-cuda-nvcc"} <= {one.name for one in requirements("wheel", python)}
+    assert "nvidia-cuda-nvcc" not in {one.name for one in requirements("cuda13", python)}
+
+
 @pytest.mark.parametrize("extras", ["", "demo,test", "demo,test,lint,nvcc"])
 def test_without_the_extra_the_newest_jax_is_taken_and_the_oldest_will_do(extras):
     for name in ("jax", "jaxlib"):
