@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
+from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
 from jaxmoe.flax.placement import place
@@ -114,7 +115,7 @@ class MoE(nn.Module):
           TypeError: `x` or `token_valid` is of the wrong dtype.
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
-        config = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        config = self._config()
         config.check()
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
@@ -137,6 +138,40 @@ class MoE(nn.Module):
             self.sow("losses", "router_z_loss", aux.router_z_loss)
             self.sow("intermediates", "moe_stats", aux.stats)
         return y
+
+    @nn.nowrap
+    def explain(self, x: Any) -> Explanation:
+        """Says what a call with tokens like `x` does: `jaxmoe.explain` of the `jaxmoe.moe_layer` in it. Runs nothing.
+
+        It knows the routed experts only: the router and a shared expert come besides.
+
+        Args:
+          x: tokens, `[..., tokens, hidden]`, or a `jax.ShapeDtypeStruct` of them. Parameters are taken to have
+            `param_dtype`.
+
+        Returns:
+          An `Explanation`; `print` it.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as a call would.
+
+        >>> import jax, jax.numpy as jnp, jaxmoe
+        >>> from jaxmoe.linen import MoE
+        >>> moe = MoE(4096, 14336, num_experts=8, router=jaxmoe.RouterConfig.mixtral(), axis_name=None)
+        >>> moe.explain(jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)).implementation
+        'xla'
+        """
+        config = self._config()
+        config.check()
+        arrays = {
+            name: jax.ShapeDtypeStruct(parameter.shape, self.param_dtype)
+            for name, parameter in parameters(config).items()
+        }
+        return layers.explain(config, arrays, x)
+
+    @nn.nowrap
+    def _config(self) -> LayerConfig:
+        return LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
 
     def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""

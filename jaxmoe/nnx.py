@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.activation import Activation
 from jaxmoe.convert.weights import MoEWeights
+from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
 from jaxmoe.flax.placement import put
@@ -333,11 +334,39 @@ class MoE(nnx.Module):
         """
         return layers.forward(
             self.config,
-            {name: getattr(self, name).get_value() for name in parameters(self.config)},
+            self._arrays(),
             x,
             selection_bias=None if self.selection_bias is None else self.selection_bias[...],
             token_valid=token_valid,
         )
+
+    def explain(self, x: Any) -> Explanation:
+        """Says what a call with tokens like `x` does: `jaxmoe.explain` of the `jaxmoe.moe_layer` in it. Runs nothing.
+
+        It knows the routed experts only: the router and a shared expert come besides.
+
+        Args:
+          x: tokens, `[..., tokens, hidden]`, or a `jax.ShapeDtypeStruct` of them. The layer may be abstract too
+            (`nnx.eval_shape`).
+
+        Returns:
+          An `Explanation`; `print` it.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as a call would.
+
+        >>> import jax, jax.numpy as jnp, jaxmoe
+        >>> from flax import nnx
+        >>> from jaxmoe.nnx import MoE
+        >>> router = jaxmoe.RouterConfig.mixtral()
+        >>> moe = nnx.eval_shape(lambda: MoE(4096, 14336, 8, router, axis_name=None, rngs=nnx.Rngs(0)))
+        >>> moe.explain(jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)).implementation
+        'xla'
+        """
+        return layers.explain(self.config, self._arrays(), x)
+
+    def _arrays(self) -> dict[str, Any]:
+        return {name: getattr(self, name).get_value() for name in parameters(self.config)}
 
     def update_selection_bias(self, stats: MoEStats, rate: float | Float[Array, ""] = 1e-3) -> None:
         """Moves the selection bias one step towards an even load; call it once per step, after the gradient step.

@@ -8,19 +8,25 @@ Each library makes the arrays of `config.parameters` in its own way and passes t
 Flax.
 """
 
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe import activation as activations
 from jaxmoe.api import run
 from jaxmoe.experts import Experts, takes_experts
+from jaxmoe.explain import Explanation
+from jaxmoe.explain import explain as explain_call
 from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of
 from jaxmoe.flax.placement import split_as, split_of, whole
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, route, router_aux, update_selection_bias
 from jaxmoe.routing.stats import check_token_valid
@@ -71,6 +77,35 @@ def forward(
         y = (y.astype(shared.dtype) + shared).astype(dtype)
     aux = router_aux(routing, logits, token_valid=token_valid, axis_name=_manual_token_axes(config))
     return split_as(y, split_of(x), mesh), aux
+
+
+def explain(config: LayerConfig, arrays: Mapping[str, Any], x: Any) -> Explanation:
+    """Returns what `jaxmoe.explain` says of the call that `forward` makes. Computes nothing.
+
+    Args:
+      config: the layer.
+      arrays: the `parameters`, or a `jax.ShapeDtypeStruct` of each.
+      x: tokens, or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `forward` would.
+    """
+    _check(config, x, None)
+    dtype, slots = _compute_dtype(config, x, arrays), (*x.shape[:-1], config.router.top_k)
+    # Where the tokens are says for which platform, and how they are split over Explicit axes.
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+    on_device = contextlib.nullcontext()
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        on_device = jax.default_device(next(iter(x.devices())))
+    arguments = (
+        jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+        jax.ShapeDtypeStruct(slots, jnp.int32),
+        jax.ShapeDtypeStruct(slots, jnp.promote_types(dtype, jnp.float32)),
+        jax.eval_shape(functools.partial(_experts_for, dtype), dict(arrays)),
+    )
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(CallOptions)}
+    with on_device:
+        return explain_call(*arguments, **options)
 
 
 def _experts_for(dtype: Any, arrays: Mapping[str, Any]) -> Experts:

@@ -59,6 +59,10 @@ class NNXLayer:
     def abstract(self, **arguments: Any) -> Any:
         return nnx.eval_shape(lambda: self.make(**arguments))
 
+    def abstract_layer(self, **arguments: Any) -> Any:
+        """Returns the layer, without arrays."""
+        return self.abstract(**arguments)
+
     def filled(self, parameters: Mapping[str, Any], bias: Any, **arguments: Any) -> Any:
         moe = self.abstract(**arguments)
         for name, array in parameters.items():
@@ -102,6 +106,10 @@ class LinenLayer:
     def abstract(self, **arguments: Any) -> dict[str, Any]:
         x = jnp.zeros((BATCH, LENGTH, arguments.get("hidden", HIDDEN)))
         return jax.eval_shape(self.make(**arguments).init, jax.random.key(0), x)["params"]
+
+    def abstract_layer(self, **arguments: Any) -> Any:
+        """Returns the layer, without arrays."""
+        return self.make(**arguments)
 
     def shapes(self, **arguments: Any) -> dict[str, Any]:
         return {name: getattr(box, "value", box) for name, box in self.abstract(**arguments).items()}

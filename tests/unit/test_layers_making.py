@@ -1,5 +1,7 @@
 """How Flax layers are made: first weights, variables, and what arguments, inputs and a missing library are told."""
 
+import contextlib
+import functools
 import importlib.util
 import sys
 from typing import Any
@@ -9,15 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe import RouterConfig, SwiGLU, sharding
 from jaxmoe.implementations.megakernel import limits
-from tests.unit.blocks_by_hand import BLOCKS, fill
+from tests.unit.blocks_by_hand import BLOCKS, EXPERTS, HIDDEN, INTERMEDIATE, fill
 from tests.unit.flax_layers import LinenLayer, NNXLayer, make_mesh
+
+
+def traced(moe: Any, x: jax.Array) -> Any:
+    """Returns what a layer explains to code that is being compiled."""
+    told = []
+    jax.eval_shape(jax.jit(lambda x: told.append(moe.explain(x))), x)
+    return told[0]
 
 
 class Behaviours:
@@ -58,6 +68,41 @@ class Behaviours:
     def test_arguments_that_do_not_fit_are_refused_before_parameters_exist(self, arguments, error, message):
         with jax.set_mesh(make_mesh(AxisType.Auto)), pytest.raises(error, match=message):
             self.layer().shapes(**arguments)
+
+    @pytest.mark.parametrize(
+        ("kind", "tokens_per_rank", "ranks"), [(None, 32, 1), (AxisType.Auto, 8, 4), (AxisType.Explicit, 4, 4)]
+    )
+    @pytest.mark.parametrize("given", ["shape", "array", "traced"])
+    def test_explain_says_what_jaxmoe_says_of_the_call_in_the_layer_and_computes_nothing(
+        self, kind, tokens_per_rank, ranks, given
+    ):
+        where: dict[str, Any] = {} if kind is None else {"axis_name": "expert"}
+        mesh = None if kind is None else make_mesh(kind)
+        arguments = {"dtype": jnp.bfloat16, "residuals": "recompute", "activation": "relu", **where}
+        # With Explicit axes the type of x says that its tokens are split over "data" too.
+        sharding = None if mesh is None else NamedSharding(mesh, P("data"))
+        x = jax.ShapeDtypeStruct((8, 4, HIDDEN), jnp.float32, sharding=sharding)
+        tokens = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=sharding)
+        slots = [jax.ShapeDtypeStruct((8, 4, 2), dtype) for dtype in (jnp.int32, jnp.float32)]
+        matrices = [(EXPERTS, HIDDEN, INTERMEDIATE)] * 2 + [(EXPERTS, INTERMEDIATE, HIDDEN)]
+        experts = jaxmoe.Experts(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in matrices))  # pyright: ignore
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            moe = self.layer().abstract_layer(**arguments)
+            tell: Any = {"shape": moe.explain, "array": moe.explain, "traced": functools.partial(traced, moe)}[given]
+            told = tell(x if given == "shape" else jax.device_put(jnp.zeros(x.shape), sharding))
+            expected = jaxmoe.explain(
+                tokens, *slots, experts, activation="relu", residuals="recompute", **{"axis_name": None, **where}
+            )
+        assert told == expected
+        assert (told.call.shape.tokens, told.call.shape.ranks) == (tokens_per_rank, ranks)
+
+    @pytest.mark.usefixtures("unchecked_shapes")
+    def test_explain_refuses_what_a_call_refuses(self):
+        moe = self.layer().abstract_layer()
+        with pytest.raises(ValueError, match=r"MoE: x has shape \(4, 15\)"):
+            moe.explain(jnp.zeros((4, 15)))
+        with pytest.raises(ValueError, match=r"needs a mesh and none is set"):
+            self.layer().abstract_layer(axis_name="expert").explain(jnp.zeros((4, 16)))
 
     @pytest.mark.usefixtures("unchecked_shapes")
     @pytest.mark.parametrize(
