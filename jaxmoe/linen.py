@@ -80,6 +80,7 @@ class MoE(nn.Module):
     selection_bias: bool = False
     shared_intermediate: int | None = None
     shared_activation: str | Activation | None = None
+    shared_gate: bool = False
     axis_name: str | Sequence[str] | None = "expert"
     data_axes: str | Sequence[str] = ()
     hidden_axis: AxisName = None

@@ -78,6 +78,8 @@ class MoE(nnx.Module):
       selection_bias: with a `SelectionBias` for balance without an auxiliary loss, as in DeepSeek-V3.
       shared_intermediate: width of an expert that every token visits besides; `None` for none.
       shared_activation: of the shared expert; `None` is `activation`, so that a clamp applies to it too (DeepSeek-V4).
+      shared_gate: multiply what the shared expert answers by `sigmoid(x @ shared_gate_kernel)`, as in Qwen2-MoE and
+        Qwen3-Next.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
       data_axes: the other mesh axes over which tokens are split, see `jaxmoe.moe_layer`.
       hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
@@ -104,6 +106,7 @@ class MoE(nnx.Module):
       b_gate: `[experts, intermediate]`, and so `b_up`.
       b_down: `[experts, hidden]`.
       shared_w_gate: `[hidden, shared_intermediate]`, and so `shared_w_up`, `shared_w_down` and biases `shared_b_...`.
+      shared_gate_kernel: `[hidden, 1]`.
       selection_bias: a `SelectionBias`, `[experts]`. What was not asked for is `None`.
 
     Raises:
@@ -133,6 +136,7 @@ class MoE(nnx.Module):
     shared_b_gate: nnx.Param[jax.Array] | None = None
     shared_b_up: nnx.Param[jax.Array] | None = None
     shared_b_down: nnx.Param[jax.Array] | None = None
+    shared_gate_kernel: nnx.Param[jax.Array] | None = None
     selection_bias: SelectionBias | None = None
 
     def __init__(
@@ -149,6 +153,7 @@ class MoE(nnx.Module):
         selection_bias: bool = False,
         shared_intermediate: int | None = None,
         shared_activation: str | Activation | None = None,
+        shared_gate: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] = (),
         hidden_axis: AxisName = None,
@@ -177,6 +182,7 @@ class MoE(nnx.Module):
             selection_bias=selection_bias,
             shared_intermediate=shared_intermediate,
             shared_activation=shared_activation,
+            shared_gate=shared_gate,
             axis_name=axis_name,
             data_axes=data_axes,
             hidden_axis=hidden_axis,
@@ -220,9 +226,9 @@ class MoE(nnx.Module):
     ) -> "MoE":
         """Returns the layer of a checkpoint, or of any weights in a `jaxmoe.convert.MoEWeights`.
 
-        Sizes, biases and the shared expert are those of the weights, which stay in the bits that they have: experts in
-        8 or 4 bits are `QuantizedWeight`s, everything else is a `Param`. A shared expert in few bits is decoded, to
-        `dtype` or bfloat16.
+        Sizes, biases, the shared expert and its gate are those of the weights, which stay in the bits that they have:
+        experts in 8 or 4 bits are `QuantizedWeight`s, everything else is a `Param`. A shared expert in few bits is
+        decoded, to `dtype` or bfloat16.
 
         Args:
           weights: as `jaxmoe.convert.from_hf` returns them, or after `jaxmoe.quantize` of their experts. Arrays that
@@ -244,7 +250,7 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError, TypeError: as for `MoE`; weights that do not go together.
-          NotImplementedError: weights with a `token_table` or a `shared_gate`, which the layer does not have.
+          NotImplementedError: weights with a `token_table`, which the layer does not have.
 
         >>> import jax, jax.numpy as jnp, jaxmoe
         >>> from jaxmoe.nnx import MoE

@@ -42,6 +42,7 @@ class LayerConfig(CallOptions):
     selection_bias: bool
     shared_intermediate: int | None
     shared_activation: str | Activation | None
+    shared_gate: bool
     hidden_axis: AxisName
     intermediate_axis: AxisName
     dtype: DTypeLike | None
@@ -67,6 +68,11 @@ class LayerConfig(CallOptions):
             raise ValueError(
                 f"MoE: shared_activation={self.shared_activation!r} is given, but there is no shared expert. Set "
                 "shared_intermediate= to its width, or leave shared_activation out."
+            )
+        if self.shared_gate and self.shared_intermediate is None:
+            raise ValueError(
+                "MoE: shared_gate=True, but there is no shared expert for it to multiply. Set shared_intermediate= to "
+                "its width, or leave shared_gate out."
             )
         if not self.gated and activations.resolve(self.shared_activation or self.activation).needs_up:
             raise ValueError(
@@ -160,6 +166,8 @@ def parameters(
     feed_forward("", config.intermediate, (config.num_experts,), (expert_axis,))
     if config.shared_intermediate is not None:
         feed_forward("shared_", config.shared_intermediate, (), ())
+    if config.shared_gate:
+        table["shared_gate_kernel"] = Parameter((hidden, 1), (None, None), kernel_init)
     return table
 
 

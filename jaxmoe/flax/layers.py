@@ -2,7 +2,9 @@
 
     logits = x @ router_kernel + router_bias                      in float32
     routing = route(logits, router, selection_bias)
-    y = moe_layer(x, routing, experts) + shared_expert(x)
+    y = moe_layer(x, routing, experts) + shared_expert(x) * sigmoid(x @ shared_gate_kernel)
+
+The shared expert is there on request, and so is its gate, in float32 as well.
 
 Each library makes the arrays of `config.parameters` in its own way and passes them to `forward`; nothing here imports
 Flax.
@@ -148,10 +150,13 @@ def _router_logits(arrays: Mapping[str, Array], tokens: jax.Array, dtype: Any) -
     (arXiv:2101.03961, section 2.4, selective precision). HIGHEST keeps GPUs and TPUs from rounding the operands to TF32
     or bfloat16.
     """
+    logits = _wide_product(tokens, arrays["router_kernel"], dtype)
+    return logits + arrays["router_bias"].astype(logits.dtype) if "router_bias" in arrays else logits
+
+
+def _wide_product(tokens: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
     wide = jnp.promote_types(dtype, jnp.float32)
-    kernel = arrays["router_kernel"].astype(wide)
-    logits = jnp.dot(tokens.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
-    return logits + arrays["router_bias"].astype(wide) if "router_bias" in arrays else logits
+    return jnp.dot(tokens.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
 
 
 def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax.Array) -> jax.Array:
@@ -171,7 +176,9 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     assert gate is not None
     out = project(activation.value(gate, project(tokens, "up")).astype(tokens.dtype), "down")
     assert out is not None
-    return out
+    if "shared_gate_kernel" not in arrays:
+        return out
+    return out * jax.nn.sigmoid(_wide_product(tokens, arrays["shared_gate_kernel"], tokens.dtype))
 
 
 def _manual_token_axes(config: LayerConfig) -> tuple[str, ...]:

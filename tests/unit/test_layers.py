@@ -33,7 +33,7 @@ class Behaviours:
 
     layer: Any
 
-    @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4"])
+    @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4", "qwen3-next"])
     def test_output_losses_and_gradients_are_those_of_the_block_written_by_hand(self, name):
         assert_equal(run(self.layer, name), expected(name))
 

@@ -58,6 +58,11 @@ class Behaviours:
             ({"router": RouterConfig(top_k=1, num_groups=3)}, ValueError, "num_experts=8 cannot be split"),
             ({"activation": "swish"}, ValueError, "activation='swish' is not known. Use one of 'silu'"),
             ({"shared_activation": "silu"}, ValueError, "there is no shared expert. Set shared_intermediate="),
+            (
+                {"shared_gate": True},
+                ValueError,
+                "there is no shared expert for it to multiply. Set shared_intermediate=",
+            ),
             ({"activation": SwiGLU(), "gated": False}, ValueError, "gated=False: SwiGLU multiplies two projections"),
             ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
             ({"precision": "w8a16"}, ValueError, "precision='w8a16' decodes experts in 8 bits, and .* is float32"),

@@ -63,6 +63,7 @@ class Behaviours:
             "shared_b_gate": (None,),
             "shared_b_up": (None,),
             "shared_b_down": ("data",),
+            "shared_gate_kernel": (None, None),
         }
         for name, array in parameters.items():
             assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*names[name])), array.ndim), name

@@ -43,7 +43,8 @@ def tokens() -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe in NVFP4", "kimi_k2 in FP8", "deepseek_v3", "gpt_oss", "deepseek_v4"]
+    "name",
+    ["mixtral", "qwen3_moe in NVFP4", "qwen3_next", "kimi_k2 in FP8", "deepseek_v3", "gpt_oss", "deepseek_v4"],
 )
 def test_a_layer_of_a_checkpoint_computes_what_its_numbers_say(name):
     case = CASES[name]()
@@ -191,7 +192,8 @@ def test_without_an_up_projection_the_layer_has_none():
             NotImplementedError,
             r"token_table .* topk_ids=weights.token_table\[",
         ),
-        ({"shared_gate": jnp.zeros((32, 1))}, NotImplementedError, "shared_gate multiplies what the shared expert"),
+        ({"shared_gate": jnp.zeros((32, 1)), "shared": None}, ValueError, "shared_gate .*, and weights.shared is None"),
+        ({"shared_gate": jnp.zeros(32)}, ValueError, r"shared_gate_kernel has shape \(32,\); it must be \(32, 1\)"),
         ({"router_kernel": jnp.zeros((8, 32))}, ValueError, r"router_kernel has shape \(8, 32\); it must be \(32, 8\)"),
         (
             {"shared": jaxmoe.Experts.init(jax.random.key(0), 1, 32, 16)},
