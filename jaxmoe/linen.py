@@ -38,7 +38,8 @@ class MoE(nn.Module):
     else a layer has to say is sown, and is there for those who make the collection mutable:
 
     - `"losses"`: `load_balancing_loss` and `router_z_loss`, float32 scalars over the tokens of all ranks;
-    - `"intermediates"`: `moe_stats`, a `jaxmoe.MoEStats`;
+    - `"intermediates"`: `moe_stats`, a `jaxmoe.MoEStats`; with `return_routing=True` also `moe_routing`, a
+      `jaxmoe.Routing`, and `moe_logits`, `[..., tokens, experts]`;
 
     and the selection bias is the variable `selection_bias` of the collection `"moe_state"`, which no gradient reaches;
     `update_selection_bias` moves it.
@@ -81,6 +82,7 @@ class MoE(nn.Module):
     shared_intermediate: int | None = None
     shared_activation: str | Activation | None = None
     shared_gate: bool = False
+    return_routing: bool = False
     axis_name: str | Sequence[str] | None = "expert"
     data_axes: str | Sequence[str] = ()
     hidden_axis: AxisName = None
@@ -138,6 +140,9 @@ class MoE(nn.Module):
             self.sow("losses", "load_balancing_loss", aux.load_balancing_loss)
             self.sow("losses", "router_z_loss", aux.router_z_loss)
             self.sow("intermediates", "moe_stats", aux.stats)
+            if self.return_routing:
+                self.sow("intermediates", "moe_routing", aux.routing)
+                self.sow("intermediates", "moe_logits", aux.logits)
         return y
 
     @nn.nowrap

@@ -80,6 +80,8 @@ class MoE(nnx.Module):
       shared_activation: of the shared expert; `None` is `activation`, so that a clamp applies to it too (DeepSeek-V4).
       shared_gate: multiply what the shared expert answers by `sigmoid(x @ shared_gate_kernel)`, as in Qwen2-MoE and
         Qwen3-Next.
+      return_routing: with `aux.routing` and `aux.logits`, `[..., tokens, experts]`, for losses of your own. A scan over
+        layers stores them for every layer.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
       data_axes: the other mesh axes over which tokens are split, see `jaxmoe.moe_layer`.
       hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
@@ -154,6 +156,7 @@ class MoE(nnx.Module):
         shared_intermediate: int | None = None,
         shared_activation: str | Activation | None = None,
         shared_gate: bool = False,
+        return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] = (),
         hidden_axis: AxisName = None,
@@ -183,6 +186,7 @@ class MoE(nnx.Module):
             shared_intermediate=shared_intermediate,
             shared_activation=shared_activation,
             shared_gate=shared_gate,
+            return_routing=return_routing,
             axis_name=axis_name,
             data_axes=data_axes,
             hidden_axis=hidden_axis,
@@ -212,6 +216,7 @@ class MoE(nnx.Module):
         *,
         activation: str | Activation = "silu",
         shared_activation: str | Activation | None = None,
+        return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] = (),
         hidden_axis: AxisName = None,
@@ -236,6 +241,7 @@ class MoE(nnx.Module):
           router: how experts are chosen, which no checkpoint's tensors say, e.g. `jaxmoe.RouterConfig.qwen3_moe()`.
           activation: of the experts, e.g. `jaxmoe.SwiGLU.gpt_oss()`.
           shared_activation: this and all below as for `MoE`.
+          return_routing: with `aux.routing` and `aux.logits`.
           axis_name: mesh axes of the experts; pass `from_hf` the same.
           data_axes: the other mesh axes of the tokens.
           hidden_axis: of wide experts. Quantised ones stay split as `from_hf` has split them.
@@ -266,6 +272,7 @@ class MoE(nnx.Module):
             router=router,
             activation=activation,
             shared_activation=shared_activation,
+            return_routing=return_routing,
             axis_name=axis_name,
             data_axes=data_axes,
             hidden_axis=hidden_axis,
@@ -332,7 +339,8 @@ class MoE(nnx.Module):
             loss and no statistic, and its output is zero.
 
         Returns:
-          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars.
+          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars,
+          and of the routing of the tokens where `return_routing` asks for it.
 
         Raises:
           ValueError: `x` or `token_valid` does not fit the layer; the mesh does not fit, see `jaxmoe.moe_layer`.

@@ -43,6 +43,7 @@ class LayerConfig(CallOptions):
     shared_intermediate: int | None
     shared_activation: str | Activation | None
     shared_gate: bool
+    return_routing: bool
     hidden_axis: AxisName
     intermediate_axis: AxisName
     dtype: DTypeLike | None

@@ -78,6 +78,8 @@ def forward(
             shared = jnp.where(token_valid[..., None], shared, 0)
         y = (y.astype(shared.dtype) + shared).astype(dtype)
     aux = router_aux(routing, logits, token_valid=token_valid, axis_name=_manual_token_axes(config))
+    if config.return_routing:
+        aux = dataclasses.replace(aux, routing=routing, logits=logits)
     return split_as(y, split_of(x), mesh), aux
 
 
