@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe import call as calls
 from jaxmoe import flat_tokens, sharding
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
@@ -36,7 +36,7 @@ def moe_layer(
     topk_weights: Float[Array, "*batch top_k"] | Experts | None = None,
     experts: Experts | None = None,
     *,
-    activation: str | Activation = "silu",
+    activation: ActivationLike = "silu",
     axis_name: str | Sequence[str] | None = "expert",
     data_axes: str | Sequence[str] = (),
     token_valid: Bool[Array, "*batch"] | None = None,
@@ -75,7 +75,9 @@ def moe_layer(
         every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
         8 or 4 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`, `jaxmoe.MXFP4` or
         `jaxmoe.NVFP4`): those are constants, and asking for their gradients is an error.
-      activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`. Or an elementwise function
+        of gate (`h = function(gate) * up`), or of gate and up: those of `jax.nn` with such names are taken for them,
+        others run on `"xla"` and `"reference"`. Define it once, not in the call: see `jaxmoe.activation.resolve`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
         given, and experts must be.

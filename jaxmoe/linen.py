@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
 from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
@@ -74,13 +74,13 @@ class MoE(nn.Module):
     num_experts: int
     router: RouterConfig
     _: dataclasses.KW_ONLY
-    activation: str | Activation = "silu"
+    activation: ActivationLike = "silu"
     gated: bool = True
     biases: bool = False
     router_bias: bool = False
     selection_bias: bool = False
     shared_intermediate: int | None = None
-    shared_activation: str | Activation | None = None
+    shared_activation: ActivationLike | None = None
     shared_gate: bool = False
     return_routing: bool = False
     axis_name: str | Sequence[str] | None = "expert"

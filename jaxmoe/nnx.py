@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
@@ -71,7 +71,8 @@ class MoE(nnx.Module):
       intermediate: width of an expert between its two GEMMs.
       num_experts: number of experts, a multiple of the number of ranks of `axis_name`.
       router: how experts are chosen and weighted, e.g. `jaxmoe.RouterConfig.mixtral()`.
-      activation: of the experts: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      activation: of the experts: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, a `jaxmoe.SwiGLU` or a function, see
+        `jaxmoe.moe_layer`.
       gated: with an up projection; `False` makes plain two-matrix experts.
       biases: with biases on all projections of the experts, the shared one included.
       router_bias: with a trained bias on the router's logits, as in gpt-oss.
@@ -148,13 +149,13 @@ class MoE(nnx.Module):
         num_experts: int,
         router: RouterConfig,
         *,
-        activation: str | Activation = "silu",
+        activation: ActivationLike = "silu",
         gated: bool = True,
         biases: bool = False,
         router_bias: bool = False,
         selection_bias: bool = False,
         shared_intermediate: int | None = None,
-        shared_activation: str | Activation | None = None,
+        shared_activation: ActivationLike | None = None,
         shared_gate: bool = False,
         return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
@@ -214,8 +215,8 @@ class MoE(nnx.Module):
         weights: MoEWeights,
         router: RouterConfig,
         *,
-        activation: str | Activation = "silu",
-        shared_activation: str | Activation | None = None,
+        activation: ActivationLike = "silu",
+        shared_activation: ActivationLike | None = None,
         return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] = (),

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxmoe import activation as activations
 from jaxmoe import call as calls
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import Experts
 from jaxmoe.flax.placement import mesh_to_enter, place_explicit
 from jaxmoe.options import Arguments, CallOptions
@@ -41,7 +41,7 @@ class LayerConfig(CallOptions):
     router_bias: bool
     selection_bias: bool
     shared_intermediate: int | None
-    shared_activation: str | Activation | None
+    shared_activation: ActivationLike | None
     shared_gate: bool
     return_routing: bool
     hidden_axis: AxisName
@@ -78,7 +78,7 @@ class LayerConfig(CallOptions):
         if not self.gated and activations.resolve(self.shared_activation or self.activation).needs_up:
             raise ValueError(
                 f"MoE: activation={self.activation!r}, shared_activation={self.shared_activation!r} with gated=False: "
-                "SwiGLU multiplies two projections. Use gated=True, or an activation of one projection."
+                "it takes two projections, and there is one. Use gated=True, or an activation of one projection."
             )
         object.__setattr__(self, "axis_name", axis_tuple(self.axis_name, "axis_name") or None)
         object.__setattr__(self, "data_axes", axis_tuple(self.data_axes, "data_axes"))
