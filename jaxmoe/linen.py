@@ -13,7 +13,15 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.activation import ActivationLike
 from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, parameters
+from jaxmoe.flax.config import (
+    ADD_SELECTION_BIAS,
+    AxisName,
+    Initializer,
+    LayerConfig,
+    Parameter,
+    default_init,
+    parameters,
+)
 from jaxmoe.flax.placement import place
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
@@ -58,6 +66,10 @@ class MoE(nn.Module):
     Raises:
       ValueError: at the first call, sizes, axes or activations that do not go together.
       TypeError: at the first call, a field of the wrong type.
+
+    Warns:
+      UserWarning: in `init`, the router is that of a model with a selection bias (DeepSeek, Kimi), and `selection_bias`
+        is False.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> from jaxmoe.linen import MoE
@@ -120,6 +132,8 @@ class MoE(nn.Module):
         """
         config = self._config()
         config.check()
+        if self.is_initializing():
+            config.warn("MoE", ADD_SELECTION_BIAS)
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
                 f"MoE: jaxmoe.linen.MoE is called inside a shard_map over {sorted(manual)}, where its parameters would "

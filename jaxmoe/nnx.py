@@ -14,7 +14,7 @@ from jaxmoe.activation import ActivationLike
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, parameters
+from jaxmoe.flax.config import ADD_SELECTION_BIAS, AxisName, Initializer, LayerConfig, default_init, parameters
 from jaxmoe.flax.placement import put
 from jaxmoe.flax.weights import arguments_of, arrays_of
 from jaxmoe.network.plan import NetworkPlan
@@ -116,6 +116,9 @@ class MoE(nnx.Module):
       ValueError: sizes, axes or activations that do not go together.
       TypeError: an argument of the wrong type.
 
+    Warns:
+      UserWarning: the router is that of a model with a selection bias (DeepSeek, Kimi), and `selection_bias` is False.
+
     >>> import jax.numpy as jnp, jaxmoe
     >>> from flax import nnx
     >>> from jaxmoe.nnx import MoE
@@ -202,6 +205,7 @@ class MoE(nnx.Module):
             param_dtype=param_dtype,
         )
         self.config.check()
+        self.config.warn("MoE", ADD_SELECTION_BIAS)
         table = parameters(self.config, kernel_init=kernel_init, router_init=router_init)
         for name, parameter in table.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
@@ -293,6 +297,9 @@ class MoE(nnx.Module):
         wide = [array.dtype for name, array in arrays.items() if name not in quantized]
         config = dataclasses.replace(config, param_dtype=jnp.result_type(*wide))
         config.check(quantized)
+        config.warn(
+            "MoE.from_weights", "Pass weights whose selection_bias is the checkpoint's e_score_correction_bias."
+        )
         # Flax has no way to make a module but its __init__, which draws parameters: here without computing them.
         one = RouterConfig(top_k=1)
         moe = nnx.eval_shape(lambda: cls(1, 1, 1, one, gated=config.gated, axis_name=None, rngs=nnx.Rngs(0)))

@@ -30,7 +30,8 @@ from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of
 from jaxmoe.flax.placement import split_as, split_of, whole
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.quantized_matrix import QuantizedMatrix
-from jaxmoe.routing import MoEAux, MoEStats, route, router_aux, update_selection_bias
+from jaxmoe.routing import MoEAux, MoEStats, router_aux, update_selection_bias
+from jaxmoe.routing.router import choose
 from jaxmoe.routing.stats import check_token_valid
 
 
@@ -68,7 +69,8 @@ def forward(
 
     logits = _router_logits(arrays, tokens, dtype)
     bias = None if selection_bias is None else jax.lax.stop_gradient(selection_bias)
-    routing = route(logits, config.router, selection_bias=bias, token_valid=token_valid)
+    # The layer has warned of a missing bias when it was made.
+    routing = choose(logits, config.router, bias, token_valid)
     tokens = tokens.astype(dtype)
     experts = _experts_for(dtype, arrays)
     y, _ = run(Arguments(tokens, routing.topk_ids, routing.topk_weights, experts, token_valid), config)

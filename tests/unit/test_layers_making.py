@@ -63,7 +63,7 @@ class Behaviours:
                 ValueError,
                 "there is no shared expert for it to multiply. Set shared_intermediate=",
             ),
-            ({"activation": SwiGLU(), "gated": False}, ValueError, "gated=False: SwiGLU multiplies two projections"),
+            ({"activation": SwiGLU(), "gated": False}, ValueError, "gated=False: it takes two projections, and there"),
             ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
             ({"precision": "w8a16"}, ValueError, "precision='w8a16' decodes experts in 8 bits, and .* is float32"),
             ({"axis_name": "expert", "num_experts": 6}, ValueError, "num_experts=6 cannot be spread over the 4 ranks"),
@@ -100,6 +100,21 @@ class Behaviours:
             )
         assert told == expected
         assert (told.call.shape.tokens, told.call.shape.ranks) == (tokens_per_rank, ranks)
+
+    @pytest.mark.parametrize("preset", ["deepseek_v3", "kimi_k2", "deepseek_v4"])
+    def test_a_layer_with_the_router_of_a_model_that_has_a_selection_bias_warns_when_it_is_made_without_one(
+        self, preset
+    ):
+        arguments = {"num_experts": 16, "router": getattr(RouterConfig, preset)(top_k=2)}
+        with pytest.warns(UserWarning, match=rf"MoE: .*\.{preset}\(\).* Make it with selection_bias=True") as warned:
+            shapes = self.layer().shapes(**arguments)
+        assert len(warned) == 1
+        # Later calls, and a layer that has one, do not: here a warning is an error.
+        layer = self.layer().calling(**arguments, selection_bias=True)
+        jax.eval_shape(layer, shapes, jax.ShapeDtypeStruct((16,), jnp.float32), jnp.zeros((4, HIDDEN)))
+        self.layer().shapes(**arguments, selection_bias=True)
+        own = RouterConfig(top_k=2, score="sigmoid")
+        self.layer().shapes(router=own)
 
     @pytest.mark.usefixtures("unchecked_shapes")
     def test_explain_refuses_what_a_call_refuses(self):
@@ -146,6 +161,12 @@ class TestNNX(Behaviours):
         assert "selection_bias" not in nnx.state(moe, nnx.Param)
         assert moe.selection_bias.dtype == jnp.float32
 
+    def test_a_call_of_a_layer_without_a_selection_bias_does_not_warn_again(self):
+        with pytest.warns(UserWarning, match="selection_bias=True"):
+            moe = self.layer().abstract(num_experts=16, router=RouterConfig.kimi_k2())
+        nnx.eval_shape(lambda moe, x: moe(x), moe, jnp.zeros((4, HIDDEN)))
+        moe.explain(jnp.zeros((4, HIDDEN)))
+
     def test_layers_of_equal_arguments_have_equal_graphs(self):
         graphs = [nnx.graphdef(self.layer().abstract(**BLOCKS["everything"].arguments)) for _ in range(2)]
         assert graphs[0] == graphs[1]
@@ -154,6 +175,12 @@ class TestNNX(Behaviours):
 
 class TestLinen(Behaviours):
     layer = LinenLayer
+
+    def test_a_call_of_a_layer_without_a_selection_bias_does_not_warn_again(self):
+        arguments = {"num_experts": 16, "router": RouterConfig.kimi_k2()}
+        with pytest.warns(UserWarning, match="selection_bias=True"):
+            shapes = self.layer().shapes(**arguments)
+        jax.eval_shape(self.layer().calling(**arguments), shapes, None, jnp.zeros((4, HIDDEN)))
 
 
 @pytest.mark.parametrize("module", [jaxmoe.nnx, jaxmoe.linen])

@@ -208,6 +208,15 @@ def test_weights_that_do_not_make_a_layer_are_refused(changes, error, message):
         MoE.from_weights(weights_of(**changes), RouterConfig(top_k=1), axis_name=None)
 
 
+def test_weights_without_the_selection_bias_of_their_router_are_warned_of():
+    router = RouterConfig.kimi_k2(top_k=2)
+    MoE.from_weights(weights_of(), router, axis_name=None)
+    with pytest.warns(
+        UserWarning, match=r"from_weights: .* selection_bias is the checkpoint's e_score_correction_bias"
+    ):
+        MoE.from_weights(weights_of(selection_bias=None), router, axis_name=None)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_no_weights_and_a_precision_that_does_not_fit_them_are_refused():
     with pytest.raises(TypeError, match=r"weights is a Experts; pass what jaxmoe.convert.from_hf returned"):
