@@ -83,6 +83,75 @@ def test_hessian_vector_products_work_forward_over_reverse():
     assert relative_error(*products) < 5e-6
 
 
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize("implementation", ["xla", "megakernel"])
+def test_forward_mode_raises_and_says_what_to_do(implementation, residuals):
+    def layer(x, weights, experts):
+        return jaxmoe.moe_layer(
+            x, ARGUMENTS[1], weights, experts, axis_name=None, implementation=implementation, residuals=residuals
+        )
+
+    x, _, *others = ARGUMENTS
+    for run in (
+        lambda: jax.jvp(layer, (x, *others), (x, *others)),
+        lambda: jax.jvp(lambda weights: layer(x, weights, others[1]), others[:1], others[:1]),
+        lambda: jax.jit(lambda x: jax.jvp(lambda x: layer(x, *others), (x,), (x,)))(x),
+        lambda: jax.linearize(lambda x: layer(x, *others), x)[1](x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"reverse-mode ones only\. Use jax\.grad .*='reference'"):
+            run()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_forward_mode_raises_over_several_hosts_too(implementation):
+    def layer(x):
+        network = jaxmoe.NetworkPlan(ranks_per_host=2)
+        return jaxmoe.moe_layer(
+            x, *ARGUMENTS[1:], mesh=mesh_of("expert"), network=network, implementation=implementation
+        )
+
+    with pytest.raises(NotImplementedError, match=r"reverse-mode ones only.* experts of one host"):
+        jax.jit(lambda x: jax.jvp(layer, (x,), (x,)))(ARGUMENTS[0])
+
+
+def test_forward_mode_raises_where_the_reference_rounds_and_works_where_it_does_not():
+    x, ids, weights, experts = ARGUMENTS
+
+    def layer(x, **options):
+        return jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None, implementation="reference", **options)
+
+    along, step = jnp.cos(x), 1e-2
+    _, tangent = jax.jvp(layer, (x,), (along,))
+    assert relative_error(tangent, (layer(x + step * along) - layer(x - step * along)) / (2 * step)) < 1e-3
+    with pytest.raises(NotImplementedError, match="precision=None"):
+        jax.jvp(lambda x: layer(x, precision="fp8"), (x,), (along,))
+
+
+def test_forward_over_reverse_works_between_different_arguments_and_under_checkpoint_and_scan():
+    x, ids, weights, experts = ARGUMENTS
+
+    def loss(run, x, weights):
+        def step(carry, _):
+            return jax.checkpoint(lambda x: x + run(x, weights))(carry), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(step, x, length=2)[0]))
+
+    def layer(x, weights):
+        return jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None)
+
+    def truth(x, weights):
+        return dense(make_inputs(0, biases=True)._replace(x=x, topk_weights=weights))
+
+    products = [
+        jax.jit(lambda x, run=run: jax.jvp(lambda x: jax.grad(loss, argnums=2)(run, x, weights), (x,), (jnp.cos(x),)))(
+            x
+        )
+        for run in (layer, truth)
+    ]
+    for got, want in zip(*products, strict=True):
+        assert relative_error(got, want) < 5e-6
+
+
 def test_jacrev_raises_and_says_what_to_do():
     small = make_inputs(0, tokens=2, hidden=4)[:4]
     with pytest.raises(NotImplementedError, match="pass the batch dimension along"):
