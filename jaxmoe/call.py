@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxmoe import activation as activations
 from jaxmoe import experts as expert_weights
 from jaxmoe import precision as precisions
-from jaxmoe import reach, sharding
+from jaxmoe import reach, sharding, static_sizes
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
@@ -50,6 +50,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             "default."
         )
     x, topk_ids, topk_weights, experts, token_valid = arguments
+    static_sizes.check("moe_layer", arguments)
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype)
     precision = precisions.resolve(options.precision, weights, x.dtype)

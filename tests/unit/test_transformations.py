@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_calls import mesh_of
 
@@ -36,6 +38,43 @@ def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
     expected, counted = run(*ARGUMENTS)
     np.testing.assert_array_equal(y, expected)
     np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("mesh", [None, "expert"])
+def test_symbolic_sizes_are_refused_and_named(implementation, mesh):
+    where: dict[str, Any] = {"axis_name": None} if mesh is None else {"mesh": mesh_of(mesh)}
+    tokens, num_experts = jax.export.symbolic_shape("tokens, num_experts")
+    x, ids, weights = (jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype) for a in ARGUMENTS[:3])
+    experts = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_experts, *a.shape[1:]), a.dtype), ARGUMENTS[3])
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, implementation=implementation, **where))
+    message = r"moe_layer: x has shape \(tokens, 32\) with the symbolic size tokens; .* Export once for each size"
+    with pytest.raises(ValueError, match=message):
+        jax.export.export(run)(x, ids, weights, ARGUMENTS[3])
+    with pytest.raises(ValueError, match=r"experts\.w_gate has shape .* the symbolic size num_experts"):
+        jax.export.export(run)(*ARGUMENTS[:3], experts)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_symbolic_sizes_are_refused_by_flax_layers_and_explain_too():
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    moe = MoE(32, 48, 8, jaxmoe.RouterConfig(top_k=2), axis_name=None, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((tokens, 32), jnp.float32)
+    for run in (jax.export.export(jax.jit(lambda x: moe(x)[0])), moe.explain):
+        with pytest.raises(ValueError, match=r"x has shape \(tokens, 32\) with the symbolic size tokens"):
+            run(x)
+
+
+def test_a_layer_with_a_vjp_can_be_exported_for_each_size():
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, implementation="xla"))
+    for tokens in (64, 3):
+        arguments = (*(array[:tokens] for array in ARGUMENTS[:3]), ARGUMENTS[3])
+        exported = jax.export.export(run)(*arguments)
+        again: Any = jax.export.deserialize(exported.serialize(vjp_order=1))
+        np.testing.assert_array_equal(again.call(*arguments), run(*arguments))
+        loss = jax.grad(lambda run, x, arguments=arguments: jnp.sum(run(x, *arguments[1:]) ** 2), argnums=1)
+        assert relative_error(loss(again.call, arguments[0]), loss(run, arguments[0])) < 1e-6
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
