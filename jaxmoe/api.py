@@ -117,9 +117,10 @@ def moe_layer(
       `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.
 
     Raises:
-      ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
+      ValueError: shapes, sizes or mesh axes that do not go together; symbolic sizes (`jax.export.symbolic_shape`);
+        unknown activation or implementation.
       TypeError: wrong types or dtypes; gradients of experts in 8 or 4 bits.
-      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; a named implementation that does not exist for
+      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; under `jax.jvp`, but for `"reference"`; a named implementation that does not exist for
         the platform, the build or the activation.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
