@@ -114,7 +114,7 @@ class Function:
         """
         h = self.function(gate, up) if self.takes_up and up is not None else self.function(gate)
         shape, dtype = getattr(h, "shape", None), getattr(h, "dtype", None)
-        if shape != gate.shape or not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is None or shape != gate.shape or not jnp.issubdtype(dtype, jnp.floating):
             returned = type(h).__name__ if dtype is None else f"{dtype}{list(h.shape)}"
             raise TypeError(
                 f"moe_layer: activation={self!r} returns {returned} for {gate.dtype}{list(gate.shape)}; it must be "
@@ -285,10 +285,9 @@ _NAMES_OF_JAX: dict[Any, str] = {jax.nn.silu: "silu", jax.nn.gelu: "gelu_tanh", 
 
 def _name_of(function: Callable[..., Any]) -> str | None:
     """Returns the name of the table that a function of JAX goes by, if any."""
-    if isinstance(function, functools.partial) and function.func is jax.nn.gelu and not function.args:
-        return {(("approximate", False),): "gelu", (("approximate", True),): "gelu_tanh"}.get(
-            tuple(function.keywords.items())
-        )
+    if isinstance(function, functools.partial) and function.func is jax.nn.gelu:
+        options = (function.args, *function.keywords.items())
+        return {((), ("approximate", False)): "gelu", ((), ("approximate", True)): "gelu_tanh"}.get(options)
     return next((name for known, name in _NAMES_OF_JAX.items() if function is known), None)
 
 

@@ -120,8 +120,8 @@ def moe_layer(
       ValueError: shapes, sizes or mesh axes that do not go together; symbolic sizes (`jax.export.symbolic_shape`);
         unknown activation or implementation.
       TypeError: wrong types or dtypes; gradients of experts in 8 or 4 bits.
-      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; under `jax.jvp`, but for `"reference"`; a named implementation that does not exist for
-        the platform, the build or the activation.
+      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; under `jax.jvp`, but for `"reference"`; a named
+        implementation that does not exist for the platform, the build or the activation.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)

@@ -175,7 +175,7 @@ def test_the_arguments_of_a_function_say_whether_it_takes_up():
     assert resolve(squared_times).value(gate, up) == 18
     assert resolve(either).value(gate, up) == pytest.approx(2 + np.tanh(-3))
     assert resolve(either).value(gate, None) == pytest.approx(np.tanh(-3))
-    assert [resolve(f).needs_up for f in (squared_times, either, jax.nn.elu)] == [True, False, False]  # pyright: ignore
+    assert [resolve(f).needs_up for f in (squared_times, either, jax.nn.elu)] == [True, False, False]
 
 
 def test_calls_with_one_function_are_one_program_and_with_equal_ones_two():

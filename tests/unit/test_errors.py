@@ -38,7 +38,7 @@ class QArray(NamedTuple):
     scale: jax.Array
 
 
-def q_array(like: jax.Array, dtype: Any) -> Any:
+def q_array(like: Any, dtype: Any) -> Any:
     return QArray(like.astype(dtype), jnp.ones((*like.shape[:-2], 1, like.shape[-1])))
 
 
@@ -184,10 +184,9 @@ def test_values_and_scales_of_qwix_compute_what_they_are_as_the_error_says():
         q = q_array(getattr(experts, name), jnp.float8_e4m3fn)
         narrow[name] = jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))
     rounded = jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn).astype(a.dtype), experts)
-    y, expected = (
-        jaxmoe.moe_layer(x, ids, weights, each, axis_name=None, implementation="reference", precision=precision)
-        for each, precision in ((jaxmoe.Experts(**narrow), "w8a16"), (rounded, None))
-    )
+    options: Any = {"axis_name": None, "implementation": "reference"}
+    y = jaxmoe.moe_layer(x, ids, weights, jaxmoe.Experts(**narrow), precision="w8a16", **options)
+    expected = jaxmoe.moe_layer(x, ids, weights, rounded, **options)
     assert relative_error(y, expected) < 1e-6
 
 

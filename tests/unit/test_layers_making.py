@@ -95,9 +95,8 @@ class Behaviours:
             moe = self.layer().abstract_layer(**arguments)
             tell: Any = {"shape": moe.explain, "array": moe.explain, "traced": functools.partial(traced, moe)}[given]
             told = tell(x if given == "shape" else jax.device_put(jnp.zeros(x.shape), sharding))
-            expected = jaxmoe.explain(
-                tokens, *slots, experts, activation="relu", residuals="recompute", **{"axis_name": None, **where}
-            )
+            options = {"activation": "relu", "residuals": "recompute", "axis_name": None, **where}
+            expected = jaxmoe.explain(tokens, slots[0], slots[1], experts, **options)
         assert told == expected
         assert (told.call.shape.tokens, told.call.shape.ranks) == (tokens_per_rank, ranks)
 
