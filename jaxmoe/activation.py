@@ -286,8 +286,9 @@ _NAMES_OF_JAX: dict[Any, str] = {jax.nn.silu: "silu", jax.nn.gelu: "gelu_tanh", 
 def _name_of(function: Callable[..., Any]) -> str | None:
     """Returns the name of the table that a function of JAX goes by, if any."""
     if isinstance(function, functools.partial) and function.func is jax.nn.gelu:
-        options = (function.args, *function.keywords.items())
-        return {((), ("approximate", False)): "gelu", ((), ("approximate", True)): "gelu_tanh"}.get(options)
+        if not function.args and function.keywords.keys() == {"approximate"}:
+            return "gelu_tanh" if function.keywords["approximate"] else "gelu"
+        return None
     return next((name for known, name in _NAMES_OF_JAX.items() if function is known), None)
 
 
