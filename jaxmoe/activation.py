@@ -3,13 +3,15 @@
 `api.py` resolves the user's `activation=` argument here once; `reference.py` uses `value` and lets JAX differentiate
 it, `xla/` uses the closed forms of `vjp`, `megakernel/` passes the kind on to compiled code, which has the same table
 (ffi/common/activation.h). All functions are elementwise and compute in the dtype they are given, which the callers make
-float32 (or float64).
+float32 (or float64). A function of the user's own is a `Function`: no compiled code has it, and JAX differentiates it.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,75 @@ class Pointwise:
         if up is None:
             return dh * self.slope(gate), None
         return dh * up * self.slope(gate), dh * self.function(gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of the user's, which JAX differentiates.
+
+    Two of them are equal, and compile to one program, if their functions are the same object.
+
+    Args:
+      function: of gate alone or of gate and up, elementwise.
+      takes_up: whether it is given both where there are both; else its value is multiplied with up.
+      needs_up: whether it cannot do without up.
+    """
+
+    function: Callable[..., Any]
+    takes_up: bool
+    needs_up: bool
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Function":
+        """Returns the activation of a function, by the number of its arguments.
+
+        Raises:
+          TypeError: it takes neither one nor two arguments, or has no hash.
+        """
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+            hash(function)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"moe_layer: activation={function!r} cannot be taken: {error}. Pass a function made by def, of gate "
+                "or of gate and up."
+            ) from error
+        by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        # An option with a default, such as the slope of jax.nn.leaky_relu, must not be given up.
+        needed = sum(each.default is each.empty for each in by_position)
+        options = all(each.default is not each.empty for each in parameters if each.kind == each.KEYWORD_ONLY)
+        if needed not in (1, 2) or not options:
+            raise TypeError(
+                f"moe_layer: activation={function!r} takes {inspect.signature(function)}; it must take one array "
+                "without a default, gate, or two, gate and up."
+            )
+        return cls(function, needed == 2 or [each.name for each in by_position[1:2]] == ["up"], needed == 2)
+
+    def value(self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None) -> Float[Array, "*rows"]:
+        """Returns `function(gate, up)`, or `function(gate) * up` of one that takes gate alone.
+
+        Raises:
+          TypeError: the function returns something else than an array of floats of the shape of `gate`.
+        """
+        h = self.function(gate, up) if self.takes_up and up is not None else self.function(gate)
+        shape, dtype = getattr(h, "shape", None), getattr(h, "dtype", None)
+        if dtype is None or shape != gate.shape or not jnp.issubdtype(dtype, jnp.floating):
+            returned = type(h).__name__ if dtype is None else f"{dtype}{list(h.shape)}"
+            raise TypeError(
+                f"moe_layer: activation={self!r} returns {returned} for {gate.dtype}{list(gate.shape)}; it must be "
+                "elementwise, and return a float array of the shape of gate."
+            )
+        h = h.astype(gate.dtype)
+        return h if self.takes_up or up is None else h * up
+
+    def vjp(
+        self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None, dh: Float[Array, "*rows"]
+    ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"] | None]:
+        """Returns what `jax.vjp` of the value does."""
+        return jax.vjp(self.value, gate, up)[1](dh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +276,46 @@ def compiled_form(activation: Activation) -> CompiledForm | None:
     return None
 
 
-def resolve(activation: "str | Activation") -> Activation:
-    """Returns the activation of a name of `ACTIVATIONS`, or the object itself.
+# What users may write: a name, an object like SwiGLU, or a function.
+ActivationLike = str | Activation | Callable[..., jax.Array]
+
+# JAX's own functions that the table has. `jax.nn.swish`, and Flax's of the same names, are the same objects.
+_NAMES_OF_JAX: dict[Any, str] = {jax.nn.silu: "silu", jax.nn.gelu: "gelu_tanh", jax.nn.relu: "relu"}
+
+
+def _name_of(function: Callable[..., Any]) -> str | None:
+    """Returns the name of the table that a function of JAX goes by, if any."""
+    if isinstance(function, functools.partial) and function.func is jax.nn.gelu:
+        if not function.args and function.keywords.keys() == {"approximate"}:
+            return "gelu_tanh" if function.keywords["approximate"] else "gelu"
+        return None
+    return next((name for known, name in _NAMES_OF_JAX.items() if function is known), None)
+
+
+def resolve(activation: ActivationLike) -> Activation:
+    """Returns the activation of a name of `ACTIVATIONS` or of a function; an `Activation` as it is.
+
+    `jax.nn.silu`, `jax.nn.relu`, `jax.nn.gelu` (of which JAX's default is the tanh approximation) and
+    `functools.partial(jax.nn.gelu, approximate=False)` are taken for their names. Any other function gets arrays of
+    float32 (float64 of float64 tokens) and is a `Function`:
+
+    - of gate alone: `h = function(gate) * up`, or `function(gate)` of experts without an up projection;
+    - of gate and up: `h = function(gate, up)`. A second argument that has a default is up if it is called `up`, and
+      else left at its default.
+
+    It is elementwise. It and its derivative are finite where gate and up are zero, since rows that belong to no token
+    are computed too. It closes over no arrays that are trained: `"xla"` has no gradients of them, and JAX then raises.
+    Define it once, at the top of a module: programs are found by the function itself, so that a lambda or a
+    `functools.partial` written in the call compiles again in every call outside of `jit`.
 
     Raises:
       ValueError: the name is not in the table.
-      TypeError: neither a name nor an `Activation`.
+      TypeError: neither a name nor an `Activation` nor a function of one or two arrays.
 
     >>> resolve("silu").value(jnp.zeros(1), jnp.ones(1))
     Array([0.], dtype=float32)
+    >>> resolve(jnp.square).value(jnp.array([3.0]), jnp.array([2.0]))
+    Array([18.], dtype=float32)
     """
     if isinstance(activation, str):
         if activation not in ACTIVATIONS:
@@ -222,10 +324,13 @@ def resolve(activation: "str | Activation") -> Activation:
                 "or jaxmoe.SwiGLU(limit=, alpha=, up_offset=); SwiGLU without options is 'silu' with w_up."
             )
         return ACTIVATIONS[activation]
-    if isinstance(activation, type) or not isinstance(activation, Activation):
+    if isinstance(activation, type) or not (isinstance(activation, Activation) or callable(activation)):
         raise TypeError(
             f"moe_layer: activation={activation!r} is neither a name ({', '.join(map(repr, ACTIVATIONS))}) nor an "
-            "object like jaxmoe.SwiGLU(). The backward pass needs a derivative beside the value."
+            "object like jaxmoe.SwiGLU() nor a function of gate, or of gate and up."
         )
-    hash(activation)  # part of the key under which compiled programs are found
-    return activation
+    if isinstance(activation, Activation):
+        hash(activation)  # part of the key under which compiled programs are found
+        return activation
+    name = _name_of(activation)
+    return Function.of(activation) if name is None else ACTIVATIONS[name]

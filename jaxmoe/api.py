@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe import call as calls
 from jaxmoe import sharding
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
@@ -35,7 +35,7 @@ def moe_layer(
     topk_weights: Float[Array, "*batch top_k"] | Experts | None = None,
     experts: Experts | None = None,
     *,
-    activation: str | Activation = "silu",
+    activation: ActivationLike = "silu",
     axis_name: str | Sequence[str] | None = "expert",
     data_axes: str | Sequence[str] | PartitionSpec | None = None,
     hidden_axis: str | Sequence[str] | None = None,
@@ -77,7 +77,9 @@ def moe_layer(
         every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
         8 or 4 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`, `jaxmoe.MXFP4` or
         `jaxmoe.NVFP4`): those are constants, and asking for their gradients is an error.
-      activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`. Or an elementwise function
+        of gate (`h = function(gate) * up`), or of gate and up: those of `jax.nn` with such names are taken for them,
+        others run on `"xla"` and `"reference"`. Define it once, not in the call: see `jaxmoe.activation.resolve`.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
         given, and experts must be.
@@ -127,10 +129,11 @@ def moe_layer(
       `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.
 
     Raises:
-      ValueError: shapes, sizes or mesh axes that do not go together; unknown activation or implementation.
+      ValueError: shapes, sizes or mesh axes that do not go together; symbolic sizes (`jax.export.symbolic_shape`);
+        unknown activation or implementation.
       TypeError: wrong types or dtypes; gradients of experts in 8 or 4 bits.
-      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; a named implementation that does not exist for
-        the platform, the build or the activation.
+      NotImplementedError: under `jax.vmap`, `jax.jacrev`, `jax.jacfwd`; under `jax.jvp`, but for `"reference"`; a named
+        implementation that does not exist for the platform, the build or the activation.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=8, intermediate=16)

@@ -17,7 +17,7 @@ from jaxmoe import activation as activations
 from jaxmoe import expert_split as expert_splits
 from jaxmoe import experts as expert_weights
 from jaxmoe import precision as precisions
-from jaxmoe import reach, sharding
+from jaxmoe import reach, sharding, static_sizes
 from jaxmoe import token_split as token_splits
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
@@ -53,6 +53,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             "default."
         )
     x, topk_ids, topk_weights, experts, token_valid = arguments
+    static_sizes.check("moe_layer", arguments)
     _check_tokens(x, topk_ids, topk_weights, token_valid)
     inner_axes = {
         name: sharding.axis_tuple(getattr(options, name), name) for name in ("hidden_axis", "intermediate_axis")

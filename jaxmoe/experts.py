@@ -170,6 +170,8 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         if arrays[name] is None:
             raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
     for name, array in arrays.items():
+        if hasattr(array, "qvalue") and hasattr(array, "scale"):
+            raise TypeError(_values_and_scales_of_another_library(name, array))
         for leaf in _leaves(array):
             if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
@@ -229,6 +231,24 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     if experts.b_up is not None and experts.w_up is None:
         raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")
     return experts
+
+
+def _values_and_scales_of_another_library(name: str, array: Any) -> str:
+    """Returns the error of an array such as qwix' `QArray`: integers or 8-bit floats as `qvalue`, and their `scale`."""
+    values, scales = (f"{each.dtype}{list(each.shape)}" for each in (array.qvalue, array.scale))
+    if name.startswith("b_"):
+        todo = "Biases are wide: pass qvalue * scale as one array."
+    elif array.qvalue.dtype == jnp.float8_e4m3fn:
+        todo = (
+            "Pass jaxmoe.BlockScaled(values, scales), values as [experts, out, in]: where qvalue lies as "
+            f"[experts, in, out], experts.{name} = jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))."
+        )
+    else:
+        todo = (
+            "jaxmoe.BlockScaled(values, scales), values as [experts, out, in], has float8_e4m3fn alone: decode this "
+            "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
+        )
+    return f"moe_layer: experts.{name} is a {type(array).__name__} with qvalue {values} and scale {scales}. {todo}"
 
 
 def _leaves(array: Any) -> list[Any]:

@@ -3,12 +3,14 @@
 `not_mapped` refuses `jax.vmap`. A batching rule cannot be written for a layer that talks to its peers once per call:
 the mapped layer would either repeat the exchange for every element or treat the mapped axis as tokens, and only the
 user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX.
+`reverse_mode_only` refuses `jax.jvp` of what has a `custom_vjp`, of which JAX would say nothing but that.
 """
 
 import functools
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Shaped
@@ -16,6 +18,7 @@ from jaxtyping import Array, Shaped
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 Matrix = TypeVar("Matrix", bound=QuantizedMatrix)
+Pytree = TypeVar("Pytree")
 
 
 def _refuse(args: Any, dims: Any, *, caller: str = "moe_layer", **_: Any) -> Any:
@@ -51,6 +54,52 @@ def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int) -> A
 
 # JAX calls it where a tangent may be other than zero, and only there.
 ad.primitive_jvps[_constant] = _refuse_gradients
+
+
+_FORWARD_MODE = (
+    "moe_layer: this asks for forward-mode derivatives (jax.jvp, jax.linearize), and the layer has reverse-mode ones "
+    "only. Use jax.grad or jax.vjp; second derivatives are jax.jvp of jax.grad. Or pass implementation='reference', "
+    "which is slow and has both, with wide experts of one host and precision=None."
+)
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(_FORWARD_MODE)
+
+
+# What a tangent goes through on its way into the layer. Reverse mode transposes it and never computes it.
+_tangent = Primitive("jaxmoe_tangent")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_tangent, _refuse_forward_mode)
+batching.primitive_batchers[_tangent] = _refuse
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+
+
+def _guard_tangents(primals: Any, tangents: Any) -> Any:
+    # The primals go on without the guard: in jax.jvp of jax.grad the inner one, which is transposed, takes it off, and
+    # what the outer one sees of the layer are the operations of its forward and backward pass.
+    through = [each if isinstance(each, ad.Zero) else _tangent.bind(each) for each in tangents]
+    return list(primals), through
+
+
+# Of all arrays at once, so that the inner derivative takes it off all of them, whatever it is taken of.
+_reversible = Primitive("jaxmoe_reverse_mode_only")
+_reversible.multiple_results = True
+_reversible.def_impl(lambda *arrays: list(arrays))
+_reversible.def_abstract_eval(lambda *arrays: list(arrays))
+mlir.register_lowering(_reversible, lambda context, *operands: [[operand] for operand in operands])
+batching.primitive_batchers[_reversible] = _refuse
+ad.primitive_jvps[_reversible] = _guard_tangents
+
+
+def reverse_mode_only(tree: Pytree) -> Pytree:
+    """Returns the arrays; raises `NotImplementedError` where a forward-mode derivative goes through them."""
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [index for index, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for index, guarded in zip(floats, _reversible.bind(*(leaves[index] for index in floats)), strict=True):
+        leaves[index] = guarded
+    return jax.tree.unflatten(structure, leaves)
 
 
 def not_mapped(array: Shaped[Array, "..."], caller: str = "moe_layer") -> Shaped[Array, "..."]:

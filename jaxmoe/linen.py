@@ -10,9 +10,19 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
+from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, Parameter, default_init, on_mesh, parameters
+from jaxmoe.flax.config import (
+    ADD_SELECTION_BIAS,
+    AxisName,
+    Initializer,
+    LayerConfig,
+    Parameter,
+    default_init,
+    on_mesh,
+    parameters,
+)
 from jaxmoe.flax.placement import place
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import ImplementationName, Precision, Residuals
@@ -38,7 +48,8 @@ class MoE(nn.Module):
     else a layer has to say is sown, and is there for those who make the collection mutable:
 
     - `"losses"`: `load_balancing_loss` and `router_z_loss`, float32 scalars over the tokens of all ranks;
-    - `"intermediates"`: `moe_stats`, a `jaxmoe.MoEStats`;
+    - `"intermediates"`: `moe_stats`, a `jaxmoe.MoEStats`; with `return_routing=True` also `moe_routing`, a
+      `jaxmoe.Routing`, and `moe_logits`, `[..., tokens, experts]`;
 
     and the selection bias is the variable `selection_bias` of the collection `"moe_state"`, which no gradient reaches;
     `update_selection_bias` moves it.
@@ -58,6 +69,10 @@ class MoE(nn.Module):
       ValueError: at the first call, sizes, axes or activations that do not go together.
       TypeError: at the first call, a field of the wrong type.
 
+    Warns:
+      UserWarning: in `init`, the router is that of a model with a selection bias (DeepSeek, Kimi), and `selection_bias`
+        is False.
+
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> from jaxmoe.linen import MoE
     >>> moe = MoE(8, 16, num_experts=4, router=jaxmoe.RouterConfig.mixtral(), axis_name=None)
@@ -73,13 +88,15 @@ class MoE(nn.Module):
     num_experts: int
     router: RouterConfig
     _: dataclasses.KW_ONLY
-    activation: str | Activation = "silu"
+    activation: ActivationLike = "silu"
     gated: bool = True
     biases: bool = False
     router_bias: bool = False
     selection_bias: bool = False
     shared_intermediate: int | None = None
-    shared_activation: str | Activation | None = None
+    shared_activation: ActivationLike | None = None
+    shared_gate: bool = False
+    return_routing: bool = False
     axis_name: str | Sequence[str] | None = "expert"
     data_axes: str | Sequence[str] | PartitionSpec | None = None
     hidden_axis: AxisName = None
@@ -115,9 +132,11 @@ class MoE(nn.Module):
           TypeError: `x` or `token_valid` is of the wrong dtype.
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
-        named = LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        named = self._config()
         config = on_mesh(named, get_logical_axis_rules())
         config.check()
+        if self.is_initializing():
+            config.warn("MoE", ADD_SELECTION_BIAS)
         if manual := set(config.axis_name or ()) & set(jax.sharding.get_abstract_mesh().manual_axes):
             raise NotImplementedError(
                 f"MoE: jaxmoe.linen.MoE is called inside a shard_map over {sorted(manual)}, where its parameters would "
@@ -138,7 +157,44 @@ class MoE(nn.Module):
             self.sow("losses", "load_balancing_loss", aux.load_balancing_loss)
             self.sow("losses", "router_z_loss", aux.router_z_loss)
             self.sow("intermediates", "moe_stats", aux.stats)
+            if self.return_routing:
+                self.sow("intermediates", "moe_routing", aux.routing)
+                self.sow("intermediates", "moe_logits", aux.logits)
         return y
+
+    @nn.nowrap
+    def explain(self, x: Any) -> Explanation:
+        """Says what a call with tokens like `x` does: `jaxmoe.explain` of the `jaxmoe.moe_layer` in it. Runs nothing.
+
+        It knows the routed experts only: the router and a shared expert come besides.
+
+        Args:
+          x: tokens, `[..., tokens, hidden]`, or a `jax.ShapeDtypeStruct` of them. Parameters are taken to have
+            `param_dtype`.
+
+        Returns:
+          An `Explanation`; `print` it.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as a call would.
+
+        >>> import jax, jax.numpy as jnp, jaxmoe
+        >>> from jaxmoe.linen import MoE
+        >>> moe = MoE(4096, 14336, num_experts=8, router=jaxmoe.RouterConfig.mixtral(), axis_name=None)
+        >>> moe.explain(jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)).implementation
+        'xla'
+        """
+        config = on_mesh(self._config(), get_logical_axis_rules())
+        config.check()
+        arrays = {
+            name: jax.ShapeDtypeStruct(parameter.shape, self.param_dtype)
+            for name, parameter in parameters(config).items()
+        }
+        return layers.explain(config, arrays, x)
+
+    @nn.nowrap
+    def _config(self) -> LayerConfig:
+        return LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
 
     def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""

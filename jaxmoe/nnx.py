@@ -10,10 +10,19 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.convert.weights import MoEWeights
+from jaxmoe.explain import Explanation
 from jaxmoe.flax import layers
-from jaxmoe.flax.config import AxisName, Initializer, LayerConfig, default_init, on_mesh, parameters
+from jaxmoe.flax.config import (
+    ADD_SELECTION_BIAS,
+    AxisName,
+    Initializer,
+    LayerConfig,
+    default_init,
+    on_mesh,
+    parameters,
+)
 from jaxmoe.flax.placement import put
 from jaxmoe.flax.weights import arguments_of, arrays_of
 from jaxmoe.network.plan import NetworkPlan
@@ -71,13 +80,18 @@ class MoE(nnx.Module):
       intermediate: width of an expert between its two GEMMs.
       num_experts: number of experts, a multiple of the number of ranks of `axis_name`.
       router: how experts are chosen and weighted, e.g. `jaxmoe.RouterConfig.mixtral()`.
-      activation: of the experts: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`.
+      activation: of the experts: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, a `jaxmoe.SwiGLU` or a function, see
+        `jaxmoe.moe_layer`.
       gated: with an up projection; `False` makes plain two-matrix experts.
       biases: with biases on all projections of the experts, the shared one included.
       router_bias: with a trained bias on the router's logits, as in gpt-oss.
       selection_bias: with a `SelectionBias` for balance without an auxiliary loss, as in DeepSeek-V3.
       shared_intermediate: width of an expert that every token visits besides; `None` for none.
       shared_activation: of the shared expert; `None` is `activation`, so that a clamp applies to it too (DeepSeek-V4).
+      shared_gate: multiply what the shared expert answers by `sigmoid(x @ shared_gate_kernel)`, as in Qwen2-MoE and
+        Qwen3-Next.
+      return_routing: with `aux.routing` and `aux.logits`, `[..., tokens, experts]`, for losses of your own. A scan over
+        layers stores them for every layer.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism.
       data_axes: the other mesh axes over which tokens are split, see `jaxmoe.moe_layer`.
       hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
@@ -104,11 +118,15 @@ class MoE(nnx.Module):
       b_gate: `[experts, intermediate]`, and so `b_up`.
       b_down: `[experts, hidden]`.
       shared_w_gate: `[hidden, shared_intermediate]`, and so `shared_w_up`, `shared_w_down` and biases `shared_b_...`.
+      shared_gate_kernel: `[hidden, 1]`.
       selection_bias: a `SelectionBias`, `[experts]`. What was not asked for is `None`.
 
     Raises:
       ValueError: sizes, axes or activations that do not go together.
       TypeError: an argument of the wrong type.
+
+    Warns:
+      UserWarning: the router is that of a model with a selection bias (DeepSeek, Kimi), and `selection_bias` is False.
 
     >>> import jax.numpy as jnp, jaxmoe
     >>> from flax import nnx
@@ -133,6 +151,7 @@ class MoE(nnx.Module):
     shared_b_gate: nnx.Param[jax.Array] | None = None
     shared_b_up: nnx.Param[jax.Array] | None = None
     shared_b_down: nnx.Param[jax.Array] | None = None
+    shared_gate_kernel: nnx.Param[jax.Array] | None = None
     selection_bias: SelectionBias | None = None
 
     def __init__(
@@ -142,13 +161,15 @@ class MoE(nnx.Module):
         num_experts: int,
         router: RouterConfig,
         *,
-        activation: str | Activation = "silu",
+        activation: ActivationLike = "silu",
         gated: bool = True,
         biases: bool = False,
         router_bias: bool = False,
         selection_bias: bool = False,
         shared_intermediate: int | None = None,
-        shared_activation: str | Activation | None = None,
+        shared_activation: ActivationLike | None = None,
+        shared_gate: bool = False,
+        return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] | PartitionSpec | None = None,
         hidden_axis: AxisName = None,
@@ -177,6 +198,8 @@ class MoE(nnx.Module):
             selection_bias=selection_bias,
             shared_intermediate=shared_intermediate,
             shared_activation=shared_activation,
+            shared_gate=shared_gate,
+            return_routing=return_routing,
             axis_name=axis_name,
             data_axes=data_axes,
             hidden_axis=hidden_axis,
@@ -192,6 +215,7 @@ class MoE(nnx.Module):
         )
         self.config = on_mesh(named, spmd.get_logical_axis_rules())
         self.config.check()
+        self.config.warn("MoE", ADD_SELECTION_BIAS)
         table = parameters(named, kernel_init=kernel_init, router_init=router_init)
         for name, parameter in table.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
@@ -205,8 +229,9 @@ class MoE(nnx.Module):
         weights: MoEWeights,
         router: RouterConfig,
         *,
-        activation: str | Activation = "silu",
-        shared_activation: str | Activation | None = None,
+        activation: ActivationLike = "silu",
+        shared_activation: ActivationLike | None = None,
+        return_routing: bool = False,
         axis_name: str | Sequence[str] | None = "expert",
         data_axes: str | Sequence[str] | PartitionSpec | None = None,
         hidden_axis: AxisName = None,
@@ -221,9 +246,9 @@ class MoE(nnx.Module):
     ) -> "MoE":
         """Returns the layer of a checkpoint, or of any weights in a `jaxmoe.convert.MoEWeights`.
 
-        Sizes, biases and the shared expert are those of the weights, which stay in the bits that they have: experts in
-        8 or 4 bits are `QuantizedWeight`s, everything else is a `Param`. A shared expert in few bits is decoded, to
-        `dtype` or bfloat16.
+        Sizes, biases, the shared expert and its gate are those of the weights, which stay in the bits that they have:
+        experts in 8 or 4 bits are `QuantizedWeight`s, everything else is a `Param`. A shared expert in few bits is
+        decoded, to `dtype` or bfloat16.
 
         Args:
           weights: as `jaxmoe.convert.from_hf` returns them, or after `jaxmoe.quantize` of their experts. Arrays that
@@ -231,6 +256,7 @@ class MoE(nnx.Module):
           router: how experts are chosen, which no checkpoint's tensors say, e.g. `jaxmoe.RouterConfig.qwen3_moe()`.
           activation: of the experts, e.g. `jaxmoe.SwiGLU.gpt_oss()`.
           shared_activation: this and all below as for `MoE`.
+          return_routing: with `aux.routing` and `aux.logits`.
           axis_name: mesh axes of the experts; pass `from_hf` the same.
           data_axes: the other mesh axes of the tokens.
           hidden_axis: of wide experts. Quantised ones stay split as `from_hf` has split them.
@@ -245,7 +271,7 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError, TypeError: as for `MoE`; weights that do not go together.
-          NotImplementedError: weights with a `token_table` or a `shared_gate`, which the layer does not have.
+          NotImplementedError: weights with a `token_table`, which the layer does not have.
 
         >>> import jax, jax.numpy as jnp, jaxmoe
         >>> from jaxmoe.nnx import MoE
@@ -261,6 +287,7 @@ class MoE(nnx.Module):
             router=router,
             activation=activation,
             shared_activation=shared_activation,
+            return_routing=return_routing,
             axis_name=axis_name,
             data_axes=data_axes,
             hidden_axis=hidden_axis,
@@ -281,6 +308,9 @@ class MoE(nnx.Module):
         wide = [array.dtype for name, array in arrays.items() if name not in quantized]
         config = dataclasses.replace(config, param_dtype=jnp.result_type(*wide))
         config.check(quantized)
+        config.warn(
+            "MoE.from_weights", "Pass weights whose selection_bias is the checkpoint's e_score_correction_bias."
+        )
         # Flax has no way to make a module but its __init__, which draws parameters: here without computing them.
         one = RouterConfig(top_k=1)
         moe = nnx.eval_shape(lambda: cls(1, 1, 1, one, gated=config.gated, axis_name=None, rngs=nnx.Rngs(0)))
@@ -328,7 +358,8 @@ class MoE(nnx.Module):
             loss and no statistic, and its output is zero.
 
         Returns:
-          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars.
+          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars,
+          and of the routing of the tokens where `return_routing` asks for it.
 
         Raises:
           ValueError: `x` or `token_valid` does not fit the layer; the mesh does not fit, see `jaxmoe.moe_layer`.
@@ -336,11 +367,39 @@ class MoE(nnx.Module):
         """
         return layers.forward(
             self.config,
-            {name: getattr(self, name).get_value() for name in parameters(self.config)},
+            self._arrays(),
             x,
             selection_bias=None if self.selection_bias is None else self.selection_bias[...],
             token_valid=token_valid,
         )
+
+    def explain(self, x: Any) -> Explanation:
+        """Says what a call with tokens like `x` does: `jaxmoe.explain` of the `jaxmoe.moe_layer` in it. Runs nothing.
+
+        It knows the routed experts only: the router and a shared expert come besides.
+
+        Args:
+          x: tokens, `[..., tokens, hidden]`, or a `jax.ShapeDtypeStruct` of them. The layer may be abstract too
+            (`nnx.eval_shape`).
+
+        Returns:
+          An `Explanation`; `print` it.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as a call would.
+
+        >>> import jax, jax.numpy as jnp, jaxmoe
+        >>> from flax import nnx
+        >>> from jaxmoe.nnx import MoE
+        >>> router = jaxmoe.RouterConfig.mixtral()
+        >>> moe = nnx.eval_shape(lambda: MoE(4096, 14336, 8, router, axis_name=None, rngs=nnx.Rngs(0)))
+        >>> moe.explain(jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)).implementation
+        'xla'
+        """
+        return layers.explain(self.config, self._arrays(), x)
+
+    def _arrays(self) -> dict[str, Any]:
+        return {name: getattr(self, name).get_value() for name in parameters(self.config)}
 
     def update_selection_bias(self, stats: MoEStats, rate: float | Float[Array, ""] = 1e-3) -> None:
         """Moves the selection bias one step towards an even load; call it once per step, after the gradient step.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,16 +14,22 @@ from jax.typing import DTypeLike
 
 from jaxmoe import activation as activations
 from jaxmoe import call as calls
-from jaxmoe.activation import Activation
+from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import Experts
 from jaxmoe.flax.placement import mesh_to_enter, place_explicit
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.routing import RouterConfig, route
+from jaxmoe.routing.router import preset_with_selection_bias
 from jaxmoe.sharding import axis_tuple
 
 EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
 Initializer = Callable[..., Any]
 AxisName = str | tuple[str, ...] | None
+# What a layer says that is made with the router of such a model, and without its bias.
+ADD_SELECTION_BIAS = (
+    "Make it with selection_bias=True, and move the bias by update_selection_bias after each step; or, to balance by "
+    "losses alone, write the router out: RouterConfig(top_k=..., score=...)."
+)
 
 # One object, so that two layers made with the defaults compare equal.
 default_init: Initializer = jax.nn.initializers.lecun_normal()
@@ -41,7 +48,9 @@ class LayerConfig(CallOptions):
     router_bias: bool
     selection_bias: bool
     shared_intermediate: int | None
-    shared_activation: str | Activation | None
+    shared_activation: ActivationLike | None
+    shared_gate: bool
+    return_routing: bool
     dtype: DTypeLike | None
     param_dtype: DTypeLike
 
@@ -66,10 +75,15 @@ class LayerConfig(CallOptions):
                 f"MoE: shared_activation={self.shared_activation!r} is given, but there is no shared expert. Set "
                 "shared_intermediate= to its width, or leave shared_activation out."
             )
+        if self.shared_gate and self.shared_intermediate is None:
+            raise ValueError(
+                "MoE: shared_gate=True, but there is no shared expert for it to multiply. Set shared_intermediate= to "
+                "its width, or leave shared_gate out."
+            )
         if not self.gated and activations.resolve(self.shared_activation or self.activation).needs_up:
             raise ValueError(
                 f"MoE: activation={self.activation!r}, shared_activation={self.shared_activation!r} with gated=False: "
-                "SwiGLU multiplies two projections. Use gated=True, or an activation of one projection."
+                "it takes two projections, and there is one. Use gated=True, or an activation of one projection."
             )
         object.__setattr__(self, "axis_name", axis_tuple(self.axis_name, "axis_name") or None)
         if self.data_axes is not None and not isinstance(self.data_axes, PartitionSpec):
@@ -82,7 +96,9 @@ class LayerConfig(CallOptions):
           quantized: the matrices of experts that are, by name.
         """
         logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
-        routing = jax.eval_shape(lambda array: route(array, self.router), logits)
+        # With a bias, whether the layer has one or not: `warn` speaks of that.
+        bias = jax.ShapeDtypeStruct((self.num_experts,), jnp.float32)
+        routing = jax.eval_shape(lambda array, bias: route(array, self.router, selection_bias=bias), logits, bias)
         # Without a mesh, or inside shard_map, the number of ranks is that of a later call.
         mesh = mesh_to_enter(self.mesh)
         tokens = 1 if mesh is None else mesh.size
@@ -100,6 +116,16 @@ class LayerConfig(CallOptions):
             self.activation, None, (), None, self.implementation, self.plan, self.residuals, self.precision
         )
         calls.check(arguments, on_one_rank if mesh is None else self)
+
+    def warn(self, caller: str, remedy: str) -> None:
+        """Warns where the router is that of a model with a selection bias, and the layer has none."""
+        if not self.selection_bias and (preset := preset_with_selection_bias(self.router)):
+            warnings.warn(
+                f"{caller}: the router is RouterConfig.{preset}(), whose model chooses experts by a selection bias and "
+                f"so keeps them evenly loaded; this layer has none. {remedy}",
+                UserWarning,
+                stacklevel=3,
+            )
 
     @property
     def is_placed(self) -> bool:
@@ -193,6 +219,8 @@ def parameters(
     feed_forward("", config.intermediate, (config.num_experts,), (expert_axis,))
     if config.shared_intermediate is not None:
         feed_forward("shared_", config.shared_intermediate, (), ())
+    if config.shared_gate:
+        table["shared_gate_kernel"] = Parameter((hidden, 1), (None, None), kernel_init)
     return table
 
 

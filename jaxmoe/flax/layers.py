@@ -2,27 +2,36 @@
 
     logits = x @ router_kernel + router_bias                      in float32
     routing = route(logits, router, selection_bias)
-    y = moe_layer(x, routing, experts) + shared_expert(x)
+    y = moe_layer(x, routing, experts) + shared_expert(x) * sigmoid(x @ shared_gate_kernel)
+
+The shared expert is there on request, and so is its gate, in float32 as well.
 
 Each library makes the arrays of `config.parameters` in its own way and passes them to `forward`; nothing here imports
 Flax.
 """
 
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe import activation as activations
 from jaxmoe.api import run
 from jaxmoe.experts import Experts, takes_experts
+from jaxmoe.explain import Explanation
+from jaxmoe.explain import explain as explain_call
 from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of
 from jaxmoe.flax.placement import split_as, split_of, whole
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.quantized_matrix import QuantizedMatrix
-from jaxmoe.routing import MoEAux, MoEStats, route, router_aux, update_selection_bias
+from jaxmoe.routing import MoEAux, MoEStats, router_aux, update_selection_bias
+from jaxmoe.routing.router import choose
 from jaxmoe.routing.stats import check_token_valid
 from jaxmoe.sharding import names_of_tokens
 
@@ -61,7 +70,8 @@ def forward(
 
     logits = _router_logits(arrays, tokens, dtype)
     bias = None if selection_bias is None else jax.lax.stop_gradient(selection_bias)
-    routing = route(logits, config.router, selection_bias=bias, token_valid=token_valid)
+    # The layer has warned of a missing bias when it was made.
+    routing = choose(logits, config.router, bias, token_valid)
     tokens = tokens.astype(dtype)
     experts = _experts_for(dtype, arrays)
     y, _ = run(Arguments(tokens, routing.topk_ids, routing.topk_weights, experts, token_valid), config)
@@ -71,7 +81,38 @@ def forward(
             shared = jnp.where(token_valid[..., None], shared, 0)
         y = (y.astype(shared.dtype) + shared).astype(dtype)
     aux = router_aux(routing, logits, token_valid=token_valid, axis_name=_manual_token_axes(config))
+    if config.return_routing:
+        aux = dataclasses.replace(aux, routing=routing, logits=logits)
     return split_as(y, split_of(x), mesh), aux
+
+
+def explain(config: LayerConfig, arrays: Mapping[str, Any], x: Any) -> Explanation:
+    """Returns what `jaxmoe.explain` says of the call that `forward` makes. Computes nothing.
+
+    Args:
+      config: the layer.
+      arrays: the `parameters`, or a `jax.ShapeDtypeStruct` of each.
+      x: tokens, or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `forward` would.
+    """
+    _check(config, x, None)
+    dtype, slots = _compute_dtype(config, x, arrays), (*x.shape[:-1], config.router.top_k)
+    # Where the tokens are says for which platform, and how they are split over Explicit axes.
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+    on_device = contextlib.nullcontext()
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        on_device = jax.default_device(next(iter(x.devices())))
+    arguments = (
+        jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+        jax.ShapeDtypeStruct(slots, jnp.int32),
+        jax.ShapeDtypeStruct(slots, jnp.promote_types(dtype, jnp.float32)),
+        jax.eval_shape(functools.partial(_experts_for, dtype), dict(arrays)),
+    )
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(CallOptions)}
+    with on_device:
+        return explain_call(*arguments, **options)
 
 
 def _experts_for(dtype: Any, arrays: Mapping[str, Any]) -> Experts:
@@ -114,10 +155,13 @@ def _router_logits(arrays: Mapping[str, Array], tokens: jax.Array, dtype: Any) -
     (arXiv:2101.03961, section 2.4, selective precision). HIGHEST keeps GPUs and TPUs from rounding the operands to TF32
     or bfloat16.
     """
+    logits = _wide_product(tokens, arrays["router_kernel"], dtype)
+    return logits + arrays["router_bias"].astype(logits.dtype) if "router_bias" in arrays else logits
+
+
+def _wide_product(tokens: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
     wide = jnp.promote_types(dtype, jnp.float32)
-    kernel = arrays["router_kernel"].astype(wide)
-    logits = jnp.dot(tokens.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
-    return logits + arrays["router_bias"].astype(wide) if "router_bias" in arrays else logits
+    return jnp.dot(tokens.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
 
 
 def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax.Array) -> jax.Array:
@@ -137,7 +181,9 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     assert gate is not None
     out = project(activation.value(gate, project(tokens, "up")).astype(tokens.dtype), "down")
     assert out is not None
-    return out
+    if "shared_gate_kernel" not in arrays:
+        return out
+    return out * jax.nn.sigmoid(_wide_product(tokens, arrays["shared_gate_kernel"], tokens.dtype))
 
 
 def _manual_token_axes(config: LayerConfig) -> tuple[str, ...]:

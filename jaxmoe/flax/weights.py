@@ -30,11 +30,10 @@ def arguments_of(weights: Any) -> dict[str, Any]:
             "MoE.from_weights: weights.token_table chooses experts by the ids of tokens, and the layer sees none. Call "
             "jaxmoe.route(logits, router, topk_ids=weights.token_table[tokens]) and jaxmoe.moe_layer."
         )
-    if weights.shared_gate is not None:
-        raise NotImplementedError(
-            "MoE.from_weights: weights.shared_gate multiplies what the shared expert answers; the layer adds it as it "
-            "is. Pass dataclasses.replace(weights, shared=None, shared_gate=None), and add the shared expert in your "
-            "model."
+    if weights.shared_gate is not None and weights.shared is None:
+        raise ValueError(
+            "MoE.from_weights: weights.shared_gate multiplies what the shared expert answers, and weights.shared is "
+            "None. Pass both, or none of them."
         )
     experts, shared = weights.experts, weights.shared
     return {
@@ -46,6 +45,7 @@ def arguments_of(weights: Any) -> dict[str, Any]:
         "router_bias": weights.router_bias is not None,
         "selection_bias": weights.selection_bias is not None,
         "shared_intermediate": None if shared is None else shared.intermediate,
+        "shared_gate": weights.shared_gate is not None,
     }
 
 
@@ -60,7 +60,11 @@ def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeL
     Raises:
       ValueError: arrays are missing, too many or misshapen.
     """
-    arrays = {"router_kernel": weights.router_kernel, "router_bias": weights.router_bias}
+    arrays: dict[str, Any] = {
+        "router_kernel": weights.router_kernel,
+        "router_bias": weights.router_bias,
+        "shared_gate_kernel": weights.shared_gate,
+    }
     arrays |= {name: getattr(weights.experts, name) for name in EXPERT_ARRAYS}
     if (shared := weights.shared) is not None:
         if isinstance(shared.w_gate, QuantizedMatrix):

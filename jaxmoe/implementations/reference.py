@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
 from jaxmoe.options import Precision
@@ -65,8 +65,9 @@ def reference(
     dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
     x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, experts))
     static = _Static(activation, group, dtype, precision)
-    dense = _dense if precision is None else _rounded
-    return dense(static, x, topk_ids, topk_weights, experts)
+    if precision is None:
+        return _dense(static, x, topk_ids, topk_weights, experts)
+    return _rounded(static, *reverse_mode_only((x, topk_ids, topk_weights, experts)))
 
 
 def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, experts: Experts) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.guard import reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.megakernel.launching import timeout_seconds
 from jaxmoe.network import gather, roll_call, send
@@ -31,7 +32,7 @@ def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Ar
     assert levels.plan.chunks is not None
     if call.implementation == "megakernel" and call.platform == "gpu" and jax.process_count() > 1:
         roll_call.begin(timeout_seconds(call.platform))
-    inputs = vary_alike(inputs)
+    inputs = vary_alike(reverse_mode_only(inputs))
     num_experts, tokens = call.shape.num_experts, call.shape.tokens
 
     def on_host(inputs: Inputs) -> jax.Array:

@@ -38,10 +38,16 @@ class MoEAux:
         the probability of each expert, summed over tokens that have any; how many those are; squares of the z-loss,
         summed over valid tokens; how many those are.
       num_experts: of the layer.
+      routing: what `route` returned in a Flax layer made with `return_routing=True`, for losses and logs of your own;
+        else `None`, and so from `router_aux`. A scan over layers then stores it for every layer, and a `shard_map`
+        needs `out_specs` such as `MoEAux(P(), num_experts, routing=P("expert"), logits=P("expert"))`.
+      logits: `[*stack, *batch, experts]` float32, what it was made of; there where `routing` is.
     """
 
     sums: Float[Array, "*stack columns"]
     num_experts: int = dataclasses.field(metadata={"static": True})
+    routing: Routing | None = None
+    logits: Float[Array, "*stack_and_batch experts"] | None = None
 
     @property
     def load_balancing_loss(self) -> Float[Array, "*stack"]:

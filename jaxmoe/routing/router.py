@@ -13,6 +13,7 @@ Losses and bias updates that keep the experts balanced are in `balance.py`, load
 import dataclasses
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -131,6 +132,23 @@ class RouterConfig:
         return cls(**{"top_k": 6, "score": "sqrtsoftplus", "scaling_factor": 1.5} | changes)
 
 
+_WITH_SELECTION_BIAS = (RouterConfig.deepseek_v3, RouterConfig.kimi_k2, RouterConfig.deepseek_v4)
+
+
+def preset_with_selection_bias(config: RouterConfig) -> str | None:
+    """Returns the name of a published router that needs a selection bias, where this is one but for `top_k`.
+
+    Someone who changed more has a router of their own, which may do without.
+
+    >>> preset_with_selection_bias(RouterConfig.deepseek_v3(top_k=4))
+    'deepseek_v3'
+    >>> preset_with_selection_bias(RouterConfig(top_k=4, score="sigmoid")) is None
+    True
+    """
+    names = (preset.__name__ for preset in _WITH_SELECTION_BIAS if config == preset(top_k=config.top_k))
+    return next(names, None)
+
+
 @pytree
 class Routing:
     """What `route` decided.
@@ -181,6 +199,9 @@ def route(
       TypeError: logits, bias, mask or ids of the wrong dtype.
       ValueError: shapes that do not fit each other or the configuration.
 
+    Warns:
+      UserWarning: a preset whose model selects with a bias (DeepSeek, Kimi) comes without one.
+
     >>> import jax.numpy as jnp, jaxmoe
     >>> routing = jaxmoe.route(jnp.array([[0.0, 3.0, 1.0, 2.0]]), jaxmoe.RouterConfig(top_k=2))
     >>> routing.topk_ids
@@ -189,6 +210,25 @@ def route(
     [0.731, 0.269]
     """
     _check(logits, config, selection_bias, token_valid, topk_ids)
+    if selection_bias is None and topk_ids is None and (preset := preset_with_selection_bias(config)):
+        warnings.warn(
+            f"route: RouterConfig.{preset}() comes without selection_bias, which chooses the experts of that model and "
+            "keeps them evenly loaded. Pass selection_bias=, the checkpoint's e_score_correction_bias; where training "
+            f"starts, jnp.zeros({logits.shape[-1]}).",
+            UserWarning,
+            stacklevel=2,
+        )
+    return choose(logits, config, selection_bias, token_valid, topk_ids)
+
+
+def choose(
+    logits: Float[Array, "*batch experts"],
+    config: RouterConfig,
+    selection_bias: Float[Array, " experts"] | None,
+    token_valid: Bool[Array, "*batch"] | None,
+    topk_ids: Integer[Array, "*batch top_k"] | None = None,
+) -> Routing:
+    """`route` of arguments that have been checked."""
     num_experts = logits.shape[-1]
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if token_valid is not None:

@@ -108,6 +108,12 @@ BLOCKS = {
         clamped(0.5, 1.0, 0.0),
         clamped(0.5, 1.0, 0.0),
     ),
+    "qwen3-next": Block(
+        {"router": RouterConfig.mixtral(), "shared_intermediate": SHARED, "shared_gate": True},
+        softmax_then_top2,
+        silu_times,
+        silu_times,
+    ),
     # Every parameter that a layer can have, and a shared expert with an activation of its own.
     "everything": Block(
         {
@@ -118,6 +124,7 @@ BLOCKS = {
             "router_bias": True,
             "shared_intermediate": SHARED,
             "shared_activation": "silu",
+            "shared_gate": True,
         },
         best_group_then_sigmoid,
         clamped(0.5, 1.0, 0.0),
@@ -137,7 +144,10 @@ def by_hand(block: Block, p: Mapping[str, jax.Array], bias: jax.Array | None, to
     if block.shared_activation is not None:
         gate = tokens @ p["shared_w_gate"] + p.get("shared_b_gate", 0)
         up = tokens @ p["shared_w_up"] + p.get("shared_b_up", 0)
-        y += block.shared_activation(gate, up) @ p["shared_w_down"] + p.get("shared_b_down", 0)
+        shared = block.shared_activation(gate, up) @ p["shared_w_down"] + p.get("shared_b_down", 0)
+        if "shared_gate_kernel" in p:
+            shared /= 1 + jnp.exp(-(tokens @ p["shared_gate_kernel"]))
+        y += shared
     rows = chosen.sum(0)
     balance = EXPERTS * jnp.sum(rows / rows.sum() * probabilities.mean(0))
     return y, balance, jnp.mean(jnp.log(jnp.exp(logits).sum(-1)) ** 2), rows

@@ -48,6 +48,8 @@ class Aux(NamedTuple):
     load_balancing_loss: jax.Array
     router_z_loss: jax.Array
     stats: jaxmoe.MoEStats
+    routing: jaxmoe.Routing | None
+    logits: jax.Array | None
 
 
 class NNXLayer:
@@ -58,6 +60,10 @@ class NNXLayer:
 
     def abstract(self, **arguments: Any) -> Any:
         return nnx.eval_shape(lambda: self.make(**arguments))
+
+    def abstract_layer(self, **arguments: Any) -> Any:
+        """Returns the layer, without arrays."""
+        return self.abstract(**arguments)
 
     def filled(self, parameters: Mapping[str, Any], bias: Any, **arguments: Any) -> Any:
         moe = self.abstract(**arguments)
@@ -83,7 +89,7 @@ class NNXLayer:
     def calling(self, **arguments: Any) -> Callable[..., tuple[jax.Array, Aux]]:
         def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, Aux]:
             y, aux = self.filled(parameters, bias, **arguments)(x, token_valid)
-            return y, Aux(aux.load_balancing_loss, aux.router_z_loss, aux.stats)
+            return y, Aux(aux.load_balancing_loss, aux.router_z_loss, aux.stats, aux.routing, aux.logits)
 
         return call
 
@@ -103,6 +109,10 @@ class LinenLayer:
         x = jnp.zeros((BATCH, LENGTH, arguments.get("hidden", HIDDEN)))
         return jax.eval_shape(self.make(**arguments).init, jax.random.key(0), x)["params"]
 
+    def abstract_layer(self, **arguments: Any) -> Any:
+        """Returns the layer, without arrays."""
+        return self.make(**arguments)
+
     def shapes(self, **arguments: Any) -> dict[str, Any]:
         return {name: getattr(box, "value", box) for name, box in self.abstract(**arguments).items()}
 
@@ -119,8 +129,11 @@ class LinenLayer:
         def call(parameters: Any, bias: Any, x: Any, token_valid: Any = None) -> tuple[jax.Array, Aux]:
             variables = {"params": parameters} | ({} if bias is None else {"moe_state": {"selection_bias": bias}})
             y, sown = moe.apply(variables, x, token_valid, mutable=["losses", "intermediates"])
-            losses, (stats,) = sown["losses"], sown["intermediates"]["moe_stats"]
-            return y, Aux(losses["load_balancing_loss"][0], losses["router_z_loss"][0], stats)
+            losses, others = sown["losses"], sown["intermediates"]
+            assert all(len(values) == 1 for values in (*losses.values(), *others.values()))
+            routing, logits = (others.get(name, (None,))[0] for name in ("moe_routing", "moe_logits"))
+            balance, z = losses["load_balancing_loss"][0], losses["router_z_loss"][0]
+            return y, Aux(balance, z, others["moe_stats"][0], routing, logits)
 
         return call
 

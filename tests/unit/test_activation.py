@@ -1,14 +1,20 @@
 """The table of activations: closed forms against JAX's own derivative and against published implementations."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmoe
+from jaxmoe import sharding
 from jaxmoe.activation import ACTIVATIONS, resolve
+from jaxmoe.implementations.megakernel import limits
+from jaxmoe.testing import make_inputs, relative_error
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "activations.npz")
 ALL = [*ACTIVATIONS.values(), jaxmoe.SwiGLU(), jaxmoe.SwiGLU(limit=1.5, alpha=1.702, up_offset=1.0)]
@@ -84,3 +90,111 @@ def test_swiglu_reproduces_the_clamped_activations_of_published_models(model, ac
     assert (np.abs(gate) > activation.limit).any()
     assert (np.abs(up) > activation.limit).any()
     np.testing.assert_allclose(activation.value(jnp.asarray(gate), jnp.asarray(up)), output, rtol=2e-6, atol=1e-6)
+
+
+# Functions of the user's.
+
+
+def squared_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate * gate * up
+
+
+def bent_sum(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Not zero where both are."""
+    return jax.nn.softplus(gate + 0.5 * up)
+
+
+def either(gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
+    return jnp.tanh(gate) if up is None else jnp.tanh(gate) + up
+
+
+def gradients(activation: Any, implementation: str, gated: bool = True) -> Any:
+    """Returns output and gradients of a layer with biases, unused slots and several batches of rows."""
+    x, ids, weights, experts, _ = make_inputs(0, biases=True, gated=gated)
+    ids = ids.at[:5, 0].set(-1)
+    plan = jaxmoe.Plan(batch_rows=16) if implementation == "xla" else None
+
+    def loss(x: jax.Array, weights: jax.Array, experts: jaxmoe.Experts) -> Any:
+        y = jaxmoe.moe_layer(
+            x,
+            ids,
+            weights,
+            experts,
+            axis_name=None,
+            activation=activation,
+            implementation=implementation,  # pyright: ignore[reportArgumentType]
+            plan=plan,
+        )
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, weights, experts)
+
+
+def assert_near(value: Any, truth: Any) -> None:
+    for got, want in zip(jax.tree.leaves(value), jax.tree.leaves(truth), strict=True):
+        assert relative_error(got, want) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (jax.nn.silu, "silu"),
+        (jax.nn.swish, "silu"),
+        (nnx.silu, "silu"),
+        (jax.nn.relu, "relu"),
+        (jax.nn.gelu, "gelu_tanh"),
+        (functools.partial(jax.nn.gelu, approximate=True), "gelu_tanh"),
+        (functools.partial(jax.nn.gelu, approximate=False), "gelu"),
+    ],
+)
+def test_functions_of_jax_that_the_table_has_are_taken_for_their_names(function, name):
+    assert resolve(function) is ACTIVATIONS[name]
+    x = jnp.linspace(-8, 8, 1001)
+    np.testing.assert_allclose(resolve(function).value(x, None), function(x), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_function_that_is_silu_computes_and_differentiates_what_the_name_does(implementation):
+    for function in (lambda gate, up: gate * jax.nn.sigmoid(gate) * up, lambda gate: gate * jax.nn.sigmoid(gate)):
+        assert_near(gradients(function, implementation), gradients("silu", "reference"))
+    assert_near(
+        gradients(lambda gate: gate * jax.nn.sigmoid(gate), implementation, False),
+        gradients("silu", "reference", False),
+    )
+
+
+@pytest.mark.parametrize("function", [squared_times, bent_sum, either])
+def test_xla_computes_with_functions_of_gate_and_up_what_the_reference_does(function):
+    assert_near(gradients(function, "xla"), gradients(function, "reference"))
+
+
+def test_the_arguments_of_a_function_say_whether_it_takes_up():
+    gate, up = jnp.array([-3.0]), jnp.array([2.0])
+    assert resolve(jax.nn.leaky_relu).value(gate, up) == pytest.approx(-0.03 * 2)  # up is not its slope
+    assert resolve(functools.partial(jax.nn.leaky_relu, negative_slope=0.5)).value(gate, up) == -3
+    assert resolve(squared_times).value(gate, up) == 18
+    assert resolve(either).value(gate, up) == pytest.approx(2 + np.tanh(-3))
+    assert resolve(either).value(gate, None) == pytest.approx(np.tanh(-3))
+    assert [resolve(f).needs_up for f in (squared_times, either, jax.nn.elu)] == [True, False, False]
+
+
+def test_calls_with_one_function_are_one_program_and_with_equal_ones_two():
+    x, ids, weights, experts, _ = make_inputs(0)
+    calls = [
+        jaxmoe.explain(x, ids, weights, experts, axis_name=None, activation=function).call
+        for function in (squared_times, squared_times, lambda gate, up: gate * gate * up)
+    ]
+    assert calls[0] == calls[1]
+    assert hash(calls[0]) == hash(calls[1])
+    assert calls[0] != calls[2]
+
+
+def test_without_a_named_implementation_a_function_runs_on_xla_and_explain_says_why(monkeypatch):
+    monkeypatch.setattr(sharding, "platform", lambda *_: "gpu")
+    monkeypatch.setattr(limits, "check_platform", lambda *_: None)
+    arguments = make_inputs(0, dtype=jnp.bfloat16)[:4]
+    told = jaxmoe.explain(*arguments, axis_name=None, activation=squared_times)
+    assert told.implementation == "xla"
+    assert "'megakernel' cannot run this call (moe_layer: activation=squared_times exists in Python only" in str(told)
+    with pytest.raises(NotImplementedError, match="Use one of those, pass implementation='xla', or None to choose"):
+        jaxmoe.explain(*arguments, axis_name=None, activation=squared_times, implementation="megakernel")

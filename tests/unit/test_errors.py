@@ -1,6 +1,6 @@
 """Bad input ends in an error that says what was given, what is needed and what to do, before anything runs."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.testing import make_inputs
+from jaxmoe.testing import make_inputs, relative_error
 from tests.layer_calls import mesh_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -31,6 +31,17 @@ def experts_of(number: int) -> jaxmoe.Experts:
     return jaxmoe.Experts.init(jax.random.key(0), number, 8, 12)
 
 
+class QArray(NamedTuple):
+    """Values and scales as qwix names them."""
+
+    qvalue: jax.Array
+    scale: jax.Array
+
+
+def q_array(like: Any, dtype: Any) -> Any:
+    return QArray(like.astype(dtype), jnp.ones((*like.shape[:-2], 1, like.shape[-1])))
+
+
 # What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "x of one dimension": ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
@@ -50,6 +61,25 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "experts that are a tuple": ({"experts": (1, 2)}, TypeError, ["experts is a tuple", "jaxmoe.Experts("]),
     "experts without w_down": ({"experts": changed(w_down=None)}, TypeError, ["experts.w_down is None"]),
     "experts that are no arrays": ({"experts": changed(w_up="w")}, TypeError, ["experts.w_up is a str"]),
+    "experts of qwix in 8 bits": (
+        {"experts": changed(w_up=q_array(EXPERTS.w_up, jnp.float8_e4m3fn))},
+        TypeError,
+        [
+            "experts.w_up is a QArray with qvalue float8_e4m3fn[8, 8, 12] and scale float32[8, 1, 12]",
+            "[experts, out, in]",
+            "jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))",
+        ],
+    ),
+    "experts of qwix as integers": (
+        {"experts": changed(w_down=q_array(EXPERTS.w_down, jnp.int8))},
+        TypeError,
+        ["experts.w_down is a QArray with qvalue int8[8, 12, 8]", "BlockScaled", "jaxmoe.quantize(experts)"],
+    ),
+    "biases of qwix": (
+        {"experts": changed(b_down=q_array(EXPERTS.w_down[:, 0], jnp.int8))},
+        TypeError,
+        ["experts.b_down is a QArray", "qvalue * scale as one array"],
+    ),
     "experts of two dimensions": (
         {"experts": changed(w_gate=X)},
         ValueError,
@@ -86,7 +116,23 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["SwiGLU", "w_up is None"],
     ),
     "an unknown activation": ({"activation": "swish"}, ValueError, ["'swish'", "'silu'", "jaxmoe.SwiGLU("]),
-    "an activation that is none": ({"activation": jnp.tanh}, TypeError, ["'silu'", "SwiGLU"]),
+    "an activation that is none": ({"activation": 2}, TypeError, ["'silu'", "SwiGLU", "function of gate"]),
+    "an activation that is a class": ({"activation": jaxmoe.SwiGLU}, TypeError, ["SwiGLU'>", "jaxmoe.SwiGLU()"]),
+    "an activation of three arrays": (
+        {"activation": jax.lax.clamp},
+        TypeError,
+        ["takes (min: ", "one array without a default, gate, or two, gate and up"],
+    ),
+    "a function that is not elementwise": (
+        {"activation": jnp.sum},
+        TypeError,
+        ["activation=sum returns float32[]", "float array of the shape of gate"],
+    ),
+    "a function of two projections without w_up": (
+        {"experts": changed(w_up=None), "activation": lambda gate, up: gate * up},
+        ValueError,
+        ["multiplies two projections", "w_up is None"],
+    ),
     "an unknown implementation": ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
     "a plan that is none": ({"plan": 128}, TypeError, ["plan is a int", "jaxmoe.Plan"]),
     "a mask of integers": ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
@@ -129,6 +175,19 @@ def test_bad_input_raises_what_was_given_and_what_to_do(wrong):
     assert message.startswith("moe_layer: ")
     for part in parts:
         assert part in message, message
+
+
+def test_values_and_scales_of_qwix_compute_what_they_are_as_the_error_says():
+    x, ids, weights, experts, _ = make_inputs(0)
+    narrow = {}
+    for name in ("w_gate", "w_up", "w_down"):
+        q = q_array(getattr(experts, name), jnp.float8_e4m3fn)
+        narrow[name] = jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))
+    rounded = jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn).astype(a.dtype), experts)
+    options: Any = {"axis_name": None, "implementation": "reference"}
+    y = jaxmoe.moe_layer(x, ids, weights, jaxmoe.Experts(**narrow), precision="w8a16", **options)
+    expected = jaxmoe.moe_layer(x, ids, weights, rounded, **options)
+    assert relative_error(y, expected) < 1e-6
 
 
 def test_bad_input_raises_the_same_under_jit_and_in_explain():

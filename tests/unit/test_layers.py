@@ -13,6 +13,7 @@ from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, relative_error
 from tests.unit.blocks_by_hand import (
     BATCH,
+    BIAS,
     BLOCKS,
     EXPERTS,
     HIDDEN,
@@ -33,7 +34,7 @@ class Behaviours:
 
     layer: Any
 
-    @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4"])
+    @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4", "qwen3-next"])
     def test_output_losses_and_gradients_are_those_of_the_block_written_by_hand(self, name):
         assert_equal(run(self.layer, name), expected(name))
 
@@ -60,6 +61,30 @@ class Behaviours:
         call = self.layer().calling(gated=False, biases=True, activation="gelu", implementation="reference")
         y, _ = jax.jit(call)(p, None, x)
         assert relative_error(y, truth) < 1e-6
+
+    def test_losses_of_ones_own_are_made_of_the_routing_and_the_logits_where_a_layer_is_asked_for_them(self):
+        arguments = BLOCKS["everything"].arguments
+        p, valid = fill(self.layer().shapes(**arguments)), jnp.asarray(VALID)
+        asked, silent = (self.layer().calling(**arguments, return_routing=flag) for flag in (True, False))
+
+        def losses_of_the_layer(p, x):
+            aux = silent(p, BIAS(), x, valid)[1]
+            assert (aux.routing, aux.logits) == (None, None)
+            return aux.load_balancing_loss + aux.router_z_loss
+
+        def losses_of_ones_own(p, x):
+            aux = asked(p, BIAS(), x, valid)[1]
+            balance = jaxmoe.load_balancing_loss(aux.routing, token_valid=valid)
+            return balance + jaxmoe.router_z_loss(aux.logits, token_valid=valid), aux
+
+        (loss, aux), gradients = jax.jit(jax.value_and_grad(losses_of_ones_own, argnums=(0, 1), has_aux=True))(p, X())
+        truth, expected_gradients = jax.jit(jax.value_and_grad(losses_of_the_layer, argnums=(0, 1)))(p, X())
+        assert relative_error(loss, truth) < 1e-6
+        assert relative_error(gradients[1], expected_gradients[1]) < 1e-6
+        assert relative_error(gradients[0]["router_kernel"], expected_gradients[0]["router_kernel"]) < 1e-6
+        assert aux.logits.shape == (BATCH, LENGTH, EXPERTS)
+        np.testing.assert_array_equal(aux.routing.topk_ids[~VALID], -1)
+        np.testing.assert_array_equal(np.bincount(aux.routing.topk_ids[VALID].ravel()), aux.stats.rows_per_expert)
 
     def test_precision_rounds_tokens_and_experts_of_a_forward_pass_to_8_bits(self):
         p = fill(self.layer().shapes())

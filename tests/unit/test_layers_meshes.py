@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxmoe
 from jaxmoe.testing import relative_error
-from tests.unit.blocks_by_hand import BIAS, BLOCKS, HIDDEN, SHARED, VALID, X, fill
+from tests.unit.blocks_by_hand import BIAS, BLOCKS, EXPERTS, HIDDEN, SHARED, VALID, X, fill
 from tests.unit.flax_layers import MESHES, LinenLayer, NNXLayer, assert_equal, expected, make_mesh, place, run
 
 
@@ -63,6 +64,7 @@ class Behaviours:
             "shared_b_gate": (None,),
             "shared_b_up": (None,),
             "shared_b_down": ("data",),
+            "shared_gate_kernel": (None, None),
         }
         for name, array in parameters.items():
             assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*names[name])), array.ndim), name
@@ -113,6 +115,7 @@ class TestNNX(Behaviours):
 
     def test_inside_shard_map_a_split_layer_gives_what_it_gives_outside(self):
         arguments = {**BLOCKS["everything"].arguments, "axis_name": "expert", "data_axes": "data"}
+        arguments["return_routing"] = True
         mesh = make_mesh(AxisType.Auto)
         with jax.set_mesh(mesh):
             moe = self.layer().filled(fill(self.layer().shapes(**arguments)), BIAS(), **arguments)
@@ -124,12 +127,14 @@ class TestNNX(Behaviours):
                 return moe(x, token_valid)
 
             specs = (nnx.get_partition_spec(state), tokens, tokens)
-            inside = jax.jit(jax.shard_map(on_rank, in_specs=specs, out_specs=(tokens, P())))
+            of_aux: Any = jaxmoe.MoEAux(P(), EXPERTS, routing=tokens, logits=tokens)  # pyright: ignore
+            inside = jax.jit(jax.shard_map(on_rank, in_specs=specs, out_specs=(tokens, of_aux)))
             y, aux = inside(state, X(), jnp.asarray(VALID))
         truth = expected("everything", masked=True)
         assert relative_error(y, truth.y) < 1e-5
         assert relative_error(aux.load_balancing_loss, truth.aux[0]) < 1e-5
         assert relative_error(aux.router_z_loss, truth.aux[1]) < 1e-5
+        assert relative_error(jaxmoe.router_z_loss(aux.logits, token_valid=jnp.asarray(VALID)), truth.aux[1]) < 1e-5
         np.testing.assert_array_equal(aux.stats.rows_per_expert, truth.aux[2])
 
     def test_a_layer_made_without_a_mesh_keeps_its_names_for_later(self):

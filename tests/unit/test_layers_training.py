@@ -27,6 +27,7 @@ from tests.unit.blocks_by_hand import (
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
+    LENGTH,
     X,
     by_hand,
     fill,
@@ -154,6 +155,19 @@ class TestNNX(Behaviours):
             assert relative_error(gradients[name][...], gradient) < 2e-5, name
         mean = rows.sum(-1, keepdims=True) / EXPERTS
         np.testing.assert_array_equal(stack.selection_bias[...], 0.5 * np.sign(mean - rows))
+
+    def test_a_scan_over_layers_stacks_routing_and_logits_where_they_are_asked_for_and_one_array_else(self):
+        def aux_of(**arguments):
+            stack = nnx.vmap(lambda rngs: self.layer().make(**arguments))(nnx.Rngs(0).split(2))
+            body = nnx.scan(lambda moe, x: moe(x), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+            return body(stack, X())[1]
+
+        (alone,) = jax.tree.leaves(jax.eval_shape(aux_of))
+        assert alone.ndim == 2
+        aux = jax.eval_shape(lambda: aux_of(return_routing=True))
+        assert aux.routing.topk_ids.shape == (2, BATCH, LENGTH, 2)
+        assert aux.logits.shape == aux.routing.scores.shape == (2, BATCH, LENGTH, EXPERTS)
+        assert aux.sums.shape == alone.shape
 
     def test_updating_a_selection_bias_that_is_not_there_says_how_to_have_one(self):
         moe = self.layer().abstract()

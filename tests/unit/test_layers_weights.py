@@ -43,7 +43,8 @@ def tokens() -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe in NVFP4", "kimi_k2 in FP8", "deepseek_v3", "gpt_oss", "deepseek_v4"]
+    "name",
+    ["mixtral", "qwen3_moe in NVFP4", "qwen3_next", "kimi_k2 in FP8", "deepseek_v3", "gpt_oss", "deepseek_v4"],
 )
 def test_a_layer_of_a_checkpoint_computes_what_its_numbers_say(name):
     case = CASES[name]()
@@ -191,7 +192,8 @@ def test_without_an_up_projection_the_layer_has_none():
             NotImplementedError,
             r"token_table .* topk_ids=weights.token_table\[",
         ),
-        ({"shared_gate": jnp.zeros((32, 1))}, NotImplementedError, "shared_gate multiplies what the shared expert"),
+        ({"shared_gate": jnp.zeros((32, 1)), "shared": None}, ValueError, "shared_gate .*, and weights.shared is None"),
+        ({"shared_gate": jnp.zeros(32)}, ValueError, r"shared_gate_kernel has shape \(32,\); it must be \(32, 1\)"),
         ({"router_kernel": jnp.zeros((8, 32))}, ValueError, r"router_kernel has shape \(8, 32\); it must be \(32, 8\)"),
         (
             {"shared": jaxmoe.Experts.init(jax.random.key(0), 1, 32, 16)},
@@ -204,6 +206,15 @@ def test_without_an_up_projection_the_layer_has_none():
 def test_weights_that_do_not_make_a_layer_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         MoE.from_weights(weights_of(**changes), RouterConfig(top_k=1), axis_name=None)
+
+
+def test_weights_without_the_selection_bias_of_their_router_are_warned_of():
+    router = RouterConfig.kimi_k2(top_k=2)
+    MoE.from_weights(weights_of(), router, axis_name=None)
+    with pytest.warns(
+        UserWarning, match=r"from_weights: .* selection_bias is the checkpoint's e_score_correction_bias"
+    ):
+        MoE.from_weights(weights_of(selection_bias=None), router, axis_name=None)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

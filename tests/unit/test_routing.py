@@ -154,10 +154,23 @@ def test_the_selection_bias_moves_the_choice_but_not_the_weights() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_weights_of_every_preset_sum_to_its_scaling_factor(name: str) -> None:
     config = PRESETS[name]
-    routing = jaxmoe.route(random_logits(2, 5, 64), config)
+    routing = jaxmoe.route(random_logits(2, 5, 64), config, selection_bias=jnp.zeros(64))
     np.testing.assert_allclose(routing.topk_weights.sum(-1), config.scaling_factor, rtol=1e-6)
     np.testing.assert_allclose(routing.scores.sum(-1), 1, rtol=1e-6)
     assert (jnp.diff(routing.topk_weights) <= 0).all(), "without a bias the best expert comes first"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2", "deepseek_v4"])
+def test_a_preset_whose_model_has_a_selection_bias_warns_without_one(name: str) -> None:
+    logits, config = random_logits(2, 5, 64), PRESETS[name]
+    for changes in ({}, {"top_k": 4}):
+        with pytest.warns(UserWarning, match=rf"{name}\(\) comes without selection_bias.*jnp.zeros\(64\)") as warned:
+            jaxmoe.route(logits, dataclasses.replace(config, **changes))
+        assert len(warned) == 1
+    # Here a warning is an error: with a bias, a choice made elsewhere, or a router of one's own there is none.
+    jaxmoe.route(logits, config, selection_bias=jnp.zeros(64))
+    jaxmoe.route(logits, config, topk_ids=jnp.zeros((*logits.shape[:-1], config.top_k), int))
+    jaxmoe.route(logits, dataclasses.replace(config, scaling_factor=1.0))
 
 
 def test_bfloat16_logits_are_routed_in_float32() -> None:

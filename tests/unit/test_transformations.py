@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_calls import mesh_of
 
@@ -36,6 +38,43 @@ def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
     expected, counted = run(*ARGUMENTS)
     np.testing.assert_array_equal(y, expected)
     np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("mesh", [None, "expert"])
+def test_symbolic_sizes_are_refused_and_named(implementation, mesh):
+    where: dict[str, Any] = {"axis_name": None} if mesh is None else {"mesh": mesh_of(mesh)}
+    tokens, num_experts = jax.export.symbolic_shape("tokens, num_experts")
+    x, ids, weights = (jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype) for a in ARGUMENTS[:3])
+    experts = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_experts, *a.shape[1:]), a.dtype), ARGUMENTS[3])
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, implementation=implementation, **where))
+    message = r"moe_layer: x has shape \(tokens, 32\) with the symbolic size tokens; .* Export once for each size"
+    with pytest.raises(ValueError, match=message):
+        jax.export.export(run)(x, ids, weights, ARGUMENTS[3])
+    with pytest.raises(ValueError, match=r"experts\.w_gate has shape .* the symbolic size num_experts"):
+        jax.export.export(run)(*ARGUMENTS[:3], experts)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_symbolic_sizes_are_refused_by_flax_layers_and_explain_too():
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    moe = MoE(32, 48, 8, jaxmoe.RouterConfig(top_k=2), axis_name=None, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((tokens, 32), jnp.float32)
+    for run in (jax.export.export(jax.jit(lambda x: moe(x)[0])), moe.explain):
+        with pytest.raises(ValueError, match=r"x has shape \(tokens, 32\) with the symbolic size tokens"):
+            run(x)
+
+
+def test_a_layer_with_a_vjp_can_be_exported_for_each_size():
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, implementation="xla"))
+    for tokens in (64, 3):
+        arguments = (*(array[:tokens] for array in ARGUMENTS[:3]), ARGUMENTS[3])
+        exported = jax.export.export(run)(*arguments)
+        again: Any = jax.export.deserialize(exported.serialize(vjp_order=int(tokens == 3)))
+        np.testing.assert_array_equal(again.call(*arguments), run(*arguments))
+    gradient = jax.grad(lambda run, x: jnp.sum(run(x, *arguments[1:]) ** 2), argnums=1)
+    assert relative_error(gradient(again.call, arguments[0]), gradient(run, arguments[0])) < 1e-6
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -81,6 +120,75 @@ def test_hessian_vector_products_work_forward_over_reverse():
     x, along = ARGUMENTS[0], jnp.cos(ARGUMENTS[0])
     products = [jax.jvp(jax.grad(f), (x,), (along,))[1] for f in (layer, truth)]
     assert relative_error(*products) < 5e-6
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize("implementation", ["xla", "megakernel"])
+def test_forward_mode_raises_and_says_what_to_do(implementation, residuals):
+    def layer(x, weights, experts):
+        return jaxmoe.moe_layer(
+            x, ARGUMENTS[1], weights, experts, axis_name=None, implementation=implementation, residuals=residuals
+        )
+
+    x, _, *others = ARGUMENTS
+    for run in (
+        lambda: jax.jvp(layer, (x, *others), (x, *others)),
+        lambda: jax.jvp(lambda weights: layer(x, weights, others[1]), others[:1], others[:1]),
+        lambda: jax.jit(lambda x: jax.jvp(lambda x: layer(x, *others), (x,), (x,)))(x),
+        lambda: jax.linearize(lambda x: layer(x, *others), x)[1](x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"reverse-mode ones only\. Use jax\.grad .*='reference'"):
+            run()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_forward_mode_raises_over_several_hosts_too(implementation):
+    def layer(x):
+        network = jaxmoe.NetworkPlan(ranks_per_host=2)
+        return jaxmoe.moe_layer(
+            x, *ARGUMENTS[1:], mesh=mesh_of("expert"), network=network, implementation=implementation
+        )
+
+    with pytest.raises(NotImplementedError, match=r"reverse-mode ones only.* experts of one host"):
+        jax.jit(lambda x: jax.jvp(layer, (x,), (x,)))(ARGUMENTS[0])
+
+
+def test_forward_mode_raises_where_the_reference_rounds_and_works_where_it_does_not():
+    x, ids, weights, experts = ARGUMENTS
+
+    def layer(x, **options):
+        return jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None, implementation="reference", **options)
+
+    along, step = jnp.cos(x), 1e-2
+    _, tangent = jax.jvp(layer, (x,), (along,))
+    assert relative_error(tangent, (layer(x + step * along) - layer(x - step * along)) / (2 * step)) < 1e-3
+    with pytest.raises(NotImplementedError, match="precision=None"):
+        jax.jvp(lambda x: layer(x, precision="fp8"), (x,), (along,))
+
+
+def test_forward_over_reverse_works_between_different_arguments_and_under_checkpoint_and_scan():
+    x, ids, weights, experts = ARGUMENTS
+
+    def loss(run, x, weights):
+        def step(carry, _):
+            return jax.checkpoint(lambda x: x + run(x, weights))(carry), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(step, x, length=2)[0]))
+
+    def layer(x, weights):
+        return jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None)
+
+    def truth(x, weights):
+        return dense(make_inputs(0, biases=True)._replace(x=x, topk_weights=weights))
+
+    products = [
+        jax.jit(lambda x, run=run: jax.jvp(lambda x: jax.grad(loss, argnums=2)(run, x, weights), (x,), (jnp.cos(x),)))(
+            x
+        )
+        for run in (layer, truth)
+    ]
+    for got, want in zip(*products, strict=True):
+        assert relative_error(got, want) < 5e-6
 
 
 def test_jacrev_raises_and_says_what_to_do():

@@ -28,7 +28,7 @@ from jaxmoe.activation import compiled_form
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.four_bit import FourBit
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
@@ -48,7 +48,7 @@ def run(call: Call, inputs: Inputs, *, backward_of_decoded: BackwardOfDecoded) -
     gate and up GEMMs. With `"save"` what they computed is kept, one array with a name of `CHECKPOINT_NAMES`. The bits
     are the same.
     """
-    return _layer(call, backward_of_decoded, vary_alike(inputs))
+    return _layer(call, backward_of_decoded, vary_alike(reverse_mode_only(inputs)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

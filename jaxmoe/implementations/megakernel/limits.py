@@ -58,7 +58,8 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
     if compiled_form(activation) is None:
         raise NotImplementedError(
             f"moe_layer: activation={activation!r} exists in Python only; implementation='megakernel' has "
-            f"{', '.join(map(repr, ACTIVATIONS))} and jaxmoe.SwiGLU. Use one of those, or pass implementation='xla'."
+            f"{', '.join(map(repr, ACTIVATIONS))} and jaxmoe.SwiGLU. Use one of those, pass implementation='xla', or "
+            "None to choose."
         )
     _check_sizes(shape, platform)
     _check_precision(shape, platform)

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmoe.experts import Experts
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.xla.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
 from jaxmoe.implementations.xla.local_rows import (
@@ -58,7 +58,7 @@ def run(call: Call, inputs: Inputs) -> jax.Array:
         inputs = inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))
 
     def layer(inputs: Inputs) -> jax.Array:
-        return _layer(call, vary_alike(inputs))
+        return _layer(call, vary_alike(reverse_mode_only(inputs)))
 
     if call.residuals == "recompute":
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
