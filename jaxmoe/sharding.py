@@ -216,7 +216,10 @@ def place(
       ValueError: an axis is not in the mesh, is not manual inside a `shard_map`, or there is no mesh at all.
     """
     expert_axes = axis_tuple(axis_name, "axis_name", caller)
-    stated = tuple(_names(entry) for entry in data_axes) if isinstance(data_axes, PartitionSpec) else None
+    stated = None
+    if isinstance(data_axes, PartitionSpec):
+        data_axes = PartitionSpec(*tuple(data_axes)[: len(x.shape) - 1])  # that of x itself may go on
+        stated = tuple(_names(entry) for entry in data_axes)
     data_axes = names_of_tokens(data_axes, caller)
     if stated is not None:  # a PartitionSpec may say which dimension experts' axes split
         data_axes = tuple(name for name in data_axes if name not in expert_axes)
@@ -247,7 +250,7 @@ def place(
         )
     _check_in_mesh((*data_axes, *expert_axes), chosen, caller)
     known = known_axes(x, chosen)
-    auto = not explicit and known and not isinstance(x, Tracer)
+    auto = not explicit and known
     dims = known[:-1] if stated is None else stated
     if not data_axes and stated is None:
         data_axes = tuple(name for names in dims for name in names if name not in (*expert_axes, *part_axes))
@@ -257,7 +260,7 @@ def place(
         chosen,
         token_axes,
         tuple(tuple(name for name in names if name in token_axes) for names in dims),
-        x.sharding.spec if auto else None,
+        PartitionSpec(*(names or None for names in known)) if auto else None,
         explicit | {*token_axes, *inner_axes},
         stats_axes=token_axes,
     )
@@ -324,13 +327,17 @@ def known_axes(array: Any, mesh: Mesh | AbstractMesh) -> AxesOfDims:
     """Returns the axes of a mesh over which each dimension of an array is split; nothing where that is not known.
 
     Explicit axes are part of a type. Auto axes are known of an array with values, outside of `jit`, that lies on the
-    mesh, or of a `jax.ShapeDtypeStruct` that says so.
+    mesh, or of a `jax.ShapeDtypeStruct` with the devices of one.
     """
-    traced = isinstance(array, Tracer)
-    sharding = jax.typeof(array).sharding if traced else getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not (traced or _same_axes(mesh, sharding.mesh)):
+    while isinstance(array, Tracer) and hasattr(array, "primal"):
+        array = array.primal  # under `grad` alone: JAX's own name for the value that is differentiated
+    sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not _same_axes(mesh, sharding.mesh):
         return ()
-    known = _axes_of_type(AxisType.Explicit, mesh) if traced else mesh.axis_names
+    of_type = isinstance(sharding.mesh, AbstractMesh)
+    known = _axes_of_type(AxisType.Explicit, mesh) if of_type else {*mesh.axis_names}
+    if not known:
+        return ()
     spec = (*sharding.spec, *([None] * (len(array.shape) - len(sharding.spec))))
     return tuple(tuple(name for name in _names(entry) if name in known) for entry in spec)
 

@@ -99,8 +99,8 @@ def explain(config: LayerConfig, arrays: Mapping[str, Any], x: Any) -> Explanati
     """
     _check(config, x, None)
     dtype, slots = _compute_dtype(config, x, arrays), (*x.shape[:-1], config.router.top_k)
-    # Where the tokens are says for which platform, and how they are split over Explicit axes.
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+    # Where the tokens are says for which platform, and how they are split.
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
     on_device = contextlib.nullcontext()
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         on_device = jax.default_device(next(iter(x.devices())))
