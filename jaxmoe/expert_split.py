@@ -10,7 +10,7 @@ are added up once.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -156,24 +156,20 @@ def choose(
                     f"moe_layer: mesh axis {name!r} is in {dimension}_axis and in {taken[name]}. A mesh axis can split "
                     "one dimension of the experts."
                 )
-    if entering and not (hidden_axis or intermediate_axis):
-        named = _as_they_lie(experts, mesh, expert_axes)
     size = dict(mesh.shape)
+    if entering:
+        if hidden_axis is None and intermediate_axis is None:
+            named = _as_they_lie(experts, mesh, expert_axes)
+        else:
+            for dimension, names in named.items():
+                _check_sizes(experts, dimension, names, size)
     hidden, intermediate = named["hidden"], named["intermediate"]
     gathered = tuple(name for name in intermediate if name in token_axes)
     if entering:
         # Ranks that have the same tokens and whole experts: gathered by XLA, on entry.
         hidden = tuple(name for name in hidden if name in token_axes)
-    split = ExpertSplit(
-        hidden,
-        intermediate,
-        gathered,
-        math.prod(size[name] for name in intermediate if name not in gathered),
-        math.prod(size[name] for name in gathered),
-    )
-    if entering:
-        _check_sizes(experts, split, size)
-    return split
+    parts = (name for name in intermediate if name not in gathered)
+    return ExpertSplit(hidden, intermediate, gathered, _product(parts, size), _product(gathered, size))
 
 
 def _check_axis(name: str, argument: str, mesh: Mesh | AbstractMesh, entering: bool) -> None:
@@ -191,35 +187,46 @@ def _check_axis(name: str, argument: str, mesh: Mesh | AbstractMesh, entering: b
 def _as_they_lie(
     experts: Experts, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the axes over which the first matrix is split, as far as is known."""
+    """Returns the axes over which the first matrix is split, as far as is known, and over which all can be."""
     first: Any = experts.w_gate
     quantized = isinstance(first, QuantizedMatrix)
     known = known_axes(first.values if quantized else first, mesh)
     if not known:
         return {"hidden": (), "intermediate": ()}
     order = _WIDE["w_gate"][::-1] if quantized else _WIDE["w_gate"]
-    return {
-        dimension: tuple(name for name in names if name not in expert_axes and mesh.shape[name] > 1)
-        for dimension, names in zip(order, known[1:], strict=True)
-    }
+    size, found = dict(mesh.shape), {}
+    for dimension, names in zip(order, known[1:], strict=True):
+        names = tuple(name for name in names if name not in expert_axes and size[name] > 1)
+        found[dimension] = () if _uneven(experts, dimension, _product(names, size)) else names
+    return found
 
 
-def _check_sizes(experts: Experts, split: ExpertSplit, size: dict[str, int]) -> None:
-    for dimension, names in (("hidden", split.hidden), ("intermediate", split.intermediate)):
-        ranks = math.prod(size[name] for name in names)
-        width = getattr(experts, dimension)
-        for name, dimensions in _WIDE.items():
-            matrix = getattr(experts, name)
-            if ranks == 1 or matrix is None or dimension not in dimensions:
-                continue
-            block = _block(matrix, along_in=dimensions[0] == dimension)
-            if width % (ranks * block):
-                of = f" in blocks of {block}" if block > 1 else ""
-                raise ValueError(
-                    f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} "
-                    f"ranks of mesh axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis "
-                    f"whose size divides {width // block}."
-                )
+def _product(names: Iterable[str], size: dict[str, int]) -> int:
+    return math.prod(size[name] for name in names)
+
+
+def _check_sizes(experts: Experts, dimension: str, names: tuple[str, ...], size: dict[str, int]) -> None:
+    ranks, width = _product(names, size), getattr(experts, dimension)
+    if uneven := _uneven(experts, dimension, ranks):
+        name, block = uneven
+        of = f" in blocks of {block}" if block > 1 else ""
+        raise ValueError(
+            f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} ranks of "
+            f"mesh axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis whose size "
+            f"divides {width // block}."
+        )
+
+
+def _uneven(experts: Experts, dimension: str, ranks: int) -> tuple[str, int] | None:
+    """Returns an array that so many ranks cannot share along a dimension, and how many elements stay together."""
+    for name, dimensions in _WIDE.items():
+        matrix = getattr(experts, name)
+        if ranks == 1 or matrix is None or dimension not in dimensions:
+            continue
+        block = _block(matrix, along_in=dimensions[0] == dimension)
+        if getattr(experts, dimension) % (ranks * block):
+            return name, block
+    return None
 
 
 def _block(matrix: Any, along_in: bool) -> int:

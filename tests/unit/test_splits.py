@@ -244,6 +244,19 @@ def test_inside_shard_map_the_axes_that_split_experts_are_named():
     assert relative_error(jax.jit(run)(*arguments[:4]), truth) < 1e-5
 
 
+def test_quantised_experts_that_lie_split_within_a_block_are_gathered():
+    sizes: dict[str, Any] = {"hidden": 128, "intermediate": 128, "num_experts": 4, "top_k": 2}
+    arguments, mesh = testing.make_inputs(tokens=16, seed=2, **sizes), mesh_of(AxisType.Explicit)
+    experts = jaxmoe.quantize(arguments.experts)
+    truth = layer(arguments._replace(experts=experts), axis_name=None, precision="w8a16")
+    with jax.set_mesh(mesh):
+        spread = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P("expert"))), experts)
+        within = jax.device_put(experts.w_gate.values, NamedSharding(mesh, P("expert", "tensor")))
+        spread = dataclasses.replace(spread, w_gate=dataclasses.replace(spread.w_gate, values=within))
+        y = layer(arguments._replace(experts=spread), data_axes=(), precision="w8a16")
+    assert relative_error(y, truth) < 1e-5
+
+
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
