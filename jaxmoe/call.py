@@ -58,7 +58,8 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
     inner_axes = {
         name: sharding.axis_tuple(getattr(options, name), name) for name in ("hidden_axis", "intermediate_axis")
     }
-    weights = expert_weights.check(experts, hidden=_hidden_of_shards(x, inner_axes["hidden_axis"]), dtype=x.dtype)
+    shards = _manual_ranks(inner_axes["hidden_axis"])
+    weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype, hidden_ranks=shards)
     precision = precisions.resolve(options.precision, weights, x.dtype)
     activation = activations.resolve(options.activation)
     if activation.needs_up and weights.w_up is None:
@@ -234,11 +235,10 @@ def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) ->
             raise ValueError(f"moe_layer: token_valid has shape {token_valid.shape}; it must be {x.shape[:-1]}, as x.")
 
 
-def _hidden_of_shards(x: Any, hidden_axes: tuple[str, ...]) -> int:
-    """Returns the width that experts must have: of shards inside of `shard_map`."""
+def _manual_ranks(names: tuple[str, ...]) -> int:
+    """Returns over how many ranks arrays are split that are shards of mesh axes here, inside of `shard_map`."""
     context = jax.sharding.get_abstract_mesh()
-    ranks = math.prod(context.shape[name] for name in hidden_axes if name in context.manual_axes)
-    return x.shape[-1] // ranks
+    return math.prod(context.shape[name] for name in names if name in context.manual_axes)
 
 
 def _expert_split(

@@ -153,12 +153,13 @@ def takes_experts(dtype: Any, token_dtype: Any) -> bool:
     return jnp.dtype(dtype) == jnp.dtype(token_dtype) or (narrow_tokens and jnp.dtype(dtype) == jnp.float32)
 
 
-def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
+def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> Experts:
     """Raises a `TypeError` or `ValueError` that names the array, what it is and what it must be.
 
     Args:
       experts: what the user passed.
       hidden: width of the tokens.
+      hidden_ranks: ranks over which the experts are split along it, where they are shards.
       dtype: of the tokens; every array of the experts must have it, or be float32 where it has 16 bits.
     """
     if not isinstance(experts, Experts):
@@ -175,8 +176,11 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
         for leaf in _leaves(array):
             if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
+    said, hidden = f"x has hidden={hidden}", hidden // hidden_ranks
+    if hidden_ranks > 1:
+        said += f", so a shard over the {hidden_ranks} ranks of hidden_axis must have {hidden}"
     if any(isinstance(array, QuantizedMatrix) for array in arrays.values()):
-        _check_quantized(experts, arrays, hidden)
+        _check_quantized(experts, arrays, hidden, said)
     if len(experts.w_gate.shape) != 3:
         raise ValueError(
             f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; it must be [experts, hidden, intermediate]."
@@ -184,7 +188,7 @@ def check(experts: Any, *, hidden: int, dtype: Any) -> Experts:
     num_experts, width, intermediate = experts.w_gate.shape
     if width != hidden:
         raise ValueError(
-            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}; x has hidden={hidden}. "
+            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}; {said}. "
             "w_gate and w_up are [experts, hidden, intermediate] and w_down is [experts, intermediate, hidden]: "
             "weights stored as torch does, [experts, out, in], have to be transposed."
         )
@@ -258,7 +262,7 @@ def _leaves(array: Any) -> list[Any]:
     return [getattr(array, field.name) for field in dataclasses.fields(array)]  # pyright: ignore[reportArgumentType]
 
 
-def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int) -> None:
+def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int, said: str) -> None:
     """Raises where some matrices are quantised and do not go together."""
     matrices = {name: array for name, array in arrays.items() if name.startswith("w_") and array is not None}
     kind = next(type(array) for array in arrays.values() if isinstance(array, QuantizedMatrix))
@@ -282,7 +286,7 @@ def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int) -> N
             halved = " / 2" if matrix.values.dtype == jnp.uint8 else ""
             raise ValueError(
                 f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, {matrix.values.dtype}, "
-                f"which must be [experts, {into}, {back}{halved}]; x has hidden={hidden}. {matrix.transposition}"
+                f"which must be [experts, {into}, {back}{halved}]; {said}. {matrix.transposition}"
             )
     if kind is BlockScaled:
         _check_blocks(experts, matrices)

@@ -244,8 +244,9 @@ def place(
     if not (expert_axes or data_axes or inner_axes or explicit):
         return Placement(ExpertGroup())
     if chosen.empty:
+        needing = f"axis_name={axis_name!r}" if expert_axes else f"mesh axis {(*data_axes, *inner_axes)[0]!r}"
         raise ValueError(
-            f"{caller}: axis_name={axis_name!r} needs a mesh and none is set. Call it inside shard_map, "
+            f"{caller}: {needing} needs a mesh and none is set. Call it inside shard_map, "
             "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
         )
     _check_in_mesh((*data_axes, *expert_axes), chosen, caller)

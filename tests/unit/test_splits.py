@@ -251,8 +251,9 @@ def test_quantised_experts_that_lie_split_within_a_block_are_gathered():
     truth = layer(arguments._replace(experts=experts), axis_name=None, precision="w8a16")
     with jax.set_mesh(mesh):
         spread = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P("expert"))), experts)
-        within = jax.device_put(experts.w_gate.values, NamedSharding(mesh, P("expert", "tensor")))
-        spread = dataclasses.replace(spread, w_gate=dataclasses.replace(spread.w_gate, values=within))
+        gate: Any = spread.w_gate
+        within = jax.device_put(gate.values, NamedSharding(mesh, P("expert", "tensor")))
+        spread = dataclasses.replace(spread, w_gate=dataclasses.replace(gate, values=within))
         y = layer(arguments._replace(experts=spread), data_axes=(), precision="w8a16")
     assert relative_error(y, truth) < 1e-5
 
@@ -286,6 +287,18 @@ def test_work_that_is_repeated_is_warned_of_with_what_to_write_and_an_empty_tupl
 def test_axes_that_cannot_be_used_are_refused(options, message):
     with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(lambda a: layer(a, **options), inputs())
+
+
+def test_inside_shard_map_experts_that_are_whole_where_shards_are_named_are_refused():
+    mesh = mesh_of(AxisType.Auto)
+    run = jax.shard_map(
+        lambda *arrays: layer(Arguments(*arrays), hidden_axis="data"),
+        mesh=mesh,
+        in_specs=(*[P(("data", "expert"))] * 3, P("expert")),
+        out_specs=P(("data", "expert")),
+    )
+    with pytest.raises(ValueError, match=r"so hidden=16; x has hidden=16, so a shard over the 2 ranks .* must have 8"):
+        jax.eval_shape(run, *inputs((16,))[:4])
 
 
 def test_widths_that_an_axis_does_not_divide_are_refused_with_the_array_and_the_size():
