@@ -350,12 +350,13 @@ def test_two_layers_that_do_not_depend_on_each_other_may_run_in_any_order():
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
-def test_an_auto_axis_that_the_layer_is_not_told_of_repeats_the_work(split):
+def test_an_auto_axis_that_the_layer_is_not_told_of_repeats_the_work_and_it_says_so(split):
     arguments = make_inputs(3, **SIZES, biases=True)
     mesh = mesh_of("data", "expert")
     if split:
         arguments = arguments._replace(x=jax.device_put(arguments.x, NamedSharding(mesh, P("data"))))
-    y = jax.jit(lambda a: call(a, mesh=mesh))(arguments)
+    with pytest.warns(jaxmoe.RepeatedWorkWarning, match="'data' compute the same tokens"):
+        y = jax.jit(lambda a: call(a, mesh=mesh))(arguments)
     assert relative_error(y, dense(arguments)) < 2e-6
 
 
