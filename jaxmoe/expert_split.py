@@ -92,7 +92,7 @@ class ExpertSplit:
             experts = dataclasses.replace(experts, b_down=jnp.where(first, experts.b_down, 0))
         return experts
 
-    def add_up(self, y: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def add_up(self, y: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         """Returns the sum of what the parts have computed, in float32, rounded once."""
         if not self.parts:
             return y

@@ -22,7 +22,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe import activation as activations
+from jaxmoe import expert_split as expert_splits
 from jaxmoe.api import run
+from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import Experts, takes_experts
 from jaxmoe.explain import Explanation
 from jaxmoe.explain import explain as explain_call
@@ -170,6 +172,7 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
         config.activation if config.shared_activation is None else config.shared_activation
     )
     wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    split, arrays = _gathered_shared(config, arrays)
 
     def project(rows: jax.Array, name: str) -> jax.Array | None:
         if f"shared_w_{name}" not in arrays:
@@ -181,9 +184,33 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     assert gate is not None
     out = project(activation.value(gate, project(tokens, "up")).astype(tokens.dtype), "down")
     assert out is not None
+    out = split.add_up(out)
     if "shared_gate_kernel" not in arrays:
         return out
     return out * jax.nn.sigmoid(_wide_product(tokens, arrays["shared_gate_kernel"], tokens.dtype))
+
+
+def _gathered_shared(config: LayerConfig, arrays: Mapping[str, Array]) -> tuple[ExpertSplit, Mapping[str, Array]]:
+    """Returns how the shared expert is split inside of `shard_map`, as the others are, and the arrays of this rank.
+
+    Outside of it the compiler knows, or types do.
+    """
+    mesh, prefix = jax.sharding.get_abstract_mesh(), "shared_"
+    if not mesh.manual_axes:
+        return ExpertSplit(), arrays
+    names = [name for name in EXPERT_ARRAYS if prefix + name in arrays]
+    shards = experts_of({name: arrays[prefix + name][None] for name in names})
+    split = expert_splits.choose(
+        shards,
+        config.hidden_axis,
+        config.intermediate_axis,
+        mesh=mesh,
+        entering=False,
+        expert_axes=(),
+        token_axes=names_of_tokens(config.data_axes, "MoE"),
+    )
+    gathered = split.gather(shards)
+    return split, {**arrays, **{prefix + name: getattr(gathered, name)[0] for name in names}}
 
 
 def _manual_token_axes(config: LayerConfig) -> tuple[str, ...]:

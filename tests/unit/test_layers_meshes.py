@@ -113,14 +113,19 @@ class Behaviours:
 class TestNNX(Behaviours):
     layer = NNXLayer
 
-    def test_inside_shard_map_a_split_layer_gives_what_it_gives_outside(self):
-        arguments = {**BLOCKS["everything"].arguments, "axis_name": "expert", "data_axes": "data"}
+    @pytest.mark.parametrize(
+        ("data_axes", "inner"),
+        [("data", {}), ("data", {"hidden_axis": "data"}), ((), {"intermediate_axis": "data"})],
+        ids=["whole experts", "FSDP", "tensor parallel"],
+    )
+    def test_inside_shard_map_a_split_layer_gives_what_it_gives_outside(self, data_axes, inner):
+        arguments = {**BLOCKS["everything"].arguments, "axis_name": "expert", "data_axes": data_axes, **inner}
         arguments["return_routing"] = True
         mesh = make_mesh(AxisType.Auto)
         with jax.set_mesh(mesh):
             moe = self.layer().filled(fill(self.layer().shapes(**arguments)), BIAS(), **arguments)
             graphdef, state = nnx.split(moe)
-            tokens = P(("data", "expert"))
+            tokens = P(("data", "expert") if data_axes else "expert")
 
             def on_rank(state, x, token_valid):
                 moe: Any = nnx.merge(graphdef, state)
