@@ -66,6 +66,7 @@ CONTENTS = """
 ```{toctree}
 :hidden:
 :caption: Guide
+docs/recipe
 docs/exchange
 docs/losses
 docs/scaling

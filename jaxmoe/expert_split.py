@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.quantized_matrix import QuantizedMatrix
-from jaxmoe.sharding import axis_tuple, known_axes
+from jaxmoe.sharding import axis_tuple, known_axes, vary_as
 
 # Dimensions of the arrays of Experts behind that of the experts. Quantised matrices lie as [out, in].
 _WIDE = {
@@ -75,11 +75,15 @@ class ExpertSplit:
 
         return _each_array(of, experts)
 
-    def gather(self, experts: Experts) -> Experts:
+    def gather(self, experts: Experts, tokens: Shaped[Array, "tokens hidden"]) -> Experts:
         """Returns the experts that this rank multiplies with: whole, but for what `parts` split."""
         axes = {"hidden": self.hidden, "intermediate": self.gathered, None: ()}
 
         def of(leaf: Any, dimensions: tuple[str | None, ...]) -> jax.Array:
+            if any(axes[name] for name in dimensions):
+                # Its transpose, which comes last, adds up gradients over the other axes of the tokens: parts of them,
+                # not what was gathered.
+                leaf = vary_as(leaf, tokens)
             for number, name in enumerate(dimensions, start=1):
                 if axes[name]:
                     leaf = jax.lax.all_gather(leaf, axes[name], axis=number, tiled=True)

@@ -141,6 +141,12 @@ def vary_alike(tree: Pytree) -> Pytree:
     return jax.tree.map(cast, tree)
 
 
+def vary_as(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Casts an array to vary over the manual mesh axes that another varies over too, as `vary_alike` does."""
+    missing = tuple(sorted(_varying(other) - _varying(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
 def _varying(array: Any) -> frozenset[Any]:
     return jax.typeof(array).manual_axis_type.varying
 

@@ -68,6 +68,16 @@ def test_the_layer_with_transformer_engine_s_arguments_is_the_dense_one():
     assert int(names["rows_per_expert"].sum()) == 8 * 32 * 4
 
 
+def test_the_recipe_s_gradients_lie_as_its_parameters_do():
+    names = run_page("docs/recipe.md")
+    assert names["mesh"].size == 8
+    assert np.all(names["rows"].sum(-1) == 8 * 16 * 2)
+    gate = names["gradients"]["w_gate"].get_value()
+    assert gate.shape == (2, 8, 64, 96)
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 4, 32, 48)}
+    assert np.any(gate)
+
+
 @pytest.mark.parametrize(
     "document", ["README.md", *PAGES, *(f"ffi/{page}.md" for page in ("README", "kernel", "memory", "build"))]
 )

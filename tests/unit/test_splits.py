@@ -200,6 +200,29 @@ def test_experts_under_fsdp_are_gathered_once_and_their_gradients_scattered():
     assert max(found.values()) <= 3
 
 
+def test_gradients_are_scattered_before_they_are_added_up_over_the_other_axes_of_the_tokens():
+    mesh, arguments = mesh_of(AxisType.Auto), inputs((8, 3))
+
+    def loss(experts: jaxmoe.Experts) -> jax.Array:
+        axes = ("data", "tensor")
+        y = layer(arguments._replace(experts=experts), axis_name=None, data_axes=axes, hidden_axis="data")
+        return jnp.sum(y * y)
+
+    experts = dataclasses.replace(arguments.experts, b_gate=None, b_up=None, b_down=None)
+    truth = jax.grad(lambda e: jnp.sum(layer(arguments._replace(experts=e), axis_name=None) ** 2))(experts)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)  # of the expert axis
+        spread = placed(arguments, mesh, P(), P(None, "data")).experts
+        spread = dataclasses.replace(spread, b_gate=None, b_up=None, b_down=None)
+        program = jax.jit(jax.grad(loss)).lower(spread).compile()
+        assert relative_error(program(spread).w_gate, truth.w_gate) < 1e-5
+    text = program.as_text() or ""
+    sums = [line for line in text.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
+    assert sums
+    whole = {f"[4,{HIDDEN},{INTERMEDIATE}]", f"[4,{INTERMEDIATE},{HIDDEN}]"}
+    assert not [line for line in sums if any(shape in line for shape in whole)]
+
+
 @pytest.mark.parametrize("format_", ["128x128", "channel", "mxfp4", "nvfp4"])
 def test_quantised_experts_may_be_split_inside_too(format_):
     sizes: dict[str, Any] = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2}
