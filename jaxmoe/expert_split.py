@@ -75,7 +75,7 @@ class ExpertSplit:
 
         return _each_array(of, experts)
 
-    def gather(self, experts: Experts, tokens: Shaped[Array, "tokens hidden"]) -> Experts:
+    def gather(self, experts: Experts, tokens: Shaped[Array, "*batch hidden"]) -> Experts:
         """Returns the experts that this rank multiplies with: whole, but for what `parts` split."""
         axes = {"hidden": self.hidden, "intermediate": self.gathered, None: ()}
 

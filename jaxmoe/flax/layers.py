@@ -172,7 +172,7 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
         config.activation if config.shared_activation is None else config.shared_activation
     )
     wide = jnp.promote_types(tokens.dtype, jnp.float32)
-    split, arrays = _gathered_shared(config, arrays)
+    split, arrays = _gathered_shared(config, arrays, tokens)
 
     def project(rows: jax.Array, name: str) -> jax.Array | None:
         if f"shared_w_{name}" not in arrays:
@@ -190,7 +190,9 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     return out * jax.nn.sigmoid(_wide_product(tokens, arrays["shared_gate_kernel"], tokens.dtype))
 
 
-def _gathered_shared(config: LayerConfig, arrays: Mapping[str, Array]) -> tuple[ExpertSplit, Mapping[str, Array]]:
+def _gathered_shared(
+    config: LayerConfig, arrays: Mapping[str, Array], tokens: jax.Array
+) -> tuple[ExpertSplit, Mapping[str, Array]]:
     """Returns how the shared expert is split inside of `shard_map`, as the others are, and the arrays of this rank.
 
     Outside of it the compiler knows, or types do.
@@ -209,7 +211,7 @@ def _gathered_shared(config: LayerConfig, arrays: Mapping[str, Array]) -> tuple[
         expert_axes=(),
         token_axes=names_of_tokens(config.data_axes, "MoE"),
     )
-    gathered = split.gather(shards)
+    gathered = split.gather(shards, tokens)
     return split, {**arrays, **{prefix + name: getattr(gathered, name)[0] for name in names}}
 
 
