@@ -166,7 +166,9 @@ def choose(
             named = _as_they_lie(experts, mesh, expert_axes)
         else:
             for dimension, names in named.items():
-                _check_sizes(experts, dimension, names, size)
+                of_parts = dimension == "intermediate" and not {*names} <= {*token_axes}
+                if not _can_be_split(experts, dimension, names, size, of_parts):
+                    named[dimension] = ()
     hidden, intermediate = named["hidden"], named["intermediate"]
     gathered = tuple(name for name in intermediate if name in token_axes)
     if entering:
@@ -209,16 +211,30 @@ def _product(names: Iterable[str], size: dict[str, int]) -> int:
     return math.prod(size[name] for name in names)
 
 
-def _check_sizes(experts: Experts, dimension: str, names: tuple[str, ...], size: dict[str, int]) -> None:
+def _can_be_split(
+    experts: Experts, dimension: str, names: tuple[str, ...], size: dict[str, int], of_parts: bool
+) -> bool:
+    """Whether `shard_map` can take experts that are split so.
+
+    Where an axis splits blocks that share a scale, the compiler gathers them on entry. Ranks that compute parts cannot
+    do without whole blocks.
+
+    Raises:
+      ValueError: no rank could have an equal part, or none of whole blocks where ranks compute them.
+    """
     ranks, width = _product(names, size), getattr(experts, dimension)
-    if uneven := _uneven(experts, dimension, ranks):
-        name, block = uneven
-        of = f" in blocks of {block}" if block > 1 else ""
-        raise ValueError(
-            f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} ranks of "
-            f"mesh axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis whose size "
-            f"divides {width // block}."
-        )
+    uneven = _uneven(experts, dimension, ranks)
+    if uneven is None:
+        return True
+    name, block = uneven
+    if block > 1 and not of_parts and width % ranks == 0:
+        return False
+    of = f" in blocks of {block}" if block > 1 else ""
+    raise ValueError(
+        f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} ranks of mesh "
+        f"axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis whose size divides "
+        f"{width // block}."
+    )
 
 
 def _uneven(experts: Experts, dimension: str, ranks: int) -> tuple[str, int] | None:
