@@ -126,7 +126,8 @@ def moe_layer(
         With a balance loss besides, `jaxmoe.router_aux` has both in one sum over the mesh.
 
     Returns:
-      `y`, of the shape, dtype and sharding of `x`; with `return_stats` the pair `(y, stats)`.
+      `y`, of the shape and dtype of `x`, and placed as it is where JAX knows how (see `data_axes`); with `return_stats`
+      the pair `(y, stats)`.
 
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; symbolic sizes (`jax.export.symbolic_shape`);
