@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
+from jaxmoe import array_layout
 from jaxmoe import call as calls
-from jaxmoe import sharding
 from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import Experts
 from jaxmoe.guard import not_differentiated, not_mapped
@@ -207,8 +207,8 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
             out_specs=(tokens, PartitionSpec()),
             axis_names=set(placement.manual_axes),
         )
-        y, stats = sharded(sharding.reshard_explicit(arguments, specs, placement.mesh))
-        return sharding.like(y, arguments.x, placement.mesh, placement.result), stats
+        y, stats = sharded(array_layout.reshard_explicit(arguments, specs, placement.mesh))
+        return array_layout.like(y, arguments.x, placement.mesh, placement.result), stats
 
     return jax.jit(enter)
 

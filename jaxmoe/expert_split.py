@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from jaxmoe.array_layout import known_axes
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts
 from jaxmoe.quantized_matrix import QuantizedMatrix
-from jaxmoe.sharding import axis_tuple, known_axes, vary_as
+from jaxmoe.sharding import axis_tuple, vary_as
 
 # Dimensions of the arrays of Experts behind that of the experts. Quantised matrices lie as [out, in].
 _WIDE = {

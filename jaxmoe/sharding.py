@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
+
+from jaxmoe.array_layout import AxesOfDims, axes_of_type, known_axes, names_in, same_axes
 
 try:  # JAX's own name of it: jax.sharding.get_mesh, which is public, has no answer inside of jit
     from jax._src.mesh import get_concrete_mesh
@@ -21,8 +23,6 @@ except ImportError:  # meshes are then abstract there; tests/unit/test_sharding.
     get_concrete_mesh = None
 
 Pytree = TypeVar("Pytree")
-# For each dimension of an array, the mesh axes over which it is split.
-AxesOfDims = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +116,9 @@ def devices_of_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh | None) -> n
     """
     context = jax.sharding.get_abstract_mesh()
     for known in (mesh, get_concrete_mesh() if get_concrete_mesh else None):
-        if isinstance(known, Mesh) and not known.empty and (context.empty or _same_axes(known, context)):
+        if isinstance(known, Mesh) and not known.empty and (context.empty or same_axes(known, context)):
             return known.devices.reshape(-1)[replica_groups(group, known)]
     return None
-
-
-def _same_axes(mesh: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> bool:
-    """Whether they agree but for the types of axes: those that are Manual inside `shard_map` are not outside."""
-    return (mesh.axis_names, mesh.axis_sizes) == (other.axis_names, other.axis_sizes)
 
 
 def vary_alike(tree: Pytree) -> Pytree:
@@ -193,7 +188,7 @@ def names_of_tokens(
 ) -> tuple[str, ...]:
     """Returns the mesh axes that `data_axes` names, which may say for each dimension of x."""
     if isinstance(data_axes, PartitionSpec):
-        data_axes = tuple(name for entry in data_axes for name in _names(entry))
+        data_axes = tuple(name for entry in data_axes for name in names_in(entry))
     return axis_tuple(data_axes, "data_axes", caller)
 
 
@@ -225,7 +220,7 @@ def place(
     stated = None
     if isinstance(data_axes, PartitionSpec):
         data_axes = PartitionSpec(*tuple(data_axes)[: len(x.shape) - 1])  # that of x itself may go on
-        stated = tuple(_names(entry) for entry in data_axes)
+        stated = tuple(names_in(entry) for entry in data_axes)
     data_axes = names_of_tokens(data_axes, caller)
     if stated is not None:  # a PartitionSpec may say which dimension experts' axes split
         data_axes = tuple(name for name in data_axes if name not in expert_axes)
@@ -246,7 +241,7 @@ def place(
     if isinstance(mesh, AbstractMesh) and context.empty:
         raise ValueError(f"{caller}: mesh= is an AbstractMesh, which has no devices. Pass a Mesh, or set one.")
     chosen = context if mesh is None else mesh
-    explicit = _axes_of_type(AxisType.Explicit, chosen)
+    explicit = axes_of_type(AxisType.Explicit, chosen)
     if not (expert_axes or data_axes or inner_axes or explicit):
         return Placement(ExpertGroup())
     if chosen.empty:
@@ -290,7 +285,7 @@ def _group_inside(expert_axes: tuple[str, ...], context: AbstractMesh, caller: s
                 f"Add {name!r} to the axis_names of that shard_map, or call {caller} outside of it."
             )
     # Sorts and grouped GEMMs have no rule for arrays that are still split over an Explicit axis.
-    if remaining := _axes_of_type(AxisType.Explicit, context):
+    if remaining := axes_of_type(AxisType.Explicit, context):
         raise ValueError(
             f"{caller}: mesh axes {sorted(remaining)} are Explicit inside this shard_map, whose manual axes are "
             f"{manual}. Make them manual too (leave out axis_names=), or call {caller} outside of it."
@@ -316,10 +311,6 @@ def check_split_experts(experts: Any, x: Any, group: ExpertGroup) -> None:
         )
 
 
-def _axes_of_type(kind: AxisType, mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    return frozenset(name for name, type_ in zip(mesh.axis_names, mesh.axis_types, strict=True) if type_ == kind)
-
-
 def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh, caller: str) -> None:
     for name in names:
         if name not in mesh.axis_names:
@@ -328,74 +319,6 @@ def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh, caller: str)
                 f"{dict(mesh.shape)}. Pass axis_name= (experts) or data_axes= (tokens) with names of that mesh, "
                 "or axis_name=None for no expert parallelism."
             )
-
-
-def known_axes(array: Any, mesh: Mesh | AbstractMesh) -> AxesOfDims:
-    """Returns the axes of a mesh over which each dimension of an array is split; nothing where that is not known.
-
-    Explicit axes are part of a type. Auto axes are known of an array with values, outside of `jit`, that lies on the
-    mesh, or of a `jax.ShapeDtypeStruct` with the devices of one.
-    """
-    while isinstance(array, Tracer) and hasattr(array, "primal"):
-        array = array.primal  # under `grad` alone: JAX's own name for the value that is differentiated
-    sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not _same_axes(mesh, sharding.mesh):
-        return ()
-    of_type = isinstance(sharding.mesh, AbstractMesh)
-    known = _axes_of_type(AxisType.Explicit, mesh) if of_type else {*mesh.axis_names}
-    if not known:
-        return ()
-    spec = (*sharding.spec, *([None] * (len(array.shape) - len(sharding.spec))))
-    return tuple(tuple(name for name in _names(entry) if name in known) for entry in spec)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of an entry of a `PartitionSpec`; what is unconstrained names none."""
-    return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
-
-
-def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None) -> Pytree:
-    """Reshards arrays over the Explicit axes of the mesh, since `shard_map` then wants an exact match.
-
-    Args:
-      tree: a pytree of arrays.
-      specs: a `PartitionSpec` for each, a prefix of the tree; `None` leaves what it is for as it is.
-      mesh: axes that are not Explicit are left to the compiler.
-    """
-    explicit = frozenset() if mesh is None else _axes_of_type(AxisType.Explicit, mesh)
-    if mesh is None or not explicit:
-        return tree
-
-    def explicit_part(entry: Any) -> Any:
-        return tuple(name for name in _names(entry) if name in explicit) or None
-
-    def move(spec: PartitionSpec | None, subtree: Any) -> Any:
-        if spec is None:
-            return subtree
-        wanted = PartitionSpec(*(explicit_part(entry) for entry in spec))
-        return jax.tree.map(lambda array: jax.sharding.reshard(array, _on_mesh(wanted, mesh)), subtree)
-
-    return jax.tree.map(move, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec))
-
-
-def like(
-    array: Shaped[Array, "..."],
-    model: Shaped[Array, "..."],
-    mesh: Mesh | AbstractMesh | None,
-    on_auto_axes: PartitionSpec | None = None,
-) -> Array:
-    """Places an array as another is, where its type says how (Explicit axes), or where `on_auto_axes` does."""
-    if mesh is None:
-        return array
-    if on_auto_axes is not None:
-        return jax.lax.with_sharding_constraint(array, _on_mesh(on_auto_axes, mesh))
-    if not _axes_of_type(AxisType.Explicit, mesh):
-        return array
-    return jax.sharding.reshard(array, _on_mesh(jax.typeof(model).sharding.spec, mesh))
-
-
-def _on_mesh(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding | PartitionSpec:
-    return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
 
 def platform(placement: Placement, x: Any) -> str:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from jaxmoe.sharding import AxesOfDims, vary_alike
+from jaxmoe.array_layout import AxesOfDims
+from jaxmoe.sharding import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)

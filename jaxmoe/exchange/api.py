@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxmoe import sharding
+from jaxmoe import array_layout
 from jaxmoe.exchange import IMPLEMENTATIONS, gradients
 from jaxmoe.exchange.base import Arrived, ExchangeCall, ExchangePrecision, Routes
 from jaxmoe.exchange.check import DispatchOptions, check_combine, check_dispatch
@@ -176,7 +176,7 @@ def _entered(call: ExchangeCall, on_rank: Callable[[Any], Any]) -> Callable[[Any
         out_specs=split,
         axis_names=set(placement.manual_axes),
     )
-    return jax.jit(lambda arrays: sharded(sharding.reshard_explicit(arrays, split, placement.mesh)))
+    return jax.jit(lambda arrays: sharded(array_layout.reshard_explicit(arrays, split, placement.mesh)))
 
 
 def _dispatch_on_rank(call: ExchangeCall, tokens: _Tokens) -> Dispatched:

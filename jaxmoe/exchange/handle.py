@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxmoe import sharding
+from jaxmoe import array_layout
 from jaxmoe.exchange import base
 from jaxmoe.exchange.base import ExchangeCall
 from jaxmoe.pytrees import local_pytree
@@ -95,11 +95,11 @@ class Dispatched:
                 "hidden] (per_expert=True). Multiply them with jnp.einsum, or dispatch without per_expert."
             )
         counts = self.rows_per_expert + self.dropped_rows
-        whole = sharding.reshard_explicit(counts, PartitionSpec(), call.placement.mesh)
+        whole = array_layout.reshard_explicit(counts, PartitionSpec(), call.placement.mesh)
         of_ranks = whole.reshape(-1, call.shape.local_experts)
         aligned = base.aligned_sizes(call.room, of_ranks)
         sizes = jnp.clip(call.room.rows - base.block_starts(call.room, of_ranks), 0, aligned)
-        return sharding.like(sizes.reshape(counts.shape), counts, call.placement.mesh)
+        return array_layout.like(sizes.reshape(counts.shape), counts, call.placement.mesh)
 
     @property
     def row_valid(self) -> Bool[Array, "*places"]:

@@ -6,7 +6,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.sharding import get_concrete_mesh, reshard_explicit
+from jaxmoe.array_layout import reshard_explicit
+from jaxmoe.sharding import get_concrete_mesh
 
 
 def place(value: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None) -> jax.Array:
