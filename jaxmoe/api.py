@@ -237,7 +237,8 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
         y = jnp.zeros_like(x)
     else:
         x, ids, weights = call.token_split.part((x, ids, weights), (0, -1, 0))
-        inputs = Inputs(x, ids, weights, call.expert_split.gather(arguments.experts, x))
+        experts = call.expert_split.gather(arguments.experts, x, rounds=call.precision is None)
+        inputs = Inputs(x, ids, weights, experts)
         on_ranks = IMPLEMENTATIONS[call.implementation].run
         y = on_ranks(call, inputs) if call.levels is None else across_hosts.run(call, inputs, on_ranks)
         y = call.token_split.whole(call.expert_split.add_up(y))

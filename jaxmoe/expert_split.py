@@ -9,6 +9,7 @@ are added up once.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.array_layout import known_axes
@@ -76,8 +78,15 @@ class ExpertSplit:
 
         return _each_array(of, experts)
 
-    def gather(self, experts: Experts, tokens: Shaped[Array, "*batch hidden"]) -> Experts:
-        """Returns the experts that this rank multiplies with: whole, but for what `parts` split."""
+    def gather(self, experts: Experts, tokens: Shaped[Array, "*batch hidden"], rounds: bool) -> Experts:
+        """Returns the experts that this rank multiplies with: whole, but for what `parts` split.
+
+        Args:
+          experts: of this rank.
+          tokens: of this rank.
+          rounds: whether wide arrays are multiplied in the dtype of the tokens; they are then rounded to it before they
+            are sent, and come back in their own dtype: half the bytes of float32, the same products.
+        """
         axes = {"hidden": self.hidden, "intermediate": self.gathered, None: ()}
 
         def of(leaf: Any, dimensions: tuple[str | None, ...]) -> jax.Array:
@@ -87,7 +96,10 @@ class ExpertSplit:
                 leaf = vary_as(leaf, tokens)
             for number, name in enumerate(dimensions, start=1):
                 if axes[name]:
-                    leaf = jax.lax.all_gather(leaf, axes[name], axis=number, tiled=True)
+                    if rounds and leaf.dtype != tokens.dtype:
+                        leaf = _gather_rounded(leaf, axes[name], number, tokens.dtype)
+                    else:
+                        leaf = _gather(leaf, axes[name], number)
             return leaf
 
         experts = _each_array(of, experts) if self.hidden or self.gathered else experts
@@ -102,6 +114,27 @@ class ExpertSplit:
         if not self.parts:
             return y
         return jax.lax.psum(y.astype(jnp.promote_types(y.dtype, jnp.float32)), self.parts).astype(y.dtype)
+
+
+def _gather(shard: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+    return jax.lax.all_gather(shard, axes, axis=dimension, tiled=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _gather_rounded(shard: jax.Array, axes: tuple[str, ...], dimension: int, sent: DTypeLike) -> jax.Array:
+    """Returns the shards of all ranks in their own dtype, rounded to the one that they are sent in.
+
+    Derivatives are those of a gather that rounds nothing: gradients are added up and scattered as wide as they are.
+    """
+    return _gather(shard.astype(sent), axes, dimension).astype(shard.dtype)
+
+
+@_gather_rounded.defjvp
+def _gather_rounded_jvp(
+    axes: tuple[str, ...], dimension: int, sent: DTypeLike, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (shard,), (tangent,) = primals, tangents
+    return _gather_rounded(shard, axes, dimension, sent), _gather(tangent, axes, dimension)
 
 
 def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts: Experts) -> Experts:

@@ -1,6 +1,8 @@
 """How tokens and experts lie on a mesh: nothing is moved that need not be, and the layer computes the same."""
 
 import dataclasses
+import functools
+import re
 import warnings
 from typing import Any
 
@@ -198,6 +200,41 @@ def test_experts_under_fsdp_are_gathered_once_and_their_gradients_scattered():
     # One for each of the three matrices, or fewer where XLA joins them.
     assert found.keys() == {"all-gather", "reduce-scatter"}
     assert max(found.values()) <= 3
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel"])
+@pytest.mark.parametrize("kind", [{"hidden_axis": "data"}, {"intermediate_axis": "data"}], ids=str)
+def test_float32_experts_beside_narrow_tokens_are_sent_in_16_bits_with_the_same_output_and_float32_gradients(
+    implementation, kind
+):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    arguments = inputs((8, 4))
+    arguments = arguments._replace(x=arguments.x.astype(jnp.bfloat16))
+    options: Any = {"axis_name": None, "data_axes": "data"}
+
+    def output_and_gradients(experts: jaxmoe.Experts, **split: Any) -> Any:
+        def loss(experts: jaxmoe.Experts) -> Any:
+            called = arguments._replace(experts=experts)
+            y = jaxmoe.moe_layer(*called[:4], implementation=implementation, **options, **split)
+            return jnp.sum(y.astype(jnp.float32) * cotangent(y)), y
+
+        return jax.grad(loss, has_aux=True)(experts)
+
+    with jax.set_mesh(mesh):
+        truth, whole_y = jax.jit(output_and_gradients)(arguments.experts)
+        program = jax.jit(functools.partial(output_and_gradients, **kind)).lower(arguments.experts)
+        found, y = program.compile()(arguments.experts)
+    np.testing.assert_array_equal(y, whole_y)
+    for gradient, true in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        assert gradient.dtype == jnp.float32
+        # Of whole experts some implementations add up over ranks in 16 bits.
+        np.testing.assert_allclose(gradient, true, rtol=0, atol=2**-8 * np.abs(true).max())
+    sent = re.findall(r'"stablehlo.(all_gather|reduce_scatter)".*?-> tensor<[^>]*x(\w+)>', program.as_text(), re.DOTALL)
+    experts_sent = [each for each in sent if each[1] != "i32"]
+    assert ("all_gather", "bf16") in experts_sent
+    assert ("all_gather", "f32") not in experts_sent
+    assert ("reduce_scatter", "f32") in experts_sent
+    assert ("reduce_scatter", "bf16") not in experts_sent
 
 
 def test_gradients_are_scattered_before_they_are_added_up_over_the_other_axes_of_the_tokens():
