@@ -211,7 +211,7 @@ def _gathered_shared(
         expert_axes=(),
         token_axes=names_of_tokens(config.data_axes, "MoE"),
     )
-    gathered = split.gather(shards, tokens)
+    gathered = split.gather(shards, tokens, rounds=False)
     return split, {**arrays, **{prefix + name: getattr(gathered, name)[0] for name in names}}
 
 
