@@ -144,8 +144,7 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             continue
         compiled = program.lower(*arrays).compile()
         timed, last = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
-        truth = np.ones(x.shape, np.float32) if line == "fp8" else whole(arrays[0], mesh)
-        if _differs(whole(last, mesh), truth, ROUNDS):
+        if _differs(whole(last, mesh), _sums(line, whole(arrays[0], mesh)), ROUNDS):
             yield dataclasses.replace(blank, failure="the rounds that are timed do not return the weighted sums")
             continue
         there, back = _of_kernels(lambda: compiled(*arrays), mesh)  # noqa: B023, the same
@@ -222,8 +221,12 @@ def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int
     rank = np.arange(len(sources)) // (len(sources) // mesh.size)
     if not np.array_equal((ids.reshape(-1)[slot] // (num_experts // mesh.size))[there], rank[there]):
         return "rows are not at the rank that has their expert"
-    truth = np.ones(x.shape, np.float32) if line == "fp8" else x.astype(np.float32)
-    return "what comes back is not the weighted sum" if _differs(y, truth, 1) else None
+    return "what comes back is not the weighted sum" if _differs(y, _sums(line, x), 1) else None
+
+
+def _sums(line: Line, x: np.ndarray) -> np.ndarray:
+    """Returns the weighted sums of the answers, whose weights add up to 1: the tokens, or ones (`_answers`)."""
+    return np.ones_like(x) if line == "fp8" else x
 
 
 def _differs(y: np.ndarray, truth: np.ndarray, rounds: int) -> bool:

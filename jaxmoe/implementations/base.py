@@ -11,7 +11,7 @@ from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import Experts
 from jaxmoe.formats import BF16, Formats, bits
 from jaxmoe.options import ImplementationName, Precision, Residuals
-from jaxmoe.sharding import ExpertGroup, Placement
+from jaxmoe.sharding import ExpertGroup, Placement, vary_alike
 from jaxmoe.token_split import TokenSplit
 
 if TYPE_CHECKING:
@@ -195,3 +195,12 @@ class Inputs(NamedTuple):
     topk_ids: Int[Array, "tokens top_k"]
     topk_weights: Float[Array, "tokens top_k"]
     experts: Experts
+
+    def in_dtype_of_tokens(self) -> "Inputs":
+        """Returns them with wide experts cast to the dtype of the tokens.
+
+        All vary over the same mesh axes before the cast, so that the gradients of wider experts, which JAX casts back,
+        are added up over ranks in the dtype that these have.
+        """
+        inputs = vary_alike(self)
+        return inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))

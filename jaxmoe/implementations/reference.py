@@ -136,10 +136,7 @@ def _affine(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.
 
 def run(call: Call, inputs: Inputs) -> jax.Array:
     """Returns the output of a call for the tokens of this rank."""
-    # Before the cast, so that the gradients of wider experts are added up over ranks in the dtype that these have.
-    x, topk_ids, topk_weights, experts = vary_alike(inputs)
-    if call.precision is None:
-        experts = experts.astype(x.dtype)
+    x, topk_ids, topk_weights, experts = inputs.in_dtype_of_tokens() if call.precision is None else inputs
     return reference(
         x,
         topk_ids,

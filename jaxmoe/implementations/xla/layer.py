@@ -53,14 +53,11 @@ from jaxmoe.sharding import ExpertGroup, vary_alike
 
 def run(call: Call, inputs: Inputs) -> jax.Array:
     """Returns `sum_k topk_weights[:, k] * expert[topk_ids[:, k]](x)` for the tokens of this rank."""
-    # Before the cast, so that the gradients of wider experts are added up over ranks in the dtype that these have.
-    inputs = vary_alike(inputs)
     if call.precision is None:
-        # JAX casts the gradients back where the user's experts are wider.
-        inputs = inputs._replace(experts=inputs.experts.astype(inputs.x.dtype))
+        inputs = inputs.in_dtype_of_tokens()
 
     def layer(inputs: Inputs) -> jax.Array:
-        return _layer(call, reverse_mode_only(inputs))
+        return _layer(call, vary_alike(reverse_mode_only(inputs)))
 
     if call.residuals == "recompute":
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
