@@ -15,7 +15,7 @@ from jaxmoe.call import RepeatedWorkWarning
 from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.exchange.api import combine, dispatch
 from jaxmoe.exchange.handle import Dispatched, Handle
-from jaxmoe.experts import Experts
+from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
 from jaxmoe.gpt_oss import experts_from_gpt_oss
@@ -53,6 +53,7 @@ __all__ = [
     "Dispatched",
     "Experts",
     "Explanation",
+    "FusedExperts",
     "Handle",
     "KernelPlan",
     "LayerFailedError",

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe import array_layout
 from jaxmoe import call as calls
 from jaxmoe.activation import ActivationLike
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, split
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import Call, Inputs
@@ -32,8 +32,8 @@ from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
 def moe_layer(
     x: Float[Array, "*batch hidden"],
     topk_ids: Integer[Array, "*batch top_k"] | Routing,
-    topk_weights: Float[Array, "*batch top_k"] | Experts | None = None,
-    experts: Experts | None = None,
+    topk_weights: Float[Array, "*batch top_k"] | AnyExperts | None = None,
+    experts: AnyExperts | None = None,
     *,
     activation: ActivationLike = "silu",
     axis_name: str | Sequence[str] | None = "expert",
@@ -74,7 +74,8 @@ def moe_layer(
         `jaxmoe.Routing`, behind which the experts come.
       topk_weights: float32 (or float64 with float64 tokens).
       experts: weights in the dtype of `x`; or in float32 where `x` is bfloat16 or float16: they are then cast to it in
-        every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. Or in
+        every call, and their gradients are float32, with the megakernel sums that are never rounded to 16 bits. With
+        gate and up in one array: `jaxmoe.Experts.from_fused`. Or in
         8 or 4 bits (`jaxmoe.quantize`, or a checkpoint's arrays in `jaxmoe.BlockScaled`, `jaxmoe.MXFP4` or
         `jaxmoe.NVFP4`): those are constants, and asking for their gradients is an error.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`. Or an elementwise function
@@ -178,7 +179,7 @@ def run(
     return _compiled(call, return_stats)(arguments._replace(experts=_constant_quantized(arguments.experts)))
 
 
-def _constant_quantized(experts: Experts) -> Experts:
+def _constant_quantized(experts: AnyExperts) -> AnyExperts:
     """Returns the experts; what is in 8 or 4 bits refuses to be differentiated with respect to."""
 
     def guarded(array: Any) -> Any:
@@ -238,6 +239,8 @@ def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.
     else:
         x, ids, weights = call.token_split.part((x, ids, weights), (0, -1, 0))
         experts = call.expert_split.gather(arguments.experts, x, rounds=call.precision is None)
+        if call.precision is not None:
+            experts = split(experts)  # what is rounded is a copy in any case
         inputs = Inputs(x, ids, weights, experts)
         on_ranks = IMPLEMENTATIONS[call.implementation].run
         y = on_ranks(call, inputs) if call.levels is None else across_hosts.run(call, inputs, on_ranks)

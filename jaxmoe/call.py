@@ -1,7 +1,7 @@
 """The checks of a call and the choice of its implementation: all that happens before anything runs.
 
 `api.py` and `explain.py` make a `Call` here from the user's arguments. Every error of bad input is raised here, in
-`experts.check`, in `sharding.place` or, for what one implementation cannot do, in its own `check`. Where no
+`expert_checks.check`, in `sharding.place` or, for what one implementation cannot do, in its own `check`. Where no
 implementation is named, `reach.obstacle` knows what only speaks against choosing the megakernel.
 """
 
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import activation as activations
+from jaxmoe import expert_checks, reach, sharding, static_sizes
 from jaxmoe import expert_split as expert_splits
-from jaxmoe import experts as expert_weights
 from jaxmoe import precision as precisions
-from jaxmoe import reach, sharding, static_sizes
 from jaxmoe import token_split as token_splits
+from jaxmoe.experts import AnyExperts, present
 from jaxmoe.formats import Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
@@ -59,10 +59,10 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
         name: sharding.axis_tuple(getattr(options, name), name) for name in ("hidden_axis", "intermediate_axis")
     }
     shards = _manual_ranks(inner_axes["hidden_axis"])
-    weights = expert_weights.check(experts, hidden=x.shape[-1], dtype=x.dtype, hidden_ranks=shards)
+    weights = expert_checks.check(experts, hidden=x.shape[-1], dtype=x.dtype, hidden_ranks=shards)
     precision = precisions.resolve(options.precision, weights, x.dtype)
     activation = activations.resolve(options.activation)
-    if activation.needs_up and weights.w_up is None:
+    if activation.needs_up and not weights.gated:
         raise ValueError(
             f"moe_layer: activation={options.activation!r} multiplies two projections, but experts.w_up is None."
         )
@@ -88,12 +88,12 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
     if routed_experts not in (None, shape.num_experts):
         raise ValueError(
             f"moe_layer: the routing chooses among {routed_experts} experts, and there are {shape.num_experts} "
-            f"({weights.num_experts} in experts.w_gate, {shape.ranks} rank(s) of axis_name={options.axis_name!r}). "
+            f"({weights.num_experts} in experts, {shape.ranks} rank(s) of axis_name={options.axis_name!r}). "
             "Inside shard_map experts are those of one rank, with axis_name=None all of them."
         )
     hosts = _levels(options, placement, shape)
     launch_shape = shape if hosts is None else choice.shape_on_host(shape, hosts)
-    quantizes = precision is not None and not isinstance(weights.w_gate, QuantizedMatrix)
+    quantizes = precision is not None and not isinstance(weights.matrix, QuantizedMatrix)
 
     def call_of(implementation: Implementation, reason: str) -> Call:
         plan = _plan_for(implementation, options) or implementation.default_plan(launch_shape, platform)
@@ -111,7 +111,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             residuals,
             precision,
             quantizes,
-            biases=any(bias is not None for bias in (weights.b_gate, weights.b_up, weights.b_down)),
+            biases=any(name.startswith("b_") for name in present(weights)),
             levels=hosts,
             token_split=token_split,
             expert_split=expert_split,
@@ -242,7 +242,7 @@ def _manual_ranks(names: tuple[str, ...]) -> int:
 
 
 def _expert_split(
-    experts: expert_weights.Experts, options: CallOptions, placement: sharding.Placement
+    experts: AnyExperts, options: CallOptions, placement: sharding.Placement
 ) -> expert_splits.ExpertSplit:
     entering = placement.mesh is not None
     mesh = jax.sharding.get_abstract_mesh() if placement.mesh is None else placement.mesh
@@ -261,7 +261,7 @@ def _expert_split(
 def _shape(
     x: Any,
     topk_ids: Any,
-    experts: expert_weights.Experts,
+    experts: AnyExperts,
     placement: sharding.Placement,
     splits: tuple[token_splits.TokenSplit, expert_splits.ExpertSplit],
     formats: Formats,
@@ -275,7 +275,7 @@ def _shape(
     if top_k > num_experts:
         raise ValueError(
             f"moe_layer: topk_ids has top_k={top_k} slots per token, but there are only {num_experts} experts "
-            f"({experts.num_experts} in experts.w_gate, {ranks} ranks). Pass at most {num_experts} slots."
+            f"({experts.num_experts} in experts, {ranks} ranks). Pass at most {num_experts} slots."
         )
     tokens, of_experts = splits
     num_tokens = tokens.rows
@@ -291,7 +291,7 @@ def _shape(
         num_experts=num_experts,
         top_k=top_k,
         ranks=ranks,
-        gated=experts.w_up is not None,
+        gated=experts.gated,
         formats=formats,
     )
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.array_layout import known_axes
 from jaxmoe.block_scaled import BlockScaled
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, FusedExperts, present
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import axis_tuple, vary_as
 
@@ -30,9 +30,11 @@ from jaxmoe.sharding import axis_tuple, vary_as
 _WIDE = {
     "w_gate": ("hidden", "intermediate"),
     "w_up": ("hidden", "intermediate"),
+    "w_gate_up": ("hidden", "intermediate"),
     "w_down": ("intermediate", "hidden"),
     "b_gate": ("intermediate",),
     "b_up": ("intermediate",),
+    "b_gate_up": ("intermediate",),
     "b_down": ("hidden",),
 }
 
@@ -69,7 +71,7 @@ class ExpertSplit:
         """
         return intermediate // self.ranks if entering else intermediate * self.gathered_ranks
 
-    def specs(self, experts: Experts, expert_axes: tuple[str, ...]) -> Experts:
+    def specs(self, experts: AnyExperts, expert_axes: tuple[str, ...]) -> AnyExperts:
         """Returns how each array of experts is split where `shard_map` is entered."""
         axes = {"hidden": self.hidden or None, "intermediate": self.intermediate or None}
 
@@ -78,7 +80,7 @@ class ExpertSplit:
 
         return _each_array(of, experts)
 
-    def gather(self, experts: Experts, tokens: Shaped[Array, "*batch hidden"], rounds: bool) -> Experts:
+    def gather(self, experts: AnyExperts, tokens: Shaped[Array, "*batch hidden"], rounds: bool) -> AnyExperts:
         """Returns the experts that this rank multiplies with: whole, but for what `parts` split.
 
         Args:
@@ -137,16 +139,16 @@ def _gather_rounded_jvp(
     return _gather_rounded(shard, axes, dimension, sent), _gather(tangent, axes, dimension)
 
 
-def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts: Experts) -> Experts:
+def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts: AnyExperts) -> AnyExperts:
     """Returns experts of what a function makes of each array, those of quantised matrices one by one.
 
     The function gets the dimensions behind that of the experts too; `None` is one that all elements of an expert share.
     """
     made = {}
-    for name, dimensions in _WIDE.items():
-        matrix: Any = getattr(experts, name)
+    for name, matrix in present(experts).items():
+        dimensions = _WIDE[name]
         if not isinstance(matrix, QuantizedMatrix):
-            made[name] = None if matrix is None else function(matrix, dimensions)
+            made[name] = function(matrix, dimensions)
             continue
         out_in = dimensions[::-1]
         by_kind = {"128x128": out_in, "channel": (out_in[0], None), "expert": (None, None)}
@@ -154,11 +156,11 @@ def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts:
         known = {"values": out_in, "scales": of_scales, "global_scales": ()}
         arrays = {each: getattr(matrix, each) for each in known if hasattr(matrix, each)}
         made[name] = type(matrix)(**{each: function(array, known[each]) for each, array in arrays.items()})
-    return Experts(**made)
+    return dataclasses.replace(experts, **made)
 
 
 def choose(
-    experts: Experts,
+    experts: AnyExperts,
     hidden_axis: str | Sequence[str] | None,
     intermediate_axis: str | Sequence[str] | None,
     *,
@@ -208,7 +210,15 @@ def choose(
     if entering:
         # Ranks that have the same tokens and whole experts: gathered by XLA, on entry.
         hidden = tuple(name for name in hidden if name in token_axes)
-    parts = (name for name in intermediate if name not in gathered)
+    parts = tuple(name for name in intermediate if name not in gathered)
+    if parts and isinstance(experts, FusedExperts) and experts.layout == "halves":
+        if not entering or intermediate_axis is not None:
+            raise ValueError(
+                f"moe_layer: ranks along {', '.join(map(repr, parts))} in intermediate_axis compute parts of the same "
+                "experts, and experts.w_gate_up has layout='halves': a part of its columns has gate or up alone. Pass "
+                "experts.split(), or weights that are stored with layout='interleaved'."
+            )
+        parts, intermediate = (), gathered
     return ExpertSplit(hidden, intermediate, gathered, _product(parts, size), _product(gathered, size))
 
 
@@ -225,10 +235,10 @@ def _check_axis(name: str, argument: str, mesh: Mesh | AbstractMesh, entering: b
 
 
 def _as_they_lie(
-    experts: Experts, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]
+    experts: AnyExperts, mesh: Mesh | AbstractMesh, expert_axes: tuple[str, ...]
 ) -> dict[str, tuple[str, ...]]:
     """Returns the axes over which the first matrix is split, as far as is known, and over which all can be."""
-    first: Any = experts.w_gate
+    first = experts.matrix
     quantized = isinstance(first, QuantizedMatrix)
     known = known_axes(first.values if quantized else first, mesh)
     if not known:
@@ -246,7 +256,7 @@ def _product(names: Iterable[str], size: dict[str, int]) -> int:
 
 
 def _can_be_split(
-    experts: Experts, dimension: str, names: tuple[str, ...], size: dict[str, int], of_parts: bool
+    experts: AnyExperts, dimension: str, names: tuple[str, ...], size: dict[str, int], of_parts: bool
 ) -> bool:
     """Whether `shard_map` can take experts that are split so.
 
@@ -271,13 +281,12 @@ def _can_be_split(
     )
 
 
-def _uneven(experts: Experts, dimension: str, ranks: int) -> tuple[str, int] | None:
+def _uneven(experts: AnyExperts, dimension: str, ranks: int) -> tuple[str, int] | None:
     """Returns an array that so many ranks cannot share along a dimension, and how many elements stay together."""
-    for name, dimensions in _WIDE.items():
-        matrix = getattr(experts, name)
-        if ranks == 1 or matrix is None or dimension not in dimensions:
+    for name, matrix in present(experts).items():
+        if ranks == 1 or dimension not in _WIDE[name]:
             continue
-        block = _block(matrix, along_in=dimensions[0] == dimension)
+        block = _block(matrix, along_in=_WIDE[name][0] == dimension)
         if getattr(experts, dimension) % (ranks * block):
             return name, block
     return None

@@ -1,18 +1,24 @@
-"""The weights of all experts of a layer as one pytree, in the layouts that JAX models train in."""
+"""The weights of all experts of a layer as one pytree, in the layouts that JAX models train in.
+
+What must hold of them in a call is in `expert_checks.py`.
+"""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
 
-from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind, BlockScaled
+from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind
 from jaxmoe.formats import bits
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
+
+Layout = Literal["halves", "interleaved"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 @pytree
@@ -29,6 +35,8 @@ class Experts:
       b_gate: `[experts, intermediate]` or `None`.
       b_up: `[experts, intermediate]` or `None`.
       b_down: `[experts, hidden]` or `None`; it is part of the expert, so the routing weight multiplies it too.
+
+    Gate and up that are one array stay so: `Experts.from_fused`.
 
     All matrices may also be `jaxmoe.BlockScaled`, in 8 bits, or `jaxmoe.MXFP4` or `jaxmoe.NVFP4`, in 4 bits
     (`jaxmoe.quantize`), with biases that stay wide.
@@ -63,19 +71,23 @@ class Experts:
         return self.w_gate.shape[2]
 
     @property
+    def gated(self) -> bool:
+        """Whether there is an up projection."""
+        return self.w_up is not None
+
+    @property
+    def matrix(self) -> Any:
+        """One of the matrices, which are all of one type."""
+        return self.w_gate
+
+    @property
     def common_kinds(self) -> tuple[BlockKind, ...]:
         """What may share a scale in all matrices, which are `BlockScaled`; none where they differ."""
         matrices: list[Any] = [self.w_gate, self.w_down, *([] if self.w_up is None else [self.w_up])]
         return tuple(kind for kind in BLOCK_KINDS if all(kind in matrix.kinds for matrix in matrices))
 
     def __repr__(self) -> str:
-        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        present = {name: array for name, array in arrays.items() if array is not None}
-        leaves = jax.tree.leaves(list(present.values()))
-        if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
-            return f"Experts({', '.join(f'{name}={array!r}' for name, array in arrays.items())})"
-        size = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in leaves)
-        return f"Experts({', '.join(f'{name}={_format_of(array)}' for name, array in present.items())}; {size} bytes)"
+        return _repr(self)
 
     def astype(self, dtype: DTypeLike) -> "Experts":
         """Returns the experts with every array cast to `dtype`.
@@ -90,6 +102,62 @@ class Experts:
                     "for wide matrices."
                 )
         return jax.tree.map(lambda array: array.astype(dtype), self)
+
+    def fuse(self, layout: Layout) -> "FusedExperts":
+        """Returns the same experts with gate and up in one array, which is a copy: see `from_fused`.
+
+        Raises:
+          ValueError: another layout; experts without an up projection.
+          TypeError: a matrix is quantised: those are read apart.
+
+        >>> import jax
+        >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=16, intermediate=32)
+        >>> experts.fuse("halves").w_gate_up.shape
+        (4, 16, 64)
+        """
+        if self.w_up is None:
+            raise ValueError("Experts.fuse: w_up is None: a plain FFN has no up projection to fuse.")
+        if isinstance(self.w_gate, QuantizedMatrix):
+            raise TypeError(f"Experts.fuse: w_gate is {type(self.w_gate).__name__}, and only wide matrices are fused.")
+        # Of which only the layout is used.
+        empty = Experts.from_fused(self.w_gate, self.w_down, layout=layout)
+        b_gate_up = None if self.b_gate is None or self.b_up is None else empty.join(self.b_gate, self.b_up)
+        return FusedExperts(empty.join(self.w_gate, self.w_up), self.w_down, b_gate_up, self.b_down, layout)
+
+    @classmethod
+    def from_fused(
+        cls,
+        w_gate_up: Float[Array, "experts hidden both"],
+        w_down: Float[Array, "experts intermediate hidden"],
+        *,
+        layout: Layout,
+        b_gate_up: Float[Array, "experts both"] | None = None,
+        b_down: Float[Array, "experts hidden"] | None = None,
+    ) -> "FusedExperts":
+        """Returns experts whose gate and up projections stay the one array that they are.
+
+        Args:
+          w_gate_up: `[experts, hidden, 2 * intermediate]`, gate and up.
+          w_down: `[experts, intermediate, hidden]`.
+          layout: `"halves"`: all columns of gate, then those of up, as MaxText and Levanter fuse them;
+            `"interleaved"`: column 2 j is column j of gate and 2 j + 1 that of up, as gpt-oss has them.
+          b_gate_up: `[experts, 2 * intermediate]` in the same order, or `None`.
+          b_down: `[experts, hidden]` or `None`.
+
+        Raises:
+          ValueError: another layout.
+
+        >>> import jax.numpy as jnp
+        >>> w_gate_up, w_down = jnp.ones((4, 16, 64)), jnp.ones((4, 32, 16))
+        >>> Experts.from_fused(w_gate_up, w_down, layout="halves").intermediate
+        32
+        """
+        if layout not in LAYOUTS:
+            raise ValueError(
+                f"Experts.from_fused: layout={layout!r} is not known. It must be 'halves', columns of gate and then "
+                "those of up, or 'interleaved', a column of gate and one of up in turn."
+            )
+        return FusedExperts(w_gate_up, w_down, b_gate_up, b_down, layout)
 
     @classmethod
     def init(
@@ -134,6 +202,115 @@ class Experts:
         )
 
 
+@pytree
+class FusedExperts:
+    """`Experts` whose gate and up projections are one array, made by `Experts.from_fused`.
+
+    `moe_layer` takes them in the place of `Experts`, and their gradients lie as they do. The megakernel reads and
+    differentiates the array where it lies, and `"xla"` multiplies with all of it at once; nothing slices it. What is
+    made of such weights in fewer bits, by a `precision` or by `jaxmoe.quantize`, has gate and up apart.
+
+    Args:
+      w_gate_up: `[experts, hidden, 2 * intermediate]`.
+      w_down: `[experts, intermediate, hidden]`.
+      b_gate_up: `[experts, 2 * intermediate]` or `None`.
+      b_down: `[experts, hidden]` or `None`.
+      layout: of gate and up in both: `"halves"` or `"interleaved"`, see `Experts.from_fused`.
+
+    >>> import jax.numpy as jnp
+    >>> experts = Experts.from_fused(jnp.ones((4, 16, 64)), jnp.ones((4, 32, 16)), layout="interleaved")
+    >>> experts.split().w_up.shape
+    (4, 16, 32)
+    """
+
+    w_gate_up: Float[Array, "experts hidden both"] | Any
+    w_down: Float[Array, "experts intermediate hidden"] | Any
+    b_gate_up: Float[Array, "experts both"] | None = None
+    b_down: Float[Array, "experts hidden"] | None = None
+    layout: Layout = dataclasses.field(default="halves", metadata={"static": True})
+
+    @property
+    def num_experts(self) -> int:
+        """Length of the leading dimension: all experts outside `shard_map`, this rank's inside."""
+        return self.w_gate_up.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token."""
+        return self.w_gate_up.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        """Width between the two GEMMs."""
+        return self.w_gate_up.shape[2] // 2
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is an up projection: always."""
+        return True
+
+    @property
+    def matrix(self) -> Any:
+        """One of the matrices, which are all of one type."""
+        return self.w_gate_up
+
+    def __repr__(self) -> str:
+        return _repr(self)
+
+    def astype(self, dtype: DTypeLike) -> "FusedExperts":
+        """Returns the experts with every array cast to `dtype`."""
+        return jax.tree.map(lambda array: array.astype(dtype), self)
+
+    def split(self) -> Experts:
+        """Returns the same experts with gate and up in arrays of their own, which are copies."""
+        w_gate, w_up = self.columns_of(self.w_gate_up)
+        b_gate, b_up = (None, None) if self.b_gate_up is None else self.columns_of(self.b_gate_up)
+        return Experts(w_gate, w_up, self.w_down, b_gate, b_up, self.b_down)
+
+    def columns_of(self, both: Shaped[Array, "*batch both"]) -> tuple[jax.Array, jax.Array]:
+        """Returns columns of gate and of up, of an array whose last dimension lies as that of the weights."""
+        if self.layout == "halves":
+            gate, up = jnp.split(both, 2, axis=-1)
+        else:
+            gate, up = both[..., 0::2], both[..., 1::2]
+        return gate, up
+
+    def join(self, gate: Shaped[Array, "*batch each"], up: Shaped[Array, "*batch each"]) -> jax.Array:
+        """Returns the way back of `columns_of`."""
+        if self.layout == "halves":
+            return jnp.concatenate([gate, up], axis=-1)
+        return jnp.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], -1)
+
+
+AnyExperts = Experts | FusedExperts
+
+
+def split(experts: AnyExperts) -> Experts:
+    """Returns experts with gate and up in arrays of their own: those that have them as they are."""
+    return experts.split() if isinstance(experts, FusedExperts) else experts
+
+
+def arrays_of(experts: AnyExperts) -> dict[str, Any]:
+    """Returns the arrays by name, matrices in few bits as they are, `None` where experts have none of that name."""
+    fields = (field for field in dataclasses.fields(experts) if not field.metadata.get("static"))
+    return {field.name: getattr(experts, field.name) for field in fields}
+
+
+def present(experts: AnyExperts) -> dict[str, Any]:
+    """Returns the arrays that experts have, by name."""
+    return {name: array for name, array in arrays_of(experts).items() if array is not None}
+
+
+def _repr(experts: AnyExperts) -> str:
+    kind, arrays = type(experts).__name__, present(experts)
+    layout = f", layout={experts.layout!r}" if isinstance(experts, FusedExperts) else ""
+    leaves = jax.tree.leaves(list(arrays.values()))
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        return f"{kind}({', '.join(f'{name}={array!r}' for name, array in arrays_of(experts).items())}{layout})"
+    size = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in leaves)
+    return f"{kind}({', '.join(f'{name}={_format_of(array)}' for name, array in arrays.items())}{layout}; {size} bytes)"
+
+
 def _format_of(array: Any) -> str:
     """Returns the format and sizes of an array, in the order of its elements."""
     if isinstance(array, QuantizedMatrix):
@@ -141,163 +318,3 @@ def _format_of(array: Any) -> str:
         of_matrix = f" and {_format_of(array.global_scales)}" if isinstance(array, NVFP4) else ""
         return f"{kind}{_format_of(array.values)} with scales {_format_of(array.scales)}{of_matrix}"
     return f"{array.dtype}{list(array.shape)}"
-
-
-def takes_experts(dtype: Any, token_dtype: Any) -> bool:
-    """Whether `moe_layer` takes experts of a dtype beside tokens of another.
-
-    >>> takes_experts(jnp.float32, jnp.bfloat16), takes_experts(jnp.bfloat16, jnp.float32)
-    (True, False)
-    """
-    narrow_tokens = jnp.dtype(token_dtype).itemsize == 2
-    return jnp.dtype(dtype) == jnp.dtype(token_dtype) or (narrow_tokens and jnp.dtype(dtype) == jnp.float32)
-
-
-def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> Experts:
-    """Raises a `TypeError` or `ValueError` that names the array, what it is and what it must be.
-
-    Args:
-      experts: what the user passed.
-      hidden: width of the tokens.
-      hidden_ranks: ranks over which the experts are split along it, where they are shards.
-      dtype: of the tokens; every array of the experts must have it, or be float32 where it has 16 bits.
-    """
-    if not isinstance(experts, Experts):
-        raise TypeError(
-            f"moe_layer: experts is a {type(experts).__name__}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...)."
-        )
-    arrays = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
-    for name in ("w_gate", "w_down"):
-        if arrays[name] is None:
-            raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
-    for name, array in arrays.items():
-        if hasattr(array, "qvalue") and hasattr(array, "scale"):
-            raise TypeError(_values_and_scales_of_another_library(name, array))
-        for leaf in _leaves(array):
-            if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
-    said, hidden = f"x has hidden={hidden}", hidden // hidden_ranks
-    if hidden_ranks > 1:
-        said += f", so a shard over the {hidden_ranks} ranks of hidden_axis must have {hidden}"
-    if any(isinstance(array, QuantizedMatrix) for array in arrays.values()):
-        _check_quantized(experts, arrays, hidden, said)
-    if len(experts.w_gate.shape) != 3:
-        raise ValueError(
-            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; it must be [experts, hidden, intermediate]."
-        )
-    num_experts, width, intermediate = experts.w_gate.shape
-    if width != hidden:
-        raise ValueError(
-            f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}, so hidden={width}; {said}. "
-            "w_gate and w_up are [experts, hidden, intermediate] and w_down is [experts, intermediate, hidden]: "
-            "weights stored as torch does, [experts, out, in], have to be transposed."
-        )
-    if 0 in experts.w_gate.shape:
-        raise ValueError(f"moe_layer: experts.w_gate has shape {experts.w_gate.shape}; no dimension may be zero.")
-    needed = {
-        "w_gate": (num_experts, hidden, intermediate),
-        "w_up": (num_experts, hidden, intermediate),
-        "w_down": (num_experts, intermediate, hidden),
-        "b_gate": (num_experts, intermediate),
-        "b_up": (num_experts, intermediate),
-        "b_down": (num_experts, hidden),
-    }
-    quantized = [name for name, array in arrays.items() if isinstance(array, QuantizedMatrix)]
-    wide = {name: array for name, array in arrays.items() if array is not None and name not in quantized}
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        if tuple(array.shape) != needed[name]:
-            raise ValueError(
-                f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
-                f"w_gate of shape {tuple(experts.w_gate.shape)}."
-            )
-        if name in quantized:
-            continue
-        if jnp.dtype(array.dtype).itemsize == 1:
-            four_bit = array.dtype in (jnp.float4_e2m1fn, jnp.uint8)
-            types = "MXFP4(values, scales) or jaxmoe.NVFP4(values, scales, global_scales)"
-            raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, which needs scales. Pass jaxmoe."
-                f"{types if four_bit else 'BlockScaled(values, scales)'}, values as [experts, out, in]."
-            )
-        if not takes_experts(array.dtype, dtype):
-            raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, x is {dtype}; they must be equal, or the experts float32 "
-                "and x bfloat16 or float16. Cast one of them, e.g. experts.astype(x.dtype)."
-            )
-        first = next(iter(wide))
-        if array.dtype != wide[first].dtype:
-            raise TypeError(
-                f"moe_layer: experts.{name} is {array.dtype}, experts.{first} is {wide[first].dtype}; they must be "
-                "equal."
-            )
-    if experts.b_up is not None and experts.w_up is None:
-        raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")
-    return experts
-
-
-def _values_and_scales_of_another_library(name: str, array: Any) -> str:
-    """Returns the error of an array such as qwix' `QArray`: integers or 8-bit floats as `qvalue`, and their `scale`."""
-    values, scales = (f"{each.dtype}{list(each.shape)}" for each in (array.qvalue, array.scale))
-    if name.startswith("b_"):
-        todo = "Biases are wide: pass qvalue * scale as one array."
-    elif array.qvalue.dtype == jnp.float8_e4m3fn:
-        todo = (
-            "Pass jaxmoe.BlockScaled(values, scales), values as [experts, out, in]: where qvalue lies as "
-            f"[experts, in, out], experts.{name} = jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))."
-        )
-    else:
-        todo = (
-            "jaxmoe.BlockScaled(values, scales), values as [experts, out, in], has float8_e4m3fn alone: decode this "
-            "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
-        )
-    return f"moe_layer: experts.{name} is a {type(array).__name__} with qvalue {values} and scale {scales}. {todo}"
-
-
-def _leaves(array: Any) -> list[Any]:
-    """Returns the arrays of a field of experts."""
-    if not isinstance(array, QuantizedMatrix):
-        return [array]
-    return [getattr(array, field.name) for field in dataclasses.fields(array)]  # pyright: ignore[reportArgumentType]
-
-
-def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int, said: str) -> None:
-    """Raises where some matrices are quantised and do not go together."""
-    matrices = {name: array for name, array in arrays.items() if name.startswith("w_") and array is not None}
-    kind = next(type(array) for array in arrays.values() if isinstance(array, QuantizedMatrix))
-    for name, array in arrays.items():
-        if isinstance(array, kind) != (name in matrices) and array is not None:
-            other = type(array).__name__ if isinstance(array, QuantizedMatrix) else f"{array.dtype}"
-            needed = f"all matrices of experts must be {kind.__name__}, or none, and biases wide"
-            raise TypeError(
-                f"moe_layer: experts.{name} is {other}; {needed}. Pass jaxmoe.quantize(experts), or "
-                "jaxmoe.dequantize(experts, x.dtype)."
-            )
-    for name, matrix in matrices.items():
-        try:
-            matrix.check()
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"moe_layer: experts.{name}: {error}") from error
-        _, inner, out = matrix.shape
-        into, back = ("intermediate", "hidden") if name != "w_down" else ("hidden", "intermediate")
-        lies = out if name == "w_down" else inner
-        if lies != hidden:
-            halved = " / 2" if matrix.values.dtype == jnp.uint8 else ""
-            raise ValueError(
-                f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, {matrix.values.dtype}, "
-                f"which must be [experts, {into}, {back}{halved}]; {said}. {matrix.transposition}"
-            )
-    if kind is BlockScaled:
-        _check_blocks(experts, matrices)
-
-
-def _check_blocks(experts: Experts, matrices: dict[str, Any]) -> None:
-    """Raises where the scales of `BlockScaled` matrices are not of one kind."""
-    formats = {name: f"{' or '.join(matrix.kinds)} of {matrix.scales.dtype}" for name, matrix in matrices.items()}
-    if not experts.common_kinds or len({matrix.scales.dtype for matrix in matrices.values()}) > 1:
-        listed = ", ".join(f"{name} {format_}" for name, format_ in formats.items())
-        raise ValueError(
-            f"moe_layer: the matrices of experts have scales of different kinds: {listed}. They must have the same: "
-            "jaxmoe.quantize(jaxmoe.dequantize(experts, jnp.float32), block)."
-        )

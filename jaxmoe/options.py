@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts
 from jaxmoe.routing.router import Routing
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
@@ -24,7 +24,7 @@ class Arguments(NamedTuple):
     x: Any
     topk_ids: Any
     topk_weights: Any
-    experts: Experts
+    experts: AnyExperts
     token_valid: Any = None
 
     @classmethod

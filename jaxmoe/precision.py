@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.options import Precision
@@ -36,7 +36,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 ROWS = Format(VALUES, 1, BLOCK, jnp.float32)
 
 
-def resolve(precision: Any, experts: Experts, dtype: Any) -> Precision | None:
+def resolve(precision: Any, experts: AnyExperts, dtype: Any) -> Precision | None:
     """Returns the precision of a call, by default that of its experts.
 
     Args:
@@ -48,7 +48,7 @@ def resolve(precision: Any, experts: Experts, dtype: Any) -> Precision | None:
       ValueError: it is not known, or goes with experts of other types.
       TypeError: it goes with tokens of other dtypes.
     """
-    kind = type(experts.w_gate)
+    kind = type(experts.matrix)
     if precision is None:
         precision = "fp8" if kind is BlockScaled else "w4a16" if issubclass(kind, FourBit) else None
     elif precision not in PRECISIONS:
@@ -65,9 +65,9 @@ def resolve(precision: Any, experts: Experts, dtype: Any) -> Precision | None:
     return precision
 
 
-def _check_kind(precision: Precision | None, experts: Experts) -> None:
+def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
     """Raises where a precision does not go with the type of the matrices."""
-    matrix = experts.w_gate
+    matrix = experts.matrix
     given = type(matrix).__name__ if isinstance(matrix, QuantizedMatrix) else f"{matrix.dtype}"
     for asked, bits, kind, block in (("w8a16", 8, BlockScaled, ""), ("w4a16", 4, FourBit, ", 'mxfp4'")):
         if precision != asked or isinstance(matrix, kind):
@@ -98,16 +98,16 @@ def powers_of_two(precision: Precision | None) -> bool:
     return precision == "fp8-e8m0"
 
 
-def formats_of(precision: Precision | None, experts: Experts, dtype: Any) -> Formats:
+def formats_of(precision: Precision | None, experts: AnyExperts, dtype: Any) -> Formats:
     """Returns the formats of a call."""
     wide = Formats.of(dtype)
     if precision is None:
         return wide
     rows = ROWS if rounds_rows(precision) else wide.tokens
-    if isinstance(experts.w_gate, FourBit):
-        return Formats(rows, rows, wide.answers, experts.w_gate.format, wide.sums)
-    if isinstance(experts.w_gate, BlockScaled):
-        kind, scale_dtype = experts.common_kinds[0], experts.w_gate.scales.dtype
+    if isinstance(experts.matrix, FourBit):
+        return Formats(rows, rows, wide.answers, experts.matrix.format, wide.sums)
+    if isinstance(experts, Experts) and isinstance(experts.matrix, BlockScaled):
+        kind, scale_dtype = experts.common_kinds[0], experts.matrix.scales.dtype
     else:
         kind, scale_dtype = "128x128", SCALES[powers_of_two(precision)]
     # One format for the matrices there and back, whose rows and columns are not equally many.
@@ -122,9 +122,9 @@ def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
     return quantize(experts, scale_dtype=SCALES[powers_of_two(precision)])
 
 
-def as_multiplied(experts: Experts, precision: Precision | None, dtype: DTypeLike) -> Experts:
+def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:
     """Returns experts in `dtype` with the numbers that a forward pass multiplies; matrices in 4 bits stay in those."""
-    return decode_8_bits(experts if precision is None else experts_in_8_bits(experts, precision), dtype)
+    return decode_8_bits(experts if precision is None else experts_in_8_bits(split(experts), precision), dtype)
 
 
 def as_multiplied_rows(rows: jax.Array, precision: Precision | None, dtype: DTypeLike) -> jax.Array:

@@ -34,7 +34,7 @@ def local_pytree(cls: Class) -> Class:
     so that a comparison has an answer under `jit` as well.
 
     The fields are left out of the run-time type checks of the tests, because JAX rebuilds pytrees around things that
-    are no arrays (partition specs, placeholders). `experts.check` checks `Experts` at every call of `moe_layer`.
+    are no arrays (partition specs, placeholders). `expert_checks.check` checks `Experts` at every call of `moe_layer`.
     """
     frozen = typing.no_type_check(dataclasses.dataclass(frozen=True, eq=False)(cls))
     frozen.__eq__, frozen.__hash__ = _equal, None
@@ -43,12 +43,14 @@ def local_pytree(cls: Class) -> Class:
 
 @typing.dataclass_transform(frozen_default=True)
 def pytree(cls: Class) -> Class:
-    """Makes a class a `local_pytree` that can also be part of a `jax.export` signature: static fields are numbers."""
+    """Makes a class a `local_pytree` that can also be part of a `jax.export` signature: static fields are numbers
+    or text.
+    """
     registered = local_pytree(cls)
     jax.export.register_pytree_node_serialization(
         registered,
         serialized_name=f"jaxmoe.{cls.__name__}",
-        serialize_auxdata=lambda numbers: json.dumps(numbers).encode(),
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
         deserialize_auxdata=lambda text: tuple(json.loads(text)),
     )
     return registered

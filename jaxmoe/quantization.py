@@ -5,7 +5,7 @@ has that rule, compiled code in its own words.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 
+SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 MATRICES = ("w_gate", "w_up", "w_down")
 LARGEST = float(jnp.finfo(VALUES).max)
 
 
-def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike | None = None) -> Experts:
+def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeLike | None = None) -> Experts:
     """Returns the experts with their matrices in 8 or 4 bits; biases stay as they are.
 
     In 8 bits a scale is the largest magnitude of its block over 448, the largest value of `float8_e4m3fn`; with
@@ -31,7 +32,7 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
     experts where they are.
 
     Args:
-      experts: in float32, bfloat16 or float16.
+      experts: in float32, bfloat16 or float16. Gate and up that are one array come back apart.
       block: what shares a scale: `"128x128"` as in DeepSeek-V3's checkpoints, `"channel"` one per output, `"expert"`
         one per matrix. Or a format of 4 bits: `"mxfp4"` makes `jaxmoe.MXFP4`, `"nvfp4"` makes `jaxmoe.NVFP4`, both
         packed.
@@ -56,8 +57,10 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
     if jnp.dtype(scale_dtype) not in SCALES:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
+    wide = split(experts)
+
     def quantized(name: str) -> QuantizedMatrix | None:
-        matrix = getattr(experts, name)
+        matrix = getattr(wide, name)
         if isinstance(matrix, QuantizedMatrix):
             kind = type(matrix).__name__
             raise TypeError(f"quantize: experts.{name} is {kind} already. Pass dequantize(experts, ...) instead.")
@@ -68,7 +71,7 @@ def quantize(experts: Experts, block: str = "128x128", *, scale_dtype: DTypeLike
         _check_groups(name, matrix.shape[1], block)
         return mxfp4(matrix) if block == "mxfp4" else nvfp4(matrix)
 
-    return dataclasses.replace(experts, **{name: quantized(name) for name in MATRICES})
+    return dataclasses.replace(wide, **{name: quantized(name) for name in MATRICES})
 
 
 def _check_groups(name: str, inner: int, block: str) -> None:
@@ -81,7 +84,7 @@ def _check_groups(name: str, inner: int, block: str) -> None:
         )
 
 
-def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
+def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExperts:
     """Returns the experts with every matrix in `dtype`, biases too.
 
     Args:
@@ -100,12 +103,12 @@ def dequantize(experts: Experts, dtype: DTypeLike = jnp.bfloat16) -> Experts:
     return _decoded(experts, dtype, QuantizedMatrix)
 
 
-def decode_8_bits(experts: Experts, dtype: DTypeLike) -> Experts:
+def decode_8_bits(experts: SomeExperts, dtype: DTypeLike) -> SomeExperts:
     """Returns the experts in `dtype`, but for matrices in 4 bits: those are decoded where they are multiplied."""
     return _decoded(experts, dtype, BlockScaled)
 
 
-def _decoded(experts: Experts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> Experts:
+def _decoded(experts: SomeExperts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> SomeExperts:
     def of(array: Any) -> Any:
         if isinstance(array, kind):
             return array.wide(dtype)

@@ -301,7 +301,7 @@ def _group(expert_axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> ExpertGro
 
 def check_split_experts(experts: Any, x: Any, group: ExpertGroup) -> None:
     """Raises where the types say that all ranks of the group hold the same experts, inside `shard_map`."""
-    axes, matrices = set(group.axis_names), jax.tree.leaves(experts.w_gate)[0]
+    axes, matrices = set(group.axis_names), jax.tree.leaves(experts.matrix)[0]
     tracked = _varying(x) or _varying(matrices)
     if tracked and not axes <= _varying(matrices):
         raise ValueError(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.activation import resolve
-from jaxmoe.experts import Experts
+from jaxmoe.experts import Experts, Layout
 from jaxmoe.implementations.reference import reference
 from jaxmoe.options import Arguments, Precision
 from jaxmoe.precision import resolve as resolve_precision
@@ -68,6 +68,7 @@ def make_inputs(
     gated: bool = True,
     biases: bool = False,
     token_valid: bool = False,
+    layout: Layout | None = None,
 ) -> Arguments:
     """Returns random arguments of `moe_layer`, whose outputs have unit scale.
 
@@ -85,6 +86,7 @@ def make_inputs(
       gated: with an up projection.
       biases: with random biases.
       token_valid: with a mask that leaves out a quarter of the tokens; those hold NaN.
+      layout: of gate and up in one array, as of `Experts.from_fused`; `None` for two.
     """
     rng = np.random.default_rng(seed)
     wide = np.float64 if jnp.dtype(dtype) == jnp.float64 else np.float32
@@ -108,7 +110,7 @@ def make_inputs(
     if token_valid:
         valid = jnp.asarray(rng.random(tokens) < 0.75)
         x = jnp.where(valid[:, None], x, jnp.nan)
-    return Arguments(x, topk_ids, topk_weights, experts, valid)
+    return Arguments(x, topk_ids, topk_weights, experts if layout is None else experts.fuse(layout), valid)
 
 
 def make_ids(

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.experts import LAYOUTS
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs
 from tests.layer_calls import (
@@ -40,6 +41,10 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "gated with biases and a mask": {"gated": True, "biases": True, "token_valid": True},
     "plain": {"gated": False},
     "plain with biases": {"gated": False, "biases": True},
+}
+FUSED: dict[str, dict[str, Any]] = {
+    "halves with biases and a mask": {"biases": True, "token_valid": True, "layout": "halves"},
+    "interleaved with biases and a mask": {"biases": True, "token_valid": True, "layout": "interleaved"},
 }
 # Of each structure another one; relu is that of identity experts.
 ACTIVATION_OF = {
@@ -105,6 +110,21 @@ class LayerSuite(LayerChecks):
         for key, value in wide.items():
             np.testing.assert_array_equal(value.astype(narrow[key].dtype), narrow[key], key)
 
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot", "unused-slots"])
+    @pytest.mark.parametrize("structure", FUSED)
+    def test_gate_and_up_in_one_array_equal_the_reference_and_have_the_output_of_two(self, structure, routing):
+        arguments = self.inputs(29, **FUSED[structure], routing=routing)
+        self.check(arguments)
+        apart = arguments._replace(experts=arguments.experts.split())
+        np.testing.assert_array_equal(self.both(arguments)[0], self.both(apart)[0])
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_what_is_kept_of_gate_and_up_in_one_array_changes_no_bit(self, layout):
+        arguments = self.inputs(33, biases=True, token_valid=True, routing="zipf", layout=layout)
+        kept, again = (as_dict(self.both(arguments, residuals=residuals)) for residuals in ("save", "recompute"))
+        for key, value in kept.items():
+            np.testing.assert_array_equal(value, again[key], key)
+
     @settings(max_examples=4)
     @given(
         tokens=st.integers(1, 24),
@@ -113,7 +133,7 @@ class LayerSuite(LayerChecks):
         experts_per_rank=st.integers(1, 5),
         top_k=st.integers(1, 4),
         routing=st.sampled_from(ROUTING_KINDS),
-        structure=st.sampled_from(sorted(STRUCTURES)),
+        structure=st.sampled_from(sorted(STRUCTURES | FUSED)),
         plan_number=st.integers(1, 200),
         seed=st.integers(0, 99),
     )
@@ -129,7 +149,7 @@ class LayerSuite(LayerChecks):
             num_experts=4 * experts_per_rank,
             top_k=min(top_k, 4 * experts_per_rank),
             routing=routing,
-            **STRUCTURES[structure],
+            **(STRUCTURES | FUSED)[structure],
         )
         self.check(arguments, plan=self.plan_of(plan_number))
 

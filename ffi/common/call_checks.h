@@ -45,9 +45,12 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
     text += std::string(text.empty() ? "" : ", ") + kArrayNames[static_cast<std::size_t>(name)];
   };
   const bool backward = call.backward();
-  for (Name name : {Name::kPlace, Name::kX, Name::kTopkIds, Name::kTopkWeights, Name::kWGate, Name::kWDown}) {
-    expect(name, true);
+  for (Name name : {Name::kPlace, Name::kX, Name::kTopkIds, Name::kTopkWeights, Name::kWDown}) expect(name, true);
+  expect(Name::kWGate, !is_fused(call));
+  for (Name name : {Name::kWUp, Name::kBGate, Name::kBUp, Name::kWGateScales}) {
+    if (is_fused(call)) expect(name, false);
   }
+  if (!is_fused(call)) expect(Name::kBGateUp, false);
   expect(Name::kY, !backward);
   expect(Name::kDX, backward);
   expect(Name::kDTopkWeights, backward);
@@ -68,7 +71,8 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
   for (const auto& [matrix, scales] : kGroupScales) expect(scales, four_bit && call.has(matrix));
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
-                                                  {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown}};
+                                                  {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown},
+                                                  {Name::kWGateUp, Name::kDWGateUp}, {Name::kBGateUp, Name::kDBGateUp}};
   for (const auto& [array, gradient] : kGradients) expect(gradient, backward && !scaled && call.has(array));
   if (missing.empty() && odd.empty()) return "";
   return std::string("jaxmoe: a ") + (backward ? "backward" : "forward") + " pass" +
@@ -81,15 +85,16 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   const auto rank = [&](Name name) { return call[name]->dimensions().size(); };
   const bool scaled = has_scaled_weights(call), four_bit = call.has(Name::kWGateGroupScales);
   if (call[Name::kPlace]->element_count() != 2 || rank(Name::kX) != 2 || rank(Name::kTopkIds) != 2 ||
-      rank(Name::kWGate) != 3 || (scaled && rank(Name::kWGateScales) != 3)) {
+      rank(is_fused(call) ? Name::kWGateUp : Name::kWGate) != 3 || (scaled && rank(Name::kWGateScales) != 3)) {
     return "jaxmoe: place must be [2], x [tokens, hidden], topk_ids [tokens, top_k], w_gate [experts, hidden, "
-           "intermediate], or in 8 bits [experts, intermediate, hidden] with scales [experts, blocks, blocks].";
+           "intermediate], w_gate_up [experts, hidden, 2 * intermediate], or in 8 bits [experts, intermediate, hidden] "
+           "with scales [experts, blocks, blocks].";
   }
   const Schedule schedule = schedule_of(a);
   const int64_t tokens = call.extent(Name::kX, 0), hidden = call.extent(Name::kX, 1);
   const int64_t top_k = call.extent(Name::kTopkIds, 1);
   const int64_t experts = a.num_experts / a.ranks, intermediate = intermediate_of(call);
-  const int64_t projections = call.has(Name::kWUp) ? 2 : 1;
+  const int64_t projections = is_fused(call) || call.has(Name::kWUp) ? 2 : 1;
   const int64_t matrix = experts * hidden * intermediate;
   const int64_t saved = int64_t{schedule.saved_tiles} * schedule.tile.rows * projections * intermediate;
   bool fit = call.has(Name::kGateUp) == (schedule.saved_tiles > 0);
@@ -104,6 +109,8 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   expect({Name::kDWGate, Name::kDWUp, Name::kDWDown}, matrix);
   expect({Name::kBGate, Name::kBUp, Name::kDBGate, Name::kDBUp}, experts * intermediate);
   expect({Name::kBDown, Name::kDBDown}, experts * hidden);
+  expect({Name::kWGateUp, Name::kDWGateUp}, 2 * matrix);
+  expect({Name::kBGateUp, Name::kDBGateUp}, 2 * experts * intermediate);
   expect({Name::kGateUp}, saved);
   if (scaled) {
     const Format weights = weight_format_of(call);
@@ -152,19 +159,20 @@ inline std::string types_error(const LayerCall& call) {
   const Element weight = four_bit ? Element::kE2M1 : scaled ? Element::kE4M3 : *element;
   const auto is_weight = [&](auto type) { return type == weight; };
   const auto is_of_x = [&](auto type) { return type == element; };
-  expect({Name::kWGate, Name::kWUp, Name::kWDown}, is_weight);
+  expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kWGateUp}, is_weight);
   expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales}, [](auto type) { return type == Element::kF32; });
   if (four_bit) {
     const auto groups = element_of(call.type(Name::kWGateGroupScales));
     agree = agree && (groups == Element::kE8M0 || groups == Element::kE4M3);
     expect({Name::kWUpGroupScales, Name::kWDownGroupScales}, [&](auto type) { return type == groups; });
   }
-  expect({Name::kBGate, Name::kBUp, Name::kBDown, Name::kDy, Name::kGateUp, Name::kY, Name::kDX}, is_of_x);
+  expect({Name::kBGate, Name::kBUp, Name::kBDown, Name::kBGateUp, Name::kDy, Name::kGateUp, Name::kY, Name::kDX},
+         is_of_x);
   expect({Name::kTopkWeights, Name::kDTopkWeights}, [&](auto type) { return type == formats.sums.element; });
-  if (call.has(Name::kDWGate)) {
-    const auto gradients = element_of(call.type(Name::kDWGate));
+  if (call.has(Name::kDWDown)) {
+    const auto gradients = element_of(call.type(Name::kDWDown));
     agree = agree && (gradients == element || gradients == formats.sums.element);
-    expect({Name::kDWUp, Name::kDWDown, Name::kDBGate, Name::kDBUp, Name::kDBDown},
+    expect({Name::kDWGate, Name::kDWUp, Name::kDBGate, Name::kDBUp, Name::kDBDown, Name::kDWGateUp, Name::kDBGateUp},
            [&](auto type) { return type == gradients; });
   }
   if (!agree || call.type(Name::kTopkIds) != xla::ffi::S32) {
@@ -182,6 +190,13 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
   const Schedule schedule = schedule_of(a);
   if (std::string error = schedule_error(schedule); !error.empty()) return error;
   if (std::string error = names_error(call, schedule); !error.empty()) return error;
+  const auto layout = static_cast<GateUpLayout>(a.gate_up_layout);
+  const bool known = layout == GateUpLayout::kApart || layout == GateUpLayout::kHalves ||
+                     layout == GateUpLayout::kInterleaved;
+  if (!known || is_fused(call) != (layout != GateUpLayout::kApart)) {
+    return "jaxmoe: gate_up_layout=" + std::to_string(a.gate_up_layout) + (is_fused(call) ? " with" : " without") +
+           " w_gate_up. It must be 0 for gate and up in two arrays, 1 for halves of one, 2 for columns in turn.";
+  }
   if (call.backward() != schedule.backward()) {
     return "jaxmoe: segment_tiles=" + std::to_string(schedule.segment_tiles) +
            "; it must be positive for jaxmoe_backward and 0 for jaxmoe_forward.";

@@ -20,6 +20,9 @@ enum class ArrayName : int32_t {
   kBGate,        // [local_experts, intermediate]
   kBUp,          // the same
   kBDown,        // [local_experts, hidden]
+  // In the place of both of gate and up, in one array: GateUpLayout.
+  kWGateUp,      // [local_experts, hidden, 2 * intermediate]
+  kBGateUp,      // [local_experts, 2 * intermediate]
   // float32 of weights in 8 bits or fewer, whose matrices then lie the other way round: [local_experts, columns,
   // rows]. The scales have a row for each block of columns of a matrix, and a column for each block of its rows.
   kWGateScales,
@@ -32,8 +35,8 @@ enum class ArrayName : int32_t {
   kWUpGroupScales,
   kWDownGroupScales,
   kDy,           // [tokens, hidden], of a backward pass
-  // [saved_tiles * tile rows, projections, intermediate]: gate and up, which a forward pass may write and the backward
-  // pass then reads.
+  // [saved_tiles * tile rows, projections * intermediate]: gate and up, which a forward pass may write and the backward
+  // pass then reads; how they lie is between the two.
   kGateUp,
   // Results: y of a forward pass; the gradients of the arrays above, of their shapes, of a backward pass.
   kY,
@@ -45,16 +48,23 @@ enum class ArrayName : int32_t {
   kDBGate,
   kDBUp,
   kDBDown,
+  kDWGateUp,
+  kDBGateUp,
   kCount
 };
 inline constexpr int32_t kNumArrays = static_cast<int32_t>(ArrayName::kCount);
 inline constexpr const char* kArrayNames[kNumArrays] = {
     "place",         "x",            "topk_ids",     "topk_weights", "w_gate",  "w_up",  "w_down", "b_gate",
-    "b_up",          "b_down",       "w_gate_scales", "w_up_scales",  "w_down_scales",
+    "b_up",          "b_down",       "w_gate_up",     "b_gate_up",    "w_gate_scales", "w_up_scales", "w_down_scales",
     "w_gate_group_scales", "w_up_group_scales", "w_down_group_scales", "dy", "gate_up", "y",
-    "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down"};
+    "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down",
+    "dw_gate_up",    "db_gate_up"};
 
 constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
+
+// How gate and up lie, in matrices, in biases and in the gradients of both: in two arrays, or in one whose rows have
+// those of gate first and those of up in their second half, or a column of gate and one of up in turn.
+enum class GateUpLayout : int32_t { kApart = 0, kHalves, kInterleaved };
 
 // Of what gate, up and down each have, that of matrix number `which`; of experts without up, down is the second one.
 template <class Each>
@@ -62,9 +72,12 @@ JAXMOE_ANY constexpr Each of_matrix(int32_t which, int32_t projections, Each gat
   return which == projections ? down : which == 0 ? gate : up;
 }
 
-// `T` is how an element is stored, `Sum` what sums are, `W` how an element of a weight matrix is stored.
+// `T` is how an element is stored, `Sum` what sums are, `W` how an element of a weight matrix is stored. Where gate and
+// up are one array, that of gate is where it begins, and that of up where the second half of its first row does, also
+// of one whose columns take turns.
 template <class T, class Sum, class W = T>
 struct LayerArrays {
+  GateUpLayout gate_up_layout = GateUpLayout::kApart;
   const T* x = nullptr;
   const int32_t* topk_ids = nullptr;
   const Sum* topk_weights = nullptr;
@@ -92,6 +105,11 @@ struct LayerArrays {
   void* db_gate = nullptr;
   void* db_up = nullptr;
   void* db_down = nullptr;
+
+  JAXMOE_ANY bool fused() const { return gate_up_layout != GateUpLayout::kApart; }
+  JAXMOE_ANY bool interleaved() const { return gate_up_layout == GateUpLayout::kInterleaved; }
+  // Columns from a row of gate or of up to the next one, each of so many columns.
+  JAXMOE_ANY int32_t gate_up_pitch(int32_t intermediate) const { return fused() ? 2 * intermediate : intermediate; }
 };
 
 }  // namespace jaxmoe

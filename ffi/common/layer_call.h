@@ -7,8 +7,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "common/activation.h"
 #include "common/call_arrays.h"
@@ -31,6 +34,7 @@ struct LayerAttributes {
   float alpha;
   float up_offset;
   int32_t power_of_two_scales;  // 1: scales of tokens and of h are rounded up to powers of two
+  int32_t gate_up_layout;       // GateUpLayout
   // The fields of Schedule in their order; 0 workers and dispatchers: as many as the device has room for.
   xla::ffi::Span<const int32_t> schedule;
   float timeout_seconds;                 // at most kLongestTimeoutSeconds (common/group_attributes.h)
@@ -69,8 +73,12 @@ class LayerCall : public CallArrays<ArrayName> {
 // Of a call that has passed its checks, as all below.
 inline bool has_scaled_weights(const LayerCall& call) { return call.has(ArrayName::kWGateScales); }
 
+// Whether gate and up are one array.
+inline bool is_fused(const LayerCall& call) { return call.has(ArrayName::kWGateUp); }
+
 // Width between the two GEMMs, by how the matrices lie.
 inline int64_t intermediate_of(const LayerCall& call) {
+  if (is_fused(call)) return call.extent(ArrayName::kWGateUp, 2) / 2;
   return call.extent(ArrayName::kWGate, has_scaled_weights(call) ? 1 : 2);
 }
 
@@ -84,7 +92,7 @@ inline Shape shape_of(const LayerCall& call, const LayerAttributes& a) {
           .intermediate = static_cast<int32_t>(intermediate_of(call)),
           .num_experts = a.num_experts,
           .top_k = size(ArrayName::kTopkIds, 1),
-          .projections = call.has(ArrayName::kWUp) ? 2 : 1};
+          .projections = is_fused(call) || call.has(ArrayName::kWUp) ? 2 : 1};
 }
 
 // Of weights with scales. Where a dimension is no longer than a block the blocks of several kinds are the same ones.
@@ -113,36 +121,53 @@ inline Formats formats_of(const LayerCall& call, const Schedule& schedule) {
   return decodes ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
 }
 
+// Gate and up, by the names of their own arrays or of the one of both; null where there are none.
+template <class T>
+std::pair<T*, T*> gate_and_up(const LayerCall& call, ArrayName gate, ArrayName up, ArrayName both) {
+  if (!is_fused(call)) return {call.data<T>(gate), call.data<T>(up)};
+  T* const first = call.data<T>(both);
+  if (first == nullptr) return {};
+  const int64_t bytes = intermediate_of(call) * info_of(*element_of(call.type(both))).bits / 8;
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
+  return {first, reinterpret_cast<T*>(reinterpret_cast<Byte*>(first) + bytes)};
+}
+
 template <class T, class Sum, class W = T>
-LayerArrays<T, Sum, W> arrays_of(const LayerCall& call) {
-  const bool wide = call.has(ArrayName::kDWGate) && call.type(ArrayName::kDWGate) != call.type(ArrayName::kX);
-  return {.x = call.data<const T>(ArrayName::kX),
-          .topk_ids = call.data<const int32_t>(ArrayName::kTopkIds),
-          .topk_weights = call.data<const Sum>(ArrayName::kTopkWeights),
-          .w_gate = call.data<const W>(ArrayName::kWGate),
-          .w_up = call.data<const W>(ArrayName::kWUp),
-          .w_down = call.data<const W>(ArrayName::kWDown),
-          .b_gate = call.data<const T>(ArrayName::kBGate),
-          .b_up = call.data<const T>(ArrayName::kBUp),
-          .b_down = call.data<const T>(ArrayName::kBDown),
-          .w_gate_scales = call.data<const float>(ArrayName::kWGateScales),
-          .w_up_scales = call.data<const float>(ArrayName::kWUpScales),
-          .w_down_scales = call.data<const float>(ArrayName::kWDownScales),
-          .w_gate_group_scales = call.data<const uint8_t>(ArrayName::kWGateGroupScales),
-          .w_up_group_scales = call.data<const uint8_t>(ArrayName::kWUpGroupScales),
-          .w_down_group_scales = call.data<const uint8_t>(ArrayName::kWDownGroupScales),
-          .dy = call.data<const T>(ArrayName::kDy),
-          .gate_up = call.data<T>(ArrayName::kGateUp),
-          .y = call.data<T>(ArrayName::kY),
-          .dx = call.data<T>(ArrayName::kDX),
-          .dtopk_weights = call.data<Sum>(ArrayName::kDTopkWeights),
+LayerArrays<T, Sum, W> arrays_of(const LayerCall& call, const LayerAttributes& a) {
+  using Name = ArrayName;
+  const bool wide = call.has(Name::kDWDown) && call.type(Name::kDWDown) != call.type(Name::kX);
+  const auto [w_gate, w_up] = gate_and_up<const W>(call, Name::kWGate, Name::kWUp, Name::kWGateUp);
+  const auto [b_gate, b_up] = gate_and_up<const T>(call, Name::kBGate, Name::kBUp, Name::kBGateUp);
+  const auto [dw_gate, dw_up] = gate_and_up<void>(call, Name::kDWGate, Name::kDWUp, Name::kDWGateUp);
+  const auto [db_gate, db_up] = gate_and_up<void>(call, Name::kDBGate, Name::kDBUp, Name::kDBGateUp);
+  return {.gate_up_layout = static_cast<GateUpLayout>(a.gate_up_layout),
+          .x = call.data<const T>(Name::kX),
+          .topk_ids = call.data<const int32_t>(Name::kTopkIds),
+          .topk_weights = call.data<const Sum>(Name::kTopkWeights),
+          .w_gate = w_gate,
+          .w_up = w_up,
+          .w_down = call.data<const W>(Name::kWDown),
+          .b_gate = b_gate,
+          .b_up = b_up,
+          .b_down = call.data<const T>(Name::kBDown),
+          .w_gate_scales = call.data<const float>(Name::kWGateScales),
+          .w_up_scales = call.data<const float>(Name::kWUpScales),
+          .w_down_scales = call.data<const float>(Name::kWDownScales),
+          .w_gate_group_scales = call.data<const uint8_t>(Name::kWGateGroupScales),
+          .w_up_group_scales = call.data<const uint8_t>(Name::kWUpGroupScales),
+          .w_down_group_scales = call.data<const uint8_t>(Name::kWDownGroupScales),
+          .dy = call.data<const T>(Name::kDy),
+          .gate_up = call.data<T>(Name::kGateUp),
+          .y = call.data<T>(Name::kY),
+          .dx = call.data<T>(Name::kDX),
+          .dtopk_weights = call.data<Sum>(Name::kDTopkWeights),
           .wide_gradients = wide,
-          .dw_gate = call.data(ArrayName::kDWGate),
-          .dw_up = call.data(ArrayName::kDWUp),
-          .dw_down = call.data(ArrayName::kDWDown),
-          .db_gate = call.data(ArrayName::kDBGate),
-          .db_up = call.data(ArrayName::kDBUp),
-          .db_down = call.data(ArrayName::kDBDown)};
+          .dw_gate = dw_gate,
+          .dw_up = dw_up,
+          .dw_down = call.data(Name::kDWDown),
+          .db_gate = db_gate,
+          .db_up = db_up,
+          .db_down = call.data(Name::kDBDown)};
 }
 
 }  // namespace jaxmoe
@@ -152,7 +177,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
     xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
-    xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
+    xla::ffi::StructMember<int32_t>("gate_up_layout"), xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"));

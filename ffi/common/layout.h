@@ -101,7 +101,7 @@ struct ArenaLayout {
   Region row_routing_weights;  // [ring_tiles, tile rows] number       dispatch -> h_gradient
   Region row_products;    // [ring_tiles, tile rows, gradient tiles]   h_gradient -> token_gradient
                           //   number: h times its gradient, summed over the columns of one task
-  Region projections;     // [ring_tiles, tile rows, projections, intermediate]  gate_up -> h_gradient, which
+  Region projections;     // [ring_tiles, tile rows, projections * intermediate]  gate_up -> h_gradient, which
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two

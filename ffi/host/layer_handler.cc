@@ -54,7 +54,7 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
   LaunchTimeline timeline;
   const bool recorded = timeline_is_on;
   const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number,
-                                typename Precision::Weight::Storage>(call);
+                                typename Precision::Weight::Storage>(call, attributes);
   const std::string failure = run_rank<Precision>(launch, rank, arrays, recorded ? &timeline : nullptr);
   if (recorded && failure.empty()) {
     timeline.device = device;

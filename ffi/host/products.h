@@ -43,13 +43,15 @@ class Products {
       case Gemm::kHGradient: return h_gradient(task, weight_slot);
       case Gemm::kTokenGradient: return token_gradient(task, weight_slot);
       case Gemm::kGateGradient:
-        return weight_gradient(task, tokens(), projection(0), m_.arrays.dw_gate, m_.arrays.db_gate, 0, bias_sums());
+        return weight_gradient(task, tokens(), projection(0), gate_up_result(0, m_.arrays.dw_gate, m_.arrays.db_gate),
+                               0, bias_sums());
       case Gemm::kUpGradient:
-        return weight_gradient(task, tokens(), projection(1), m_.arrays.dw_up, m_.arrays.db_up, matrix_size(),
-                               bias_sums() + m_.shape.intermediate);
+        return weight_gradient(task, tokens(), projection(1), gate_up_result(1, m_.arrays.dw_up, m_.arrays.db_up),
+                               matrix_size(), bias_sums() + m_.shape.intermediate);
       default:
         return weight_gradient(task, h(), {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden},
-                               m_.arrays.dw_down, m_.arrays.db_down, m_.shape.projections * matrix_size(),
+                               {m_.arrays.dw_down, m_.arrays.db_down, 0, m_.shape.hidden, 1},
+                               m_.shape.projections * matrix_size(),
                                bias_sums() + m_.shape.projections * m_.shape.intermediate);
     }
   }
@@ -63,6 +65,18 @@ class Products {
 
   static Number bias_of(const Storage* bias, int64_t index) {
     return bias == nullptr ? 0 : Precision::load(bias[index]);
+  }
+
+  // Where columns of gate (0) or up (1) lie in a row of weights, of biases and of the gradients of both: column c of row
+  // r is element first + r * pitch + c * stride of the array that is given as gate's or up's.
+  struct Columns {
+    int64_t first, pitch, stride;
+  };
+  Columns columns_of(int32_t which) const {
+    const int64_t pitch = m_.arrays.gate_up_pitch(m_.shape.intermediate);
+    // Up's array begins behind the first `intermediate` columns, whatever they are.
+    if (m_.arrays.interleaved()) return {which == 0 ? 0 : 1 - m_.shape.intermediate, pitch, 2};
+    return {0, pitch, 1};
   }
 
   // Columns `first` to `first + columns` of a ring whose rows are `width` wide.
@@ -95,8 +109,9 @@ class Products {
       return {m_.decoded_matrix(which, weight_slot), 1, rows};
     } else {
       const auto& a = m_.arrays;
-      const Storage* const all = of_matrix(which, m_.shape.projections, a.w_gate, a.w_up, a.w_down);
-      return {all + task.expert * matrix_size(), columns, 1};
+      if (is_down) return {a.w_down + task.expert * matrix_size(), columns, 1};
+      const auto [first, pitch, stride] = columns_of(which);
+      return {(which == 0 ? a.w_gate : a.w_up) + first + task.expert * rows * pitch, pitch, stride};
     }
   }
 
@@ -153,13 +168,18 @@ class Products {
     return sums;
   }
 
-  // Adds row[k] * matrix[k, first + c] for all k to sums[c], for one row and `columns` columns of a matrix whose columns
-  // lie side by side.
+  // Adds row[k] * matrix[k, first + c] for all k to sums[c], for one row and `columns` columns of a matrix.
   static void multiply_row(const Storage* row, const Matrix& matrix, int32_t depth, int32_t first, int32_t columns,
                            Number* sums) {
     for (int32_t k = 0; k < depth; ++k) {
       const Number factor = Precision::load(row[k]);
-      const Storage* line = matrix.elements + k * matrix.row_stride + first;
+      const int64_t stride = matrix.column_stride;
+      const Storage* line = matrix.elements + k * matrix.row_stride + first * stride;
+      if (stride != 1) {
+        for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Precision::load(line[c * stride]);
+        continue;
+      }
+      // The same: but a compiler that knows the stride takes several at a time.
       for (int32_t c = 0; c < columns; ++c) sums[c] += factor * Precision::load(line[c]);
     }
   }
@@ -196,13 +216,14 @@ class Products {
     }
     for (int32_t i = 0; i < task.rows; ++i) {
       for (int32_t which = 0; which < m_.shape.projections; ++which) {
+        const Columns in_bias = columns_of(which);
         Number* sums = of_projection[which].data() + int64_t{i} * columns;
         Storage* kept = saves ? m_.saved_row(task.row_tile, i, which) + first : nullptr;
         if constexpr (!Precision::kScaled) {
           if (m_.schedule.backward()) kept = m_.projection_row(task.ring_slot, i, which) + first;
         }
         for (int32_t c = 0; c < columns; ++c) {
-          sums[c] += bias_of(biases[which], int64_t{task.expert} * width + first + c);
+          sums[c] += bias_of(biases[which], in_bias.first + task.expert * in_bias.pitch + (first + c) * in_bias.stride);
           if (kept != nullptr) kept[c] = Precision::store(sums[c]);
         }
       }
@@ -307,9 +328,22 @@ class Products {
 
   // --- weight gradients ----------------------------------------------------------------------------------------------
 
-  // gradient = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
+  // Gradients of a matrix and of its bias, of all experts, and where their columns lie (Columns).
+  struct WeightResult {
+    void* gradient;
+    void* bias;
+    int64_t first, pitch, stride;
+
+    int64_t at(int64_t row, int64_t column) const { return first + row * pitch + column * stride; }
+  };
+  WeightResult gate_up_result(int32_t which, void* gradient, void* bias) const {
+    const auto [first, pitch, stride] = columns_of(which);
+    return {gradient, bias, first, pitch, stride};
+  }
+
+  // result = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
   // where those of an expert with several segments lie in the weight sums.
-  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, void* gradient, void* bias,
+  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, const WeightResult& result,
                        int64_t sums, int64_t bias_sums) {
     const int32_t first_row = task.weight_row_tile * m_.schedule.tile.rows;
     const int32_t end_row = std::min(first_row + m_.schedule.tile.rows, rows.columns);
@@ -330,31 +364,34 @@ class Products {
       add_rows([&](int32_t slot, int32_t tile_row) {
         return Precision::load(m_.ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
       });
-      const int64_t offset = int64_t{row} * columns.columns + first;
-      finish(task, line, gradient, task.expert * matrix_size() + offset, sums + offset);
+      const int64_t at = result.at(int64_t{task.expert} * rows.columns + row, first);
+      finish(task, line, result.gradient, at, result.stride, sums + int64_t{row} * columns.columns + first);
     }
-    if (bias != nullptr && task.weight_row_tile == 0) {
+    if (result.bias != nullptr && task.weight_row_tile == 0) {
       // Gradients of gate and up have their routing weight in them already; those of outputs have not.
       const bool weighted = task.gemm == Gemm::kDownGradient;
       add_rows([&](int32_t slot, int32_t tile_row) {
         return weighted ? *m_.routing_weight_of(slot, tile_row) : Number{1};
       });
-      finish(task, line, bias, int64_t{task.expert} * columns.columns + first, bias_sums + first);
+      finish(task, line, result.bias, result.at(task.expert, first), result.stride, bias_sums + first);
     }
   }
 
   // Adds what earlier segments of the expert have left, and leaves the sum to the next one or rounds it.
-  // Gradients as wide as sums are their own sums.
-  void finish(const Task& task, const std::vector<Number>& line, void* gradients, int64_t offset,
+  // Gradients as wide as sums are their own sums. Those of the line are `stride` elements apart.
+  void finish(const Task& task, const std::vector<Number>& line, void* gradients, int64_t offset, int64_t stride,
               int64_t sums_offset) {
-    Number* sums = m_.arrays.wide_gradients ? static_cast<Number*>(gradients) + offset
-                                          : m_.template here<Number>(m_.layout.weight_sums) + sums_offset;
+    const bool in_place = m_.arrays.wide_gradients;
+    Number* sums = in_place ? static_cast<Number*>(gradients) + offset
+                            : m_.template here<Number>(m_.layout.weight_sums) + sums_offset;
+    const int64_t sums_stride = in_place ? stride : 1;
     for (size_t c = 0; c < line.size(); ++c) {
-      const Number sum = task.part & kFirstPart ? line[c] : sums[c] + line[c];
-      if (task.part & kLastPart && !m_.arrays.wide_gradients) {
-        static_cast<Storage*>(gradients)[offset + c] = Precision::store(sum);
+      Number& earlier = sums[c * sums_stride];
+      const Number sum = task.part & kFirstPart ? line[c] : earlier + line[c];
+      if (task.part & kLastPart && !in_place) {
+        static_cast<Storage*>(gradients)[offset + c * stride] = Precision::store(sum);
       } else {
-        sums[c] = sum;
+        earlier = sum;
       }
     }
   }

@@ -155,11 +155,14 @@ class Rank : RankRoles<Precision> {
         std::memset(static_cast<std::byte*>(gradient) + expert * bytes + own.begin, 0, own.end - own.begin);
       };
       const int64_t matrix = int64_t{m_.shape.hidden} * m_.shape.intermediate;
-      clear(m_.arrays.dw_gate, matrix);
-      clear(m_.arrays.dw_up, matrix);
+      // Gate's, and up's where that is in the same array.
+      const int64_t width = m_.arrays.gate_up_pitch(m_.shape.intermediate);
+      const bool fused = m_.arrays.fused();
+      clear(m_.arrays.dw_gate, m_.shape.hidden * width);
+      clear(fused ? nullptr : m_.arrays.dw_up, matrix);
       clear(m_.arrays.dw_down, matrix);
-      clear(m_.arrays.db_gate, m_.shape.intermediate);
-      clear(m_.arrays.db_up, m_.shape.intermediate);
+      clear(m_.arrays.db_gate, width);
+      clear(fused ? nullptr : m_.arrays.db_up, m_.shape.intermediate);
       clear(m_.arrays.db_down, m_.shape.hidden);
     }
   }

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -20,6 +20,7 @@ from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
+from jaxmoe.experts import Layout
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
 from jaxmoe.network.plan import NetworkPlan
@@ -42,6 +43,7 @@ class Candidate:
         something of.
       precision: of `moe_layer`; `None` for its default.
       network: of `moe_layer`; `None` for its default, which on one host is one level.
+      fused: how gate and up lie in one array; `None` for two.
     """
 
     implementation: str
@@ -52,12 +54,15 @@ class Candidate:
     residuals: str | None = None
     precision: Precision | None = None
     network: NetworkPlan | None = None
+    fused: Layout | None = None
 
     @property
     def plan_fields(self) -> dict[str, Any] | None:
         """The numbers of the plan of its pass by name; `"both"` has those of the backward pass as `"backward"`."""
         if self.network is not None:
             return {"network": {name: getattr(self.network, name) for name in NETWORK_FIELDS}}
+        if self.fused is not None:
+            return {"fused": self.fused}
         if self.plan is None:
             return None
         if self.pass_name == "backward":
@@ -89,8 +94,9 @@ def candidates(
     pass_name: Pass = "forward",
     residuals: str | None = None,
     networks: Sequence[NetworkPlan] = (),
+    fused: Sequence[Layout] = (),
 ) -> list[Candidate]:
-    """Returns what to measure of an implementation, its default plan first and plans between hosts last.
+    """Returns what to measure of an implementation, its default plan first, plans between hosts last.
 
     Raises:
       ValueError: it cannot run these inputs.
@@ -103,10 +109,13 @@ def candidates(
         if inputs.precision is not None:
             raise NotImplementedError(f"{BASELINE} has no experts in 8 bits. Measure it with --dtype=bf16.")
         return alone
-    over_hosts = [_with_network(alone[0], network, inputs, mesh) for network in networks]
+    others = [_with_network(alone[0], network, inputs, mesh) for network in networks]
+    with_fused = lambda candidate: [  # noqa: E731
+        dataclasses.replace(candidate, fused=layout, is_default=False, has_default_bits=False) for layout in fused
+    ]
     plan = explain(alone[0], inputs, mesh).call.plan
     if not isinstance(plan, KernelPlan):
-        return alone + over_hosts
+        return alone + with_fused(alone[0]) + others
     if pass_name == "forward":
         default, with_plan = plan, lambda swept: swept
     else:
@@ -124,7 +133,7 @@ def candidates(
         )
         for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
     ]
-    return swept_plans + over_hosts
+    return swept_plans + with_fused(swept_plans[0]) + others
 
 
 def _with_network(candidate: Candidate, network: NetworkPlan, inputs: Inputs, mesh: Mesh) -> Candidate:
@@ -169,7 +178,13 @@ def program(
         precision=candidate.precision,
         network=candidate.network,
     )
-    return lambda arguments: layer(*arguments[:4]), lambda experts: experts
+    prepare = lambda experts: experts if candidate.fused is None else _fused(mesh, candidate.fused)(experts)  # noqa: E731
+    return lambda arguments: layer(*arguments[:4]), prepare
+
+
+@functools.lru_cache(maxsize=2)
+def _fused(mesh: Mesh, layout: Layout) -> Callable[[jaxmoe.Experts], jaxmoe.FusedExperts]:
+    return jax.jit(lambda experts: experts.fuse(layout), out_shardings=NamedSharding(mesh, P(AXIS)))
 
 
 def _baseline(mesh: Mesh) -> tuple[Callable[[Arguments], jax.Array], Callable[[jaxmoe.Experts], Any]]:

@@ -12,6 +12,7 @@ from jaxmoe.bench.exchange import ExchangeOptions
 from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, ROUNDED, ROUTINGS, BesideOptions, Options, Sweep
 from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.bench.scan import ScanOptions
+from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import WAYS, NetworkPlan
 
@@ -77,6 +78,9 @@ _RANKS_PER_HOST = flags.DEFINE_integer(
 _WAY = flags.DEFINE_multi_enum("way", [], WAYS, "Of --ranks-per-host: NetworkPlan.way; may be repeated.")
 _CHUNKS = flags.DEFINE_list("chunks", [], "Of --ranks-per-host: NetworkPlan.chunks, in all combinations.")
 _ROUND_TOKENS = flags.DEFINE_list("round-tokens", [], "Of --ranks-per-host: NetworkPlan.round_tokens, likewise.")
+_FUSED = flags.DEFINE_list(
+    "fused", [], f"Also measure experts whose gate and up are one array, any of {', '.join(LAYOUTS)}."
+)
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "Timed blocks, of which the median counts.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 0.3, "Approximate length of a block.", lower_bound=0.0)
 REST = flags.DEFINE_float(
@@ -140,6 +144,7 @@ def from_flags() -> Options:
         terms=_TERMS.value,
         kernels=_KERNELS.value,
         networks=_networks(),
+        fused=tuple(_FUSED.value),  # pyright: ignore[reportArgumentType]
         json=Path(_JSON.value) if _JSON.value else None,
     )
 

@@ -121,6 +121,8 @@ def _take_columns(mesh: Mesh) -> Any:
 
     def of(weights: Any, experts: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Columns first: they lie in one rank's memory, experts are spread over all.
+        if isinstance(weights, jaxmoe.FusedExperts):
+            weights = weights.split()
         if isinstance(weights, jaxmoe.Experts):
             gate, up, down = weights.w_gate[:, :, columns], weights.w_up, weights.w_down
             assert up is not None, "experts of the benchmark are gated"

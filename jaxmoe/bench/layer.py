@@ -138,6 +138,7 @@ class _Lines:
                     self.pass_name,
                     self.options.residuals,
                     self.options.networks,
+                    self.options.fused,
                 )
             except (ValueError, NotImplementedError, TypeError) as error:
                 self.fail(Candidate(implementation), f"cannot run: {error}")

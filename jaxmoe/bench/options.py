@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import Pass
+from jaxmoe.experts import LAYOUTS, Layout
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Precision
@@ -127,6 +128,7 @@ class Options:
       terms: also print the bytes term by term.
       kernels: also print that many of the longest GPU kernels.
       networks: plans between hosts to measure beside the call of one level, as if the ranks were on several.
+      fused: layouts of gate and up in one array to measure beside experts that have them apart.
       json: file to which the results are added, one JSON object a line.
     """
 
@@ -145,10 +147,19 @@ class Options:
     terms: bool = False
     kernels: int = 0
     networks: tuple[NetworkPlan, ...] = ()
+    fused: tuple[Layout, ...] = ()
     json: Path | None = None
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype, (*DTYPES, *NARROW))
+        for layout in self.fused:
+            if layout not in LAYOUTS:
+                raise ValueError(f"--fused={layout} is not one of {', '.join(LAYOUTS)}.")
+        if self.fused and (self.dtype in NARROW or BASELINE in self.implementations):
+            raise ValueError(
+                f"--fused is of wide experts of moe_layer, and this is --dtype={self.dtype}, --implementation="
+                f"{','.join(self.implementations)}. Leave it out, or measure {' or '.join(DTYPES)} without {BASELINE}."
+            )
         if self.dtype in NARROW and self.passes != ("forward",):
             raise ValueError(
                 f"--dtype={self.dtype} is of a forward pass, and --pass={','.join(self.passes)} asks for gradients, "

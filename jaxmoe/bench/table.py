@@ -278,6 +278,8 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     """
     if plan is None:
         return "-"
+    if "fused" in plan:
+        return plan["fused"]
     if "network" in plan:
         network = plan["network"]
         return f"{network['ranks_per_host']} {network['way']} {network['chunks']}/{network['round_tokens'] or '-'}"

@@ -14,7 +14,7 @@ from jaxmoe.convert.families import Family, family_named
 from jaxmoe.convert.matrices import F32, SIDES, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
-from jaxmoe.experts import Experts
+from jaxmoe.experts import Experts, split
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
@@ -93,11 +93,11 @@ def _tensors(
     if table.shared_gate is not None and weights.shared_gate is not None:
         yield table.shared_gate, np.asarray(weights.shared_gate).T
     if table.stacked:
-        yield from gpt_oss.tensors(weights.experts).items()
+        yield from gpt_oss.tensors(split(weights.experts)).items()
         return
     scales = weights.input_scales or {}
     names = [f"experts.{expert}" for expert in range(weights.experts.num_experts)]
-    yield from _experts("experts", weights.experts, names, table, family, scales, scale_dtype)
+    yield from _experts("experts", split(weights.experts), names, table, family, scales, scale_dtype)
     if table.shared is not None and weights.shared is not None:
         yield from _experts("shared", weights.shared, [table.shared], table, family, scales, scale_dtype)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, Experts
 from jaxmoe.pytrees import pytree
 
 
@@ -27,7 +27,7 @@ class MoEWeights:
         `experts.w_gate`. This library does not use them; `to_hf` gives them back.
     """
 
-    experts: Experts
+    experts: AnyExperts
     router_kernel: Float[Array, "hidden experts"]
     router_bias: Float[Array, " experts"] | None = None
     selection_bias: Float[Array, " experts"] | None = None

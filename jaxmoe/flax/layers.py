@@ -24,8 +24,9 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe import activation as activations
 from jaxmoe import expert_split as expert_splits
 from jaxmoe.api import run
+from jaxmoe.expert_checks import takes_experts
 from jaxmoe.expert_split import ExpertSplit
-from jaxmoe.experts import Experts, takes_experts
+from jaxmoe.experts import Experts
 from jaxmoe.explain import Explanation
 from jaxmoe.explain import explain as explain_call
 from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of

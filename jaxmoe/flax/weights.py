@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmoe.convert.weights import MoEWeights
+from jaxmoe.experts import split
 from jaxmoe.flax.config import EXPERT_ARRAYS, Parameter
 from jaxmoe.quantization import dequantize
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -35,7 +36,7 @@ def arguments_of(weights: Any) -> dict[str, Any]:
             "MoE.from_weights: weights.shared_gate multiplies what the shared expert answers, and weights.shared is "
             "None. Pass both, or none of them."
         )
-    experts, shared = weights.experts, weights.shared
+    experts, shared = split(weights.experts), weights.shared
     return {
         "hidden": experts.hidden,
         "intermediate": experts.intermediate,
@@ -50,7 +51,8 @@ def arguments_of(weights: Any) -> dict[str, Any]:
 
 
 def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeLike | None) -> dict[str, Any]:
-    """Returns the arrays of a layer by name, those of the routed experts as they are, quantised or not.
+    """Returns the arrays of a layer by name, those of the routed experts as they are, quantised or not;
+    gate and up come apart.
 
     Args:
       weights: of the layer.
@@ -65,7 +67,8 @@ def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeL
         "router_bias": weights.router_bias,
         "shared_gate_kernel": weights.shared_gate,
     }
-    arrays |= {name: getattr(weights.experts, name) for name in EXPERT_ARRAYS}
+    experts = split(weights.experts)
+    arrays |= {name: getattr(experts, name) for name in EXPERT_ARRAYS}
     if (shared := weights.shared) is not None:
         if isinstance(shared.w_gate, QuantizedMatrix):
             shared = dequantize(shared, jnp.bfloat16 if dtype is None else dtype)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts
 from jaxmoe.implementations import reference
 from jaxmoe.implementations.base import Call, Inputs, Shape
 from jaxmoe.implementations.explanation import Explanation
@@ -49,7 +49,7 @@ class Implementation:
     check: Callable[[Call], None] = lambda call: None
 
 
-def _backward_of_decoded(call: Call, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
+def _backward_of_decoded(call: Call, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
     """The backward pass of `"xla"` for a forward pass of `"megakernel"`, which has none for experts in 8 bits."""
     plan = xla_plan(call.shape.wide, call.platform)
     return xla_layer.backward(dataclasses.replace(call, implementation="xla", plan=plan), inputs, dy)

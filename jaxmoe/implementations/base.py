@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.expert_split import ExpertSplit
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts
 from jaxmoe.formats import BF16, Formats, bits
 from jaxmoe.options import ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement, vary_alike
@@ -194,7 +194,7 @@ class Inputs(NamedTuple):
     x: Float[Array, "tokens hidden"]
     topk_ids: Int[Array, "tokens top_k"]
     topk_weights: Float[Array, "tokens top_k"]
-    experts: Experts
+    experts: AnyExperts
 
     def in_dtype_of_tokens(self) -> "Inputs":
         """Returns them with wide experts cast to the dtype of the tokens.

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
@@ -41,7 +41,7 @@ def reference(
     x: Float[Array, "tokens hidden"],
     topk_ids: Int[Array, "tokens top_k"],
     topk_weights: Float[Array, "tokens top_k"],
-    experts: Experts,
+    experts: AnyExperts,
     *,
     activation: Activation,
     group: ExpertGroup,
@@ -63,7 +63,7 @@ def reference(
         the gradients are those of, which is the same without any rounding to 8 bits (quantised matrices decoded).
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
-    x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, experts))
+    x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, split(experts)))
     static = _Static(activation, group, dtype, precision)
     if precision is None:
         return _dense(static, x, topk_ids, topk_weights, experts)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, arrays_of, present
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 
@@ -22,15 +22,13 @@ def summed_in_float32(experts: Any) -> Any:
     return jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), experts)
 
 
-def trained_of(experts: Experts) -> tuple[Callable[[dict[str, Any]], Experts], dict[str, Any]]:
+def trained_of(experts: AnyExperts) -> tuple[Callable[[dict[str, Any]], AnyExperts], dict[str, Any]]:
     """Returns what makes experts of arrays that have gradients, and those by name: no matrices in 8 or 4 bits."""
-    quantized = isinstance(experts.w_gate, QuantizedMatrix)
-    names = [field.name for field in dataclasses.fields(experts) if not (quantized and field.name.startswith("w_"))]
-    trained = {name: value for name in names if (value := getattr(experts, name)) is not None}
+    quantized = isinstance(experts.matrix, QuantizedMatrix)
+    trained = {name: array for name, array in present(experts).items() if not (quantized and name.startswith("w_"))}
     return lambda arrays: dataclasses.replace(experts, **arrays), trained
 
 
-def gradients_like(experts: Experts, of_trained: dict[str, Any]) -> Experts:
+def gradients_like(experts: AnyExperts, of_trained: dict[str, Any]) -> AnyExperts:
     """Returns gradients in the structure of experts, `None` for what has none."""
-    names = [field.name for field in dataclasses.fields(experts)]
-    return Experts(**{name: of_trained.get(name) for name in names})
+    return dataclasses.replace(experts, **{name: of_trained.get(name) for name in arrays_of(experts)})

@@ -10,6 +10,7 @@ import pytest
 import jaxmoe
 from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
+from jaxmoe.experts import LAYOUTS
 from jaxmoe.testing import make_inputs
 from tests.layer_calls import LayerChecks, layer
 
@@ -51,6 +52,38 @@ def assert_same_bits(gradients: Any, expected: Any) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_of_real_sizes_cost_at_most_twice_the_error_of_the_same_maths(size, routing):
     CHECKS.check(CHECKS.inputs(31, **SIZES[size], routing=routing, biases=True), "all devices", plan=None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_gate_and_up_in_one_array_of_real_sizes_have_the_bits_of_two_but_where_sums_have_another_order(
+    size, layout, dtype
+):
+    # gpt-oss has widths that no tile divides, "many experts" some that no box of a tensor map does.
+    sizes = SIZES[size] | ({"intermediate": 712} if size == "many experts" else {})
+    arguments = CHECKS.inputs(37, **sizes, routing="zipf", biases=True, layout=layout, dtype=dtype)
+    CHECKS.check(arguments, "all devices", plan=None)
+    y, (dx, dweights, dexperts) = CHECKS.both(arguments, "all devices", plan=None)
+    apart = arguments._replace(experts=arguments.experts.split())
+    expected_y, (expected_dx, *expected) = CHECKS.both(apart, "all devices", plan=None)
+    assert_same_bits((y, dweights, dexperts.split()), (expected_y, *expected))
+    if layout == "halves":
+        assert_same_bits(dx, expected_dx)
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gate_and_up_in_one_float32_array_get_sums_that_are_never_rounded(layout, residuals):
+    arguments = CHECKS.inputs(38, **SIZES["large experts"], routing="zipf", biases=True, layout=layout)
+    wide = arguments._replace(experts=arguments.experts.astype(jnp.float32))
+    plan = plan_with(unit_tiles=2, lag_units=1, ring_tiles=7, segment_tiles=3)
+    options: dict[str, Any] = {"plan": plan, "residuals": residuals}
+    fused, apart = (
+        CHECKS.gradients(each, "one rank", **options)[2] for each in (wide, wide._replace(experts=wide.experts.split()))
+    )
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(fused))
+    assert_same_bits(fused.split(), apart)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])

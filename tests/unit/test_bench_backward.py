@@ -150,6 +150,30 @@ def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
     assert re.search(r"tiny +40 +4 both +megakernel +recompute ", out)
 
 
+def test_gate_and_up_in_one_array_are_measured_beside_two(tmp_path, capsys):
+    chosen = options(
+        implementations=("megakernel", "xla"), fused=("halves", "interleaved"), passes=("forward", "backward")
+    )
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    lines = [(r["pass_name"], r["implementation"], (r["plan"] or {}).get("fused")) for r in results]
+    assert lines == [
+        (pass_name, implementation, layout)
+        for pass_name in ("forward", "backward")
+        for implementation in ("xla", "megakernel")
+        for layout in (None, "halves", "interleaved")
+    ]
+    assert all(r["checked"] for r in results)
+    assert re.search(r"tiny +40 +4 backward megakernel +interleaved ", capsys.readouterr().out)
+
+
+def test_what_cannot_be_fused_is_said():
+    with pytest.raises(ValueError, match=r"--fused=columns is not one of halves, interleaved"):
+        options(fused=("columns",))
+    with pytest.raises(ValueError, match=r"--fused is of wide experts of moe_layer, and this is --dtype=fp8-block"):
+        options(fused=("halves",), dtype="fp8-block")
+
+
 def test_plans_of_a_backward_pass_have_the_ring_tiles_that_they_need():
     default = KernelPlan(2, 1, 11, 4, segment_tiles=3)
     assert Sweep(segment_tiles=(2, 20)).plans(default) == [

@@ -82,8 +82,8 @@ namespace {
 class MapMaker {
  public:
   void make(CUtensorMap* map, const char* name, const Format& format, const void* base,
-            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box) {
-    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box);
+            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0) {
+    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch);
   }
   const std::string& error() const { return error_; }
 
@@ -120,28 +120,56 @@ std::string tiles_error(const LaunchParams& p) {
 
 int64_t ring_rows_of(const LaunchParams& p) { return int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows; }
 
+// Makes maps of weight matrices of all experts, one after the other.
+class WeightMaps {
+ public:
+  WeightMaps(MapMaker& maker, const LaunchParams& p, const Formats& formats)
+      : maker_(maker), p_(p), formats_(formats), format_(p.schedule.decodes() ? formats.tokens : formats.weights) {}
+
+  // Of rows of so many columns, `pitch` elements apart where they are parts of longer ones. `matrices` are those of gate
+  // (0), up (1) or down (projections) as the caller has them; what is multiplied is these, or the ring of decoded ones.
+  void make(CUtensorMap* map, const char* name, int32_t which, const void* matrices, int64_t rows, int64_t columns,
+            int64_t pitch = 0) {
+    const bool decodes = p_.schedule.decodes();
+    if (decodes) {
+      const std::byte* const ring = p_.arenas[p_.rank] + p_.layout.decoded_weights.offset;
+      matrices = ring + which * decoded_bytes(p_.shape, p_.schedule, formats_);
+    }
+    using Packed = PackedTile<Tiling::kColumns>;
+    const bool packed = format_.element == Element::kE2M1;
+    const int32_t line = packed ? 2 * Packed::kLineBytes : line_of(format_);
+    const int32_t box_columns = packed ? Packed::kBoxColumns : kBoxWidth;
+    // Those with scales lie the other way round.
+    if (formats_.weights.is_scaled()) std::swap(rows, columns);
+    const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
+    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch);
+  }
+
+  // Gate and up, each as an array of its own, whether or not it is one.
+  void make_planes(CUtensorMap* gate, CUtensorMap* up) {
+    const int64_t hidden = p_.shape.hidden, intermediate = p_.shape.intermediate;
+    const int64_t pitch = p_.gate_up_pitch(p_.shape.intermediate);
+    make(gate, "w_gate", 0, p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0);
+    make(up, "w_up", p_.gated, p_.gated ? p_.w_up : p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0);
+  }
+
+ private:
+  MapMaker& maker_;
+  const LaunchParams& p_;
+  const Formats& formats_;
+  const Format format_;
+};
+
 void make_weight_maps(MapMaker& maker, LaunchParams& p, const Formats& formats) {
-  const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate, experts = p.shape.local_experts();
-  const bool decodes = p.schedule.decodes();
-  // What is multiplied: weights as the caller has them, or the ring of decoded ones.
-  const Format& format = decodes ? formats.tokens : formats.weights;
-  const std::byte* const ring = p.arenas[p.rank] + p.layout.decoded_weights.offset;
-  const auto matrices = [&](int32_t which, const void* as_they_lie) -> const void* {
-    return decodes ? ring + which * decoded_bytes(p.shape, p.schedule, formats) : as_they_lie;
-  };
-  using Packed = PackedTile<Tiling::kColumns>;
-  const bool packed = format.element == Element::kE2M1;
-  const int32_t line = packed ? 2 * Packed::kLineBytes : line_of(format);
-  const int32_t box_columns = packed ? Packed::kBoxColumns : kBoxWidth;
-  // Those with scales lie the other way round.
-  const auto make = [&](CUtensorMap* map, const char* name, const void* matrices, int64_t rows, int64_t columns) {
-    if (formats.weights.is_scaled()) std::swap(rows, columns);
-    maker.make(map, name, format, matrices, {columns, rows, decodes ? p.schedule.weight_slots : experts},
-               {line, box_columns, 1});
-  };
-  make(&p.w_gate_map, "w_gate", matrices(0, p.w_gate), hidden, intermediate);
-  make(&p.w_up_map, "w_up", p.gated ? matrices(1, p.w_up) : matrices(0, p.w_gate), hidden, intermediate);
-  make(&p.w_down_map, "w_down", matrices(p.shape.projections, p.w_down), intermediate, hidden);
+  const int64_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
+  WeightMaps maps(maker, p, formats);
+  if (p.interleaved()) {
+    maps.make(&p.w_gate_map, "w_gate_up", 0, p.w_gate, hidden, 2 * intermediate);
+    p.w_up_map = p.w_gate_map;
+  } else {
+    maps.make_planes(&p.w_gate_map, &p.w_up_map);
+  }
+  maps.make(&p.w_down_map, "w_down", p.shape.projections, p.w_down, intermediate, hidden);
 }
 
 // Result number `n`, of so many bytes where it is there.
@@ -178,11 +206,13 @@ void list_results(BackwardParams& p, const Formats& formats) {
   const int64_t experts = p.shape.local_experts(), hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   set_result(p, 0, p.dx, formats.answers.bytes(p.shape.tokens, hidden));
   set_result(p, 1, p.dtopk_weights, formats.sums.bytes(1, p.shape.slots()));
-  set_result(p, 2, p.dw_gate, gradients.bytes(experts * hidden, intermediate));
-  set_result(p, 3, p.dw_up, gradients.bytes(experts * hidden, intermediate));
+  // Of both where they are one array: then up's is part of gate's.
+  const int64_t width = p.gate_up_pitch(p.shape.intermediate);
+  set_result(p, 2, p.dw_gate, gradients.bytes(experts * hidden, width));
+  set_result(p, 3, p.fused() ? nullptr : p.dw_up, gradients.bytes(experts * hidden, width));
   set_result(p, 4, p.dw_down, gradients.bytes(experts * intermediate, hidden));
-  set_result(p, 5, p.db_gate, gradients.bytes(experts, intermediate));
-  set_result(p, 6, p.db_up, gradients.bytes(experts, intermediate));
+  set_result(p, 5, p.db_gate, gradients.bytes(experts, width));
+  set_result(p, 6, p.fused() ? nullptr : p.db_up, gradients.bytes(experts, width));
   set_result(p, 7, p.db_down, gradients.bytes(experts, hidden));
 }
 
@@ -198,16 +228,21 @@ std::string complete(BackwardParams& p, const Formats& formats) {
   const std::byte* of_projections = arena + p.layout.projections.offset;
   maker.make(&p.projections, "projections", formats.h, of_projections, {intermediate, projections, ring_rows},
              {kBox, 1, kBox});
+  // As h_gradient has them: plane by plane, or columns in turn as one plane.
+  const int64_t planes = p.interleaved() ? 1 : projections, width = intermediate * projections / planes;
+  maker.make(&p.read_projections, "projections", formats.h, of_projections, {width, planes, ring_rows},
+             {kBox, 1, kBox});
   if (p.gate_up != nullptr) {
-    maker.make(&p.saved_rows, "gate_up", formats.h, p.gate_up,
-               {intermediate, projections, saved_rows_of(p) / projections}, {kBox, 1, kBox});
+    maker.make(&p.saved_rows, "gate_up", formats.h, p.gate_up, {width, planes, saved_rows_of(p) / projections},
+               {kBox, 1, kBox});
   }
-  maker.make(&p.few_projections, "projections", formats.h, of_projections, {intermediate, projections, ring_rows},
+  maker.make(&p.few_projections, "projections", formats.h, of_projections, {width, planes, ring_rows},
              {kBox, 1, few});
   const std::byte* of_h = arena + p.layout.h.offset;
   maker.make(&p.h, "h", formats.h, of_h, {intermediate, ring_rows}, {kBox, kBox});
   maker.make(&p.few_h, "h", formats.h, of_h, {intermediate, ring_rows}, {kBox, few});
   make_weight_maps(maker, p, formats);
+  WeightMaps(maker, p, formats).make_planes(&p.w_gate_plane, &p.w_up_plane);
   return maker.error();
 }
 

@@ -25,7 +25,7 @@ struct Layer {
   }
   static ArenaCall arena_call(const LayerCall& call, const LayerAttributes& a) {
     ArenaCall ready{};
-    ready.arrays = arrays_of<void, float>(call);
+    ready.arrays = arrays_of<void, float>(call, a);
     ready.activation = activation_of(a);
     ready.power_of_two_scales = a.power_of_two_scales != 0;
     return ready;

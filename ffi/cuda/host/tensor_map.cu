@@ -49,7 +49,7 @@ std::string join(const Integers& values) {
 }  // namespace
 
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
-                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box) {
+                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch) {
   const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
                             " (innermost first, " + info_of(element).name + ")";
   const std::optional<CUtensorMapDataType> type = copied_as(element);
@@ -90,7 +90,9 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   box_sizes[0] /= of_byte;
   std::vector<cuuint64_t> strides;  // of all dimensions but the innermost
   cuuint64_t bytes = static_cast<cuuint64_t>(element_bytes);
-  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) strides.push_back(bytes *= sizes[i]);
+  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) {
+    strides.push_back(bytes *= i == 0 && pitch > 0 ? static_cast<cuuint64_t>(pitch / of_byte) : sizes[i]);
+  }
   if (strides.empty()) strides.push_back(bytes);
   const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
   const CUresult status = encode(

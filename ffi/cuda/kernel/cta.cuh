@@ -26,6 +26,9 @@ struct Cta {
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
   static constexpr bool kDecodes = Variant::Precision::kDecodes;
   static constexpr bool kWeightGradients = kBackward && !kDecodes;
+  // Only weights that are multiplied as they are can have gate and up in one array.
+  static constexpr bool kTakesFused =
+      !kDecodes && !Variant::Precision::kPacked && !Variant::Precision::kTokens.is_scaled();
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
@@ -45,6 +48,12 @@ struct Cta {
   template <class T>
   __device__ __forceinline__ T* at(const Region& region) const {
     return peers.here<T>(region.offset);
+  }
+
+  // Whether columns of gate and of up take turns in weights, and with them in sums and projections.
+  __device__ __forceinline__ bool interleaved() const {
+    if constexpr (kTakesFused) return params.interleaved();
+    return false;
   }
 
   // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.

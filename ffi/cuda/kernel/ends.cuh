@@ -100,15 +100,18 @@ __device__ void clear_unused_gradients(const Cta<Variant>& cta) {
     for (int64_t i = thread_of(cta); i < vectors; i += threads_of(cta)) of_expert[i] = uint4{0, 0, 0, 0};
   };
   const int64_t matrix = int64_t{p.shape.hidden} * p.shape.intermediate;
+  // Gate's, and up's where that is in the same array.
+  const int64_t width = p.gate_up_pitch(p.shape.intermediate);
+  const bool fused = p.fused();
   for (int32_t first = 0; first < local; first += 32) {
     const bool is_unused = first + lane < local && cta.shared.rows_per_expert[first + lane] <= 0;
     for (uint32_t unused = __ballot_sync(0xffffffff, is_unused); unused != 0; unused &= unused - 1) {
       const int32_t expert = first + __ffs(unused) - 1;
-      clear(p.dw_gate, matrix, expert);
-      clear(p.dw_up, matrix, expert);
+      clear(p.dw_gate, width * p.shape.hidden, expert);
+      clear(fused ? nullptr : p.dw_up, matrix, expert);
       clear(p.dw_down, matrix, expert);
-      clear(p.db_gate, p.shape.intermediate, expert);
-      clear(p.db_up, p.shape.intermediate, expert);
+      clear(p.db_gate, width, expert);
+      clear(fused ? nullptr : p.db_up, p.shape.intermediate, expert);
       clear(p.db_down, p.shape.hidden, expert);
     }
   }

@@ -28,8 +28,8 @@ struct LaunchParams : RankParams, LayerArrays<void, float> {
 
   // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128. So they are of
   // packed ones, with boxes of {128, 128, 1}.
-  CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}
-  CUtensorMap w_up_map;    // the same; that of w_gate where there is no up projection
+  CUtensorMap w_gate_map;  // [local_experts, hidden, intermediate], box {64, 64, 1}; of columns in turn twice as many
+  CUtensorMap w_up_map;    // the same; that of w_gate where there is no up projection, or columns are in turn
   CUtensorMap w_down_map;  // [local_experts, intermediate, hidden], box {64, 64, 1}
 
   Result results[kMaxResults];  // all that the launch writes for its caller; those that are not there have no bytes
@@ -45,12 +45,18 @@ struct ForwardParams : LaunchParams {
 };
 
 struct BackwardParams : LaunchParams {
+  // Gate and up as they are multiplied with their gradients, plane by plane: [local_experts, hidden, intermediate], box
+  // {64, 64, 1}. Of columns in turn the first and the second half of all.
+  CUtensorMap w_gate_plane;
+  CUtensorMap w_up_plane;
   // A factor of a product, 64 x 64 whichever way it is turned; and the same tensors 16 rows at a time, to be written.
   CUtensorMap rows;             // [ring rows, 2, hidden], box {64, 1, 64}: tokens, gradients of their outputs
   CUtensorMap projections;      // [ring rows, projections, intermediate], box {64, 1, 64}
   CUtensorMap h;                // [ring rows, intermediate], box {64, 64}
-  CUtensorMap saved_rows;       // [saved rows, projections, intermediate], box {64, 1, 64}; unused where none are
-  CUtensorMap few_projections;  // box {64, 1, 16}
+  // The same as h_gradient reads and writes them: of columns in turn [ring rows, 1, 2 * intermediate].
+  CUtensorMap read_projections;
+  CUtensorMap saved_rows;       // so, of the saved rows; unused where none are
+  CUtensorMap few_projections;  // so, box {64, 1, 16}
   CUtensorMap few_h;            // box {64, 16}
 };
 

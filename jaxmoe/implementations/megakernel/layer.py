@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxmoe import native
 from jaxmoe.activation import compiled_form
 from jaxmoe.block_scaled import BlockScaled
-from jaxmoe.experts import Experts
+from jaxmoe.experts import LAYOUTS, AnyExperts, FusedExperts, present
 from jaxmoe.four_bit import FourBit
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -38,7 +38,7 @@ from jaxmoe.precision import experts_in_8_bits, powers_of_two
 from jaxmoe.sharding import vary_alike
 
 # Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
-BackwardOfDecoded = Callable[[Call, Inputs, jax.Array], tuple[jax.Array, jax.Array, Experts]]
+BackwardOfDecoded = Callable[[Call, Inputs, jax.Array], tuple[jax.Array, jax.Array, AnyExperts]]
 
 
 def run(call: Call, inputs: Inputs, *, backward_of_decoded: BackwardOfDecoded) -> jax.Array:
@@ -61,7 +61,7 @@ class SavedForward(NamedTuple):
     """What the backward pass gets beside the gradient of the output."""
 
     inputs: Inputs
-    gate_up: Float[Array, "rows projections intermediate"] | None
+    gate_up: Float[Array, "rows projections intermediate"] | None  # in the kernels' own order
 
 
 def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
@@ -103,44 +103,38 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         like = jnp.broadcast_to(inputs.x[0, 0], (rows, call.shape.projections, call.shape.intermediate))
         results["gate_up"] = jax.typeof(like)
     schedule = schedule_of(call.shape, call.platform, call.plan, saved_tiles)
-    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results)
+    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results, inputs.experts)
     return made["y"], made.get("gate_up")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, Experts]:
+def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
     inputs, gate_up = saved
     operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
     # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands. Those in 8
     # bits have none.
-    trained = [] if call.freezes else _present(inputs.experts)
-    wide = {name: operands[name].astype(inputs.experts.w_gate.dtype) for name in trained}
+    trained = [] if call.freezes else list(present(inputs.experts))
+    wide = {name: operands[name].astype(inputs.experts.matrix.dtype) for name in trained}
     differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
     results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
     saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
     plan = backward_plan(call.plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
-    made = _launch(BACKWARD, call, schedule, operands, results)
-    gradients = {name: made.get(f"d{name}") for name in _present(inputs.experts)}
+    made = _launch(BACKWARD, call, schedule, operands, results, inputs.experts)
+    gradients = {name: made.get(f"d{name}") for name in present(inputs.experts)}
     return made["dx"], made["dtopk_weights"], dataclasses.replace(inputs.experts, **gradients)
-
-
-def _present(experts: Experts) -> list[str]:
-    """Names of the arrays that experts have."""
-    names = (field.name for field in dataclasses.fields(experts))
-    return [name for name in names if getattr(experts, name) is not None]
 
 
 def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`, those that experts have."""
     x, experts = inputs.x, inputs.experts
     if call.precision is not None:
+        assert not isinstance(experts, FusedExperts), "api.py splits what is multiplied in fewer bits"
         experts = experts_in_8_bits(experts, call.precision)
     arrays: dict[str, jax.Array] = {}
-    for name in _present(experts):
-        array = getattr(experts, name)
+    for name, array in present(experts).items():
         if isinstance(array, BlockScaled):
             arrays |= {name: array.values, f"{name}_scales": array.scales.astype(jnp.float32)}
         elif isinstance(array, FourBit):
@@ -160,11 +154,16 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
 
 
 def _launch(
-    target: str, call: Call, schedule: Any, operands: dict[str, jax.Array], results: dict[str, Any]
+    target: str,
+    call: Call,
+    schedule: Any,
+    operands: dict[str, jax.Array],
+    results: dict[str, Any],
+    experts: AnyExperts,
 ) -> dict[str, jax.Array]:
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
     order = native.schedule().ARRAY_NAMES
-    return launch(target, order, call.group, call.platform, _attributes(call, schedule), operands, results)
+    return launch(target, order, call.group, call.platform, _attributes(call, schedule, experts), operands, results)
 
 
 @_forward.defjvp
@@ -176,10 +175,11 @@ def _no_jvp(call: Call, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | np.ndarray]:
+def _attributes(call: Call, schedule: Any, experts: AnyExperts) -> dict[str, np.int32 | np.float32 | np.ndarray]:
     """Returns what a layer's call has beside those of every call: `LayerAttributes` in `ffi/common/layer_call.h`."""
     form = compiled_form(call.activation)
     assert form is not None, "limits.py rejects activations that compiled code does not have"
+    layout = 1 + LAYOUTS.index(experts.layout) if isinstance(experts, FusedExperts) else 0
     return {
         "num_experts": np.int32(call.shape.num_experts),
         "activation": np.int32(form.kind),
@@ -187,5 +187,6 @@ def _attributes(call: Call, schedule: Any) -> dict[str, np.int32 | np.float32 | 
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
         "power_of_two_scales": np.int32(powers_of_two(call.precision)),
+        "gate_up_layout": np.int32(layout),
         "schedule": np.array(schedule.numbers, np.int32),
     }

@@ -29,7 +29,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, Experts, FusedExperts
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.xla.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
@@ -71,23 +71,32 @@ class GateUp(NamedTuple):
     up: Float[Array, "rows intermediate"] | None
 
 
-def _gate_up(tokens: jax.Array, experts: Experts, batch: Batch, kind: GroupedGemm) -> GateUp:
+def _gate_up(tokens: jax.Array, experts: AnyExperts, batch: Batch, kind: GroupedGemm) -> GateUp:
+    if isinstance(experts, FusedExperts):
+        return GateUp(*experts.columns_of(times(tokens, experts.w_gate_up, batch, kind)))
     gate = times(tokens, experts.w_gate, batch, kind)
     up = None if experts.w_up is None else times(tokens, experts.w_up, batch, kind)
     return GateUp(gate, up)
 
 
-def _with_biases(gate_up: GateUp, experts: Experts, batch: Batch) -> GateUp:
+def _with_biases(gate_up: GateUp, experts: AnyExperts, batch: Batch) -> GateUp:
     """Returns the inputs of the activation in float32, zero behind the last row."""
 
     def wide(projection: jax.Array, bias: jax.Array | None) -> jax.Array:
         dtype = jnp.promote_types(projection.dtype, jnp.float32)
         return jnp.where(batch.is_row, projection.astype(dtype) + bias_of_row(bias, batch), 0)
 
-    return GateUp(wide(gate_up.gate, experts.b_gate), None if gate_up.up is None else wide(gate_up.up, experts.b_up))
+    b_gate, b_up = _biases_of_projections(experts)
+    return GateUp(wide(gate_up.gate, b_gate), None if gate_up.up is None else wide(gate_up.up, b_up))
 
 
-def _down(gate_up: GateUp, experts: Experts, batch: Batch, call: Call) -> Float[Array, "rows hidden"]:
+def _biases_of_projections(experts: AnyExperts) -> tuple[jax.Array | None, jax.Array | None]:
+    if not isinstance(experts, FusedExperts):
+        return experts.b_gate, experts.b_up
+    return (None, None) if experts.b_gate_up is None else experts.columns_of(experts.b_gate_up)
+
+
+def _down(gate_up: GateUp, experts: AnyExperts, batch: Batch, call: Call) -> Float[Array, "rows hidden"]:
     gate, up = _with_biases(gate_up, experts, batch)
     h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype)
     out = times(h, experts.w_down, batch, call.plan.grouped_gemm)
@@ -99,11 +108,17 @@ class RowCotangents(NamedTuple):
 
     dtokens: Float[Array, "rows hidden"]
     dweight: Float[Array, "rows 1"]
-    dexperts: Experts
+    dexperts: AnyExperts
 
 
 def _batch_vjp(
-    tokens: jax.Array, dout: jax.Array, weight: jax.Array, gate_up: GateUp, experts: Experts, batch: Batch, call: Call
+    tokens: jax.Array,
+    dout: jax.Array,
+    weight: jax.Array,
+    gate_up: GateUp,
+    experts: AnyExperts,
+    batch: Batch,
+    call: Call,
 ) -> RowCotangents:
     """Differentiates `weight * (h(tokens) @ w_down + b_down)` for the cotangent `dout` of the output's tokens.
 
@@ -120,8 +135,21 @@ def _batch_vjp(
     if experts.b_down is not None:
         dweight += jnp.sum(dout * bias_of_row(experts.b_down, batch).astype(h.dtype), -1, keepdims=True)  # pyright: ignore
 
+    w_down = sum_of_outer_products(weighted_h, dout, batch.rows_per_expert)
+    b_down = bias_vjp((weight * dout).astype(dtype), batch, experts.b_down)
     dgate, dup = call.activation.vjp(gate, up, weight * dh)
     dgate = dgate.astype(dtype)
+    if isinstance(experts, FusedExperts):
+        assert dup is not None
+        both = experts.join(dgate, dup.astype(dtype))
+        dexperts: AnyExperts = dataclasses.replace(
+            experts,
+            w_gate_up=sum_of_outer_products(tokens, both, batch.rows_per_expert),
+            w_down=w_down,
+            b_gate_up=bias_vjp(both, batch, experts.b_gate_up),
+            b_down=b_down,
+        )
+        return RowCotangents(times_transposed(both, experts.w_gate_up, batch, kind).astype(dtype), dweight, dexperts)
     dtokens = times_transposed(dgate, experts.w_gate, batch, kind)
     dw_up = None
     if experts.w_up is not None and dup is not None:
@@ -132,10 +160,10 @@ def _batch_vjp(
     dexperts = Experts(
         w_gate=sum_of_outer_products(tokens, dgate, batch.rows_per_expert),
         w_up=dw_up,
-        w_down=sum_of_outer_products(weighted_h, dout, batch.rows_per_expert),
+        w_down=w_down,
         b_gate=bias_vjp(dgate, batch, experts.b_gate),
         b_up=None if dup is None else bias_vjp(dup, batch, experts.b_up),
-        b_down=bias_vjp((weight * dout).astype(dtype), batch, experts.b_down),
+        b_down=b_down,
     )
     return RowCotangents(dtokens.astype(dtype), dweight, dexperts)
 
@@ -217,7 +245,7 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 def backward(
     call: Call, inputs: Inputs, dy: jax.Array, rows: LocalRows | None = None, gate_up: GateUp | None = None
-) -> tuple[jax.Array, jax.Array, Experts]:
+) -> tuple[jax.Array, jax.Array, AnyExperts]:
     """Returns the gradients of x, of `topk_weights` and of the experts, `None` for matrices that came quantised.
 
     Args:
@@ -229,11 +257,11 @@ def backward(
     """
     rows = _sorted_rows(call, inputs) if rows is None else rows
     group, plan, call = call.group, call.plan, call.wide
-    frozen = isinstance(inputs.experts.w_gate, QuantizedMatrix)
+    frozen = isinstance(inputs.experts.matrix, QuantizedMatrix)
     experts = decode_8_bits(inputs.experts, inputs.x.dtype)
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
-    def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, Experts]:
+    def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, AnyExperts]:
         token_rows = take_rows(tokens, batch)
         weight = jnp.where(batch.is_row, weights.reshape(-1, 1)[batch.slot_of_row], 0)
         gate_up = _gate_up(token_rows, experts, batch, plan.grouped_gemm) if gate_up is None else gate_up
@@ -254,7 +282,7 @@ def backward(
     return _combine(dx, group), _combine(dweights, group).astype(inputs.topk_weights.dtype), dexperts
 
 
-def _biases_of(experts: Experts) -> Experts:
+def _biases_of(experts: AnyExperts) -> AnyExperts:
     """Returns experts without matrices: what of them has gradients where those came quantised."""
     nothing: Any = None
     return dataclasses.replace(experts, w_gate=nothing, w_up=None, w_down=nothing)

@@ -44,6 +44,14 @@ __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row
                : "memory");
 }
 
+// Of 8 columns lane l of every four has l and l + 4, packed in 16 bits each; returns 2 l and 2 l + 1 of them.
+__device__ __forceinline__ uint32_t as_neighbours(uint32_t apart, int lane) {
+  const int even = lane % 2 * 2;
+  const uint32_t first = __shfl_sync(0xffffffff, apart, even, 4);
+  const uint32_t second = __shfl_sync(0xffffffff, apart, even + 1, 4);
+  return __byte_perm(first, second, lane % 4 < 2 ? 0x5410 : 0x7632);
+}
+
 // True in one lane of a warp whose lanes are all here; the compiler then knows that a single thread runs the branch.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;

@@ -108,7 +108,8 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
 }
 
 // The 4 stages after the depth of h_gradient, which are not multiplied: gate and up of the tile, 64 columns each, from
-// their ring or from what the forward pass has saved. Epilogue HGradients uses them.
+// their ring or from what the forward pass has saved. Epilogue HGradients uses them. Of columns in turn both boxes have
+// gate and up, of 32 columns each.
 template <class Variant, class Track>
 __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                                  typename GemmShape<Variant>::Ring::Position& position,
@@ -117,7 +118,7 @@ __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const 
   const BackwardParams& p = cta.params;
   const int32_t boxes = ceil_div(task.rows, kBoxWidth);
   const bool saved = task.part == kSavedPart;
-  const CUtensorMap& projections = saved ? p.saved_rows : p.projections;
+  const CUtensorMap& projections = saved ? p.saved_rows : p.read_projections;
   // Saved rows are not in a ring; this block's part of the tile begins as far from its start.
   constexpr int32_t kParts = Tiling::kBlocks;
   const int32_t first_saved_row = task.row_tile * p.schedule.tile.rows + task.ring_slot % kParts * Tiling::kRows;
@@ -129,12 +130,13 @@ __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const 
     ring.commit(position, boxes * p.shape.projections * Stage::A::kBoxBytes);
     Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
+    const ProjectionBoxes at(cta.interleaved(), column);
 #pragma unroll
     for (int box = 0; box < Stage::A::kBoxes; ++box) {
       if (box >= boxes) break;
       const int32_t row = first_row + kBoxWidth * box;
-      ptx::load_box(stage.a.box(box), &projections, full, policy, column, 0, row);
-      if (p.gated) ptx::load_box(stage.b.box(box), &projections, full, policy, column, 1, row);
+      ptx::load_box(stage.a.box(box), &projections, full, policy, at.first_column, 0, row);
+      if (p.gated) ptx::load_box(stage.b.box(box), &projections, full, policy, at.second_column, at.second_plane, row);
     }
     position.advance();
   }

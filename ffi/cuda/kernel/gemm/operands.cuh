@@ -78,8 +78,10 @@ struct InHalves {
 
   template <class Params>
   static __device__ __forceinline__ InHalves columns_of(const Params& p, const Task& task) {
-    const int32_t first = task.column_tile * (p.gated ? Tiling::kColumns / 2 : Tiling::kColumns);
-    return {first, p.gated ? first : first + Tiling::kColumns / 2};
+    // Of columns in turn both maps have all of them: a tile's are side by side, gate and up of a column in one thread.
+    const bool both = p.gated && !p.interleaved();
+    const int32_t first = task.column_tile * (both ? Tiling::kColumns / 2 : Tiling::kColumns);
+    return {first, both ? first : first + Tiling::kColumns / 2};
   }
   template <class Params, class Copy>
   __device__ __forceinline__ void load(const Params& p, const Task& task, int32_t, int32_t k, int box,
@@ -129,6 +131,17 @@ struct PackedInHalves {
   }
 
   const int32_t first, second;
+};
+
+// Where the boxes of 64 columns of gate and of up begin among the projections of a row, for h_gradient: in planes of
+// their own, or of columns in turn in one.
+struct ProjectionBoxes {
+  __device__ __forceinline__ ProjectionBoxes(bool interleaved, int32_t column)
+      : first_column(interleaved ? 2 * column : column),
+        second_column(interleaved ? 2 * column + kBoxWidth : column),
+        second_plane(interleaved ? 0 : 1) {}
+
+  int32_t first_column, second_column, second_plane;
 };
 
 // Depths. steps() of a task are the stages that it multiplies, of kDepth elements along K each; for_each_step() calls

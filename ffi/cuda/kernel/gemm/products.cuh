@@ -116,11 +116,12 @@ using GateGradients = RingRows<&BackwardParams::projections, 0>;
 using UpGradients = RingRows<&BackwardParams::projections, 1>;
 using BothGradients = RingRows<&BackwardParams::projections, kPlaneOfPart>;  // of gate, of up
 using WeightedHs = RingRows<&BackwardParams::h>;
+using GateUpPlanes = OfExpert<&BackwardParams::w_gate_plane, &BackwardParams::w_up_plane>;
 using Products = ProductTable<
     //      task                  A                         B                         depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         Projections>,
     Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByDepth<DownWeights>,     Hidden,         HGradients>,
-    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpWeights>,   EachProjection, TokenGradients>,
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByDepth<GateUpPlanes>,    EachProjection, TokenGradients>,
     Product<Gemm::kGateGradient,  ByWidth<Tokens>,          ByWidth<GateGradients>,   SegmentRows,    WeightGradients>,
     Product<Gemm::kUpGradient,    ByWidth<Tokens>,          ByWidth<UpGradients>,     SegmentRows,    WeightGradients>,
     Product<Gemm::kDownGradient,  ByWidth<WeightedHs>,      ByWidth<OutputGradients>, SegmentRows,    WeightGradients>>;
@@ -129,7 +130,7 @@ using DecodedProducts = ProductTable<
     //      task                  A                         B                                             depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         Projections>,
     Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByWidth<DownWeights>,                         Hidden,         HGradients>,
-    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByWidth<GateUpWeights>,                       EachProjection, TokenGradients>>;
+    Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByWidth<GateUpPlanes>,                        EachProjection, TokenGradients>>;
 }  // namespace backward_pass
 // clang-format on
 

@@ -45,7 +45,8 @@ struct Answers {
     if constexpr (Variant::Precision::kTokens.is_scaled()) {
       multiply_channels<0, Tiling::kColumns>(cta, sums, thread, columns, cta.params.w_down_scales, task.expert);
     }
-    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, cta.params.b_down, task.expert);
+    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, cta.params.b_down,
+                                           int64_t{task.expert} * columns.count);
     store_answers(cta, task, thread, target, sums);
   }
 };

@@ -19,17 +19,23 @@ __device__ __forceinline__ TileColumns h_columns_of(const Cta<Variant>& cta, con
   return {task.column_tile * cta.params.schedule.tile.h_columns, cta.params.shape.intermediate};
 }
 
+// Those of gate and up, where they are in turn.
+__device__ __forceinline__ TileColumns pairs_of(TileColumns columns) { return {2 * columns.first, 2 * columns.count}; }
+
 template <class Variant>
 __device__ __forceinline__ void add_gate_up_biases(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                                    ptx::Accumulators& sums) {
   constexpr int kColumns = Tiling::kColumns;
   const auto& p = cta.params;
   const TileColumns columns = h_columns_of(cta, task);
-  if (p.gated) {
-    add_bias<Variant, 0, kColumns / 2>(sums, thread, columns, p.b_gate, task.expert);
-    add_bias<Variant, kColumns / 2, kColumns / 2>(sums, thread, columns, p.b_up, task.expert);
+  const int64_t first = int64_t{task.expert} * p.gate_up_pitch(columns.count);
+  if (cta.interleaved()) {
+    add_bias<Variant, 0, kColumns>(sums, thread, pairs_of(columns), p.b_gate, first);
+  } else if (p.gated) {
+    add_bias<Variant, 0, kColumns / 2>(sums, thread, columns, p.b_gate, first);
+    add_bias<Variant, kColumns / 2, kColumns / 2>(sums, thread, columns, p.b_up, first);
   } else {
-    add_bias<Variant, 0, kColumns>(sums, thread, columns, p.b_gate, task.expert);
+    add_bias<Variant, 0, kColumns>(sums, thread, columns, p.b_gate, first);
   }
 }
 
@@ -52,7 +58,13 @@ struct H {
     const TileColumns columns = h_columns_of(cta, task);
     add_gate_up_biases(cta, task, thread, sums);
     const bool saves = task.row_tile < p.schedule.saved_tiles;
-    if (p.gated) {
+    if (cta.interleaved()) {
+      if (saves) {
+        auto* const saved = saved_row(cta, task, thread);
+        store_projections<Variant, 1>(sums, thread, staging, pairs_of(columns), saved, task.rows);
+      }
+      store_paired_tile<Variant>(sums, thread, staging, columns, row, p.activation);
+    } else if (p.gated) {
       if (saves) store_projections<Variant, 2>(sums, thread, staging, columns, saved_row(cta, task, thread), task.rows);
       store_gated_tile<Variant>(sums, thread, staging, columns, row, p.activation);
     } else {
@@ -87,10 +99,10 @@ struct Projections {
     auto* row = row_in_ring(cta, task, thread, p.layout.projections, p.shape.projections * p.shape.intermediate);
     const TileColumns columns = h_columns_of(cta, task);
     add_gate_up_biases(cta, task, thread, sums);
-    if (p.gated) {
+    if (p.gated && !cta.interleaved()) {
       store_projections<Variant, 2>(sums, thread, staging, columns, row, task.rows);
     } else {
-      store_plain_tile<Variant>(sums, thread, staging, columns, row);
+      store_plain_tile<Variant>(sums, thread, staging, p.gated ? pairs_of(columns) : columns, row);
     }
   }
 };

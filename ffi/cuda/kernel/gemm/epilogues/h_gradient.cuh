@@ -15,6 +15,7 @@
 #include "cuda/device/ptx/tma.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
+#include "cuda/kernel/gemm/operands.cuh"
 
 namespace jaxmoe::epilogue {
 
@@ -28,21 +29,55 @@ __device__ __forceinline__ int32_t swizzled_offset(int first_block, int lane) {
   return row * kLineBytes + ((block ^ row % 8) << 4);
 }
 
+// The same of columns of gate and up in turn, 32 columns of both in each of two such boxes, of tile i of two blocks: the
+// 8 bytes of this lane's row that are gate and up of its two columns. No other lane has a part of them. The lane is asked
+// of the hardware each time: kept addresses would cost a backward pass registers that it does not have.
+template <class Tile>
+__device__ __forceinline__ uint2* pairs_of_lane(std::byte* projections, int first_block, int i, int lane) {
+  const int row = lane / 4, block = first_block + i / 2;
+  const int in_first_block = row * Tile::kLineBytes + (((lane % 4 / 2) ^ row) << 4) + 8 * (lane % 2);
+  std::byte* const tile = projections + block / 4 * sizeof(Tile) + 8 * (i % 2) * Tile::kLineBytes;
+  return reinterpret_cast<uint2*>(tile + (in_first_block ^ (block % 4 << 5)));
+}
+template <class Tile>
+__device__ __forceinline__ void load_pairs(uint32_t (&gates)[4], uint32_t (&ups)[4], std::byte* projections,
+                                           int first_block, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint2 pairs = *pairs_of_lane<Tile>(projections, first_block, i, lane);
+    gates[i] = __byte_perm(pairs.x, pairs.y, 0x5410);
+    ups[i] = __byte_perm(pairs.x, pairs.y, 0x7632);
+  }
+}
+template <class Tile>
+__device__ __forceinline__ void store_pairs(std::byte* projections, const uint32_t (&gates)[4],
+                                            const uint32_t (&ups)[4], int first_block, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *pairs_of_lane<Tile>(projections, first_block, i, lane) = {__byte_perm(gates[i], ups[i], 0x5410),
+                                                               __byte_perm(gates[i], ups[i], 0x7632)};
+  }
+}
+
 // The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them. `products` are
 // sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs. One Tile has gate, the
-// next up, a third one room for h.
+// next up, or both have columns of both in turn; a third one has room for h.
 template <ActivationKind kKind, class Precision, int kStep, class Tile>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
-                                              std::byte* gate, bool gated, const float (&routing_weights)[2],
-                                              float (&products)[2], int lane) {
+                                              std::byte* gate, bool gated, bool interleaved,
+                                              const float (&routing_weights)[2], float (&products)[2], int lane) {
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
     std::byte* const gate_row = gate + swizzled_offset<Tile::kLineBytes>(block, lane);
     std::byte* const up_row = gate_row + sizeof(Tile);
     std::byte* const h_row = up_row + sizeof(Tile);
     uint32_t gates[4], ups[4], h_values[4];
-    ptx::load_tiles(gates, gate_row);
-    if (gated) ptx::load_tiles(ups, up_row);
+    if (interleaved) {
+      load_pairs<Tile>(gates, ups, gate, block, ptx::read_lane());
+    } else {
+      ptx::load_tiles(gates, gate_row);
+      if (gated) ptx::load_tiles(ups, up_row);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* pair = sums.values + 4 * (8 * kStep + block + i / 2) + 2 * (i % 2);
@@ -58,8 +93,12 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
       gates[i] = Precision::pack(of_first * first.gate, of_second * second.gate);
       if (gated) ups[i] = Precision::pack(of_first * first.up, of_second * second.up);
     }
-    ptx::store_tiles(gate_row, gates);
-    if (gated) ptx::store_tiles(up_row, ups);
+    if (interleaved) {
+      store_pairs<Tile>(gate, gates, ups, block, ptx::read_lane());
+    } else {
+      ptx::store_tiles(gate_row, gates);
+      if (gated) ptx::store_tiles(up_row, ups);
+    }
     ptx::store_tiles(h_row, h_values);
   }
 }
@@ -98,7 +137,7 @@ struct HGradients {
       std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
       with_activation_kind(p.activation.kind, [&](auto kind) {
         differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(
-            sums, p.activation, gate, p.gated, routing_weights, products, thread.lane);
+            sums, p.activation, gate, p.gated, cta.interleaved(), routing_weights, products, thread.lane);
       });
       ptx::fence_proxy_async_shared();
       __syncwarp();
@@ -106,8 +145,11 @@ struct HGradients {
       if (thread.lane == 0) {
         const int32_t column = task.column_tile * Tiling::kColumns + kStep * kStepColumns;
         const int32_t row = static_cast<int32_t>(ring_row_of<Variant>(task, first_row));
-        ptx::store_box(&p.few_projections, gate, column, 0, row);
-        if (p.gated) ptx::store_box(&p.few_projections, gate + kColumnsBytes, column, 1, row);
+        const ProjectionBoxes at(cta.interleaved(), column);
+        ptx::store_box(&p.few_projections, gate, at.first_column, 0, row);
+        if (p.gated) {
+          ptx::store_box(&p.few_projections, gate + kColumnsBytes, at.second_column, at.second_plane, row);
+        }
         ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
         ptx::commit_stores();
         ptx::wait_stores_read<1>();

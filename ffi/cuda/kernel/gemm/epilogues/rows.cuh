@@ -30,14 +30,14 @@ struct TileColumns {
   int32_t count;  // of the whole result, a multiple of 8; those of the tile beyond it are not stored
 };
 
-// Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. `biases` are
-// `columns.count` elements of each expert; null where there are none.
+// Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. That of the
+// expert begins at element `first` of `biases`, which are null where there are none.
 template <class Variant, int kFirstSum, int kSums>
 __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThread& thread, TileColumns columns,
-                                         const void* biases, int32_t expert) {
+                                         const void* biases, int64_t first) {
   if (biases == nullptr) return;
   using Wide = typename Variant::Precision::Wide;
-  const auto* bias = static_cast<const typename Wide::Element*>(biases) + int64_t{expert} * columns.count;
+  const auto* bias = static_cast<const typename Wide::Element*>(biases) + first;
 #pragma unroll
   for (int block = 0; block < kSums / 8; ++block) {
     const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
@@ -178,9 +178,42 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
   epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
 
+// The same of columns of gate and up in turn: of every 8 accumulator columns a lane has gate and up of one column of h,
+// of 16 two that are 4 apart, and four lanes trade those for neighbours. 64 shuffles of a thread.
+template <class Variant>
+__device__ __forceinline__ void store_paired_tile(const ptx::Accumulators& sums, const MathThread& thread,
+                                                  std::byte* staging, TileColumns columns,
+                                                  typename GemmShape<Variant>::Wide* row,
+                                                  const Activation& activation) {
+  using Shape = GemmShape<Variant>;
+  using Precision = typename Variant::Precision::Wide;
+  constexpr int kColumns = Tiling::kColumns / 2;
+  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
+  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
+  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
+  epilogue::acquire_staging();
+  with_activation_kind(activation.kind, [&](auto kind) {
+#pragma unroll
+    for (int block = 0; block < kColumns / 8; block += 2) {
+      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns of h, then of the next
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* first = sums.values + 4 * 2 * (block + i / 2) + 2 * (i % 2);
+        const float* fourth_after = first + 4;
+        const uint32_t apart =
+            Precision::pack(activate_as<decltype(kind)::value>(activation, first[0], first[1]),
+                            activate_as<decltype(kind)::value>(activation, fourth_after[0], fourth_after[1]));
+        tiles[i] = ptx::as_neighbours(apart, thread.lane);
+      }
+      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
+    }
+  });
+  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+}
+
 // Gate and up before the activation, for a backward pass: kParts = 2, 128 columns of each, side by side in the
-// accumulators and in every line of the staging; or 256 of gate. `row` is where the gate of this thread's row begins;
-// up follows it. Rows of the tile from `rows` on are stored as zeros.
+// accumulators and in every line of the staging; or 256 of gate, or of both in turn. `row` is where the gate of this
+// thread's row begins; up follows it. Rows of the tile from `rows` on are stored as zeros.
 template <class Variant, int kParts>
 __device__ __forceinline__ void store_projections(const ptx::Accumulators& sums, const MathThread& thread,
                                                   std::byte* staging, TileColumns columns,

@@ -27,16 +27,19 @@ struct Matrix {
   int64_t sums;        // where its sums begin in the weight sums, in numbers
   int64_t bias_sums;
   int32_t rows, columns;
+  int32_t pitch;  // columns from one row of the gradient to the next
 };
 
 __device__ __forceinline__ Matrix matrix_of(const BackwardParams& p, Gemm gemm) {
   const int32_t hidden = p.shape.hidden, intermediate = p.shape.intermediate;
   const int64_t size = int64_t{hidden} * intermediate;
   const int64_t biases = (p.shape.projections + 1) * size;
-  if (gemm == Gemm::kGateGradient) return {p.dw_gate, p.db_gate, 0, biases, hidden, intermediate};
-  if (gemm == Gemm::kUpGradient) return {p.dw_up, p.db_up, size, biases + intermediate, hidden, intermediate};
+  const int32_t pitch = p.gate_up_pitch(intermediate);
+  // Of columns in turn not of gate and of up, but of the first and of the second half of both.
+  if (gemm == Gemm::kGateGradient) return {p.dw_gate, p.db_gate, 0, biases, hidden, intermediate, pitch};
+  if (gemm == Gemm::kUpGradient) return {p.dw_up, p.db_up, size, biases + intermediate, hidden, intermediate, pitch};
   return {p.dw_down, p.db_down, p.shape.projections * size, biases + int64_t{p.shape.projections} * intermediate,
-          intermediate, hidden};
+          intermediate, hidden, hidden};
 }
 
 // Adds what earlier segments of the expert have left in `sums`, and leaves the result to the next one, if there is one.
@@ -62,14 +65,14 @@ struct WeightGradients {
     // Gradients in float32 are their own sums: every segment adds to them in place.
     const bool in_place = p.wide_gradients;
     if (in_place || task.part != (kFirstPart | kLastPart)) {
-      float* of_matrix = in_place ? static_cast<float*>(matrix.gradient) +
-                                        int64_t{task.expert} * matrix.rows * matrix.columns
+      const int32_t pitch = in_place ? matrix.pitch : matrix.columns;
+      float* of_matrix = in_place ? static_cast<float*>(matrix.gradient) + int64_t{task.expert} * matrix.rows * pitch
                                   : cta.template at<float>(p.layout.weight_sums) + matrix.sums;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int32_t row = first_row + Roles::kWarpRows * thread.warp + 8 * half + thread.lane / 4;
         if (row >= matrix.rows) continue;
-        float* of_row = of_matrix + int64_t{row} * matrix.columns;
+        float* of_row = of_matrix + int64_t{row} * pitch;
 #pragma unroll
         for (int block = 0; block < Tiling::kColumns / 8; ++block) {
           const int32_t column = columns.first + 8 * block + 2 * (thread.lane % 4);
@@ -86,7 +89,7 @@ struct WeightGradients {
     const int32_t row = first_row + thread.tile_row();
     Element* target = row >= matrix.rows ? nullptr
                                          : static_cast<Element*>(matrix.gradient) +
-                                               (int64_t{task.expert} * matrix.rows + row) * matrix.columns;
+                                               (int64_t{task.expert} * matrix.rows + row) * matrix.pitch;
     store_plain_tile<Variant>(sums, thread, cta.shared.gemm.staging.of_warp(thread.warp), columns, target);
   }
 
@@ -136,14 +139,14 @@ struct WeightGradients {
     const bool in_place = p.wide_gradients;
     if (in_place || task.part != (kFirstPart | kLastPart)) {
       const int32_t part = in_place ? task.part & ~kLastPart : task.part;
-      float* of_bias = (in_place ? static_cast<float*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.columns
+      float* of_bias = (in_place ? static_cast<float*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.pitch
                                  : cta.template at<float>(p.layout.weight_sums) + matrix.bias_sums) +
                        column;
       add_up_segments(pairs[0], of_bias, part);
       add_up_segments(pairs[1], of_bias + 2, part);
     }
     if (in_place || !(task.part & kLastPart)) return;
-    Element* target = static_cast<Element*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.columns + column;
+    Element* target = static_cast<Element*>(matrix.bias_gradient) + int64_t{task.expert} * matrix.pitch + column;
     *reinterpret_cast<uint2*>(target) = {Precision::pack(pairs[0][0], pairs[0][1]),
                                          Precision::pack(pairs[1][0], pairs[1][1])};
   }

@@ -1,0 +1,233 @@
+"""Experts with gate and up in one array: what they are, where they go, and that no program slices them.
+
+What they compute is in tests/layer_suite.py, which every implementation inherits.
+"""
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import native
+from jaxmoe.convert import MoEWeights, to_hf
+from jaxmoe.experts import LAYOUTS
+from jaxmoe.options import Arguments
+from jaxmoe.testing import make_inputs, relative_error
+
+E, D, F = 4, 16, 24
+SIZES: dict[str, Any] = {"tokens": 32, "hidden": D, "intermediate": F, "num_experts": E, "top_k": 2}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def inputs(layout: Any, **options: Any) -> Arguments:
+    return make_inputs(3, **SIZES, biases=True, layout=layout, **options)
+
+
+def layer(arguments: Arguments, **options: Any) -> jax.Array:
+    return jaxmoe.moe_layer(*arguments[:4], **{"axis_name": None, "implementation": "reference"} | options)
+
+
+def gradients(arguments: Arguments, **options: Any) -> Any:
+    def loss(x: jax.Array, experts: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(layer(arguments._replace(x=x, experts=experts), **options)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(arguments.x, arguments.experts)
+
+
+# --- what they are ----------------------------------------------------------------------------------------------------
+
+
+def test_halves_have_all_columns_of_gate_first_and_interleaved_ones_take_turns():
+    columns = jnp.arange(8.0).reshape(1, 1, 8)
+    down = jnp.ones((1, 4, 1))
+    halves = jaxmoe.Experts.from_fused(columns, down, layout="halves").split()
+    np.testing.assert_array_equal(halves.w_gate[0, 0], [0, 1, 2, 3])
+    np.testing.assert_array_equal(halves.w_up[0, 0], [4, 5, 6, 7])
+    in_turn = jaxmoe.Experts.from_fused(columns, down, layout="interleaved").split()
+    np.testing.assert_array_equal(in_turn.w_gate[0, 0], [0, 2, 4, 6])
+    np.testing.assert_array_equal(in_turn.w_up[0, 0], [1, 3, 5, 7])
+
+
+@LAYOUT
+def test_split_is_the_way_back_of_fuse(layout):
+    apart = inputs(None).experts
+    jax.tree.map(np.testing.assert_array_equal, apart.fuse(layout).split(), apart)
+
+
+@LAYOUT
+def test_they_are_a_pytree_that_says_its_sizes_formats_and_layout(layout):
+    experts = inputs(layout).experts
+    assert (experts.num_experts, experts.hidden, experts.intermediate, experts.gated) == (E, D, F, True)
+    assert len(jax.tree.leaves(experts)) == 4
+    text = repr(experts)
+    assert text.startswith(f"FusedExperts(w_gate_up=float32[{E}, {D}, {2 * F}]")
+    assert f"layout='{layout}'" in text
+    assert jax.tree.structure(experts) != jax.tree.structure(inputs(None).experts)
+    assert experts.astype(jnp.bfloat16).w_gate_up.dtype == jnp.bfloat16
+    assert experts.astype(jnp.bfloat16).layout == layout
+
+
+@LAYOUT
+def test_a_program_with_them_can_be_exported_and_read_again(layout):
+    arguments = inputs(layout)
+    run = jax.jit(lambda x, experts: layer(arguments._replace(x=x, experts=experts), implementation="xla"))
+    stored = jax.export.export(run)(arguments.x, arguments.experts).serialize()
+    y = jax.export.deserialize(stored).call(arguments.x, arguments.experts)
+    assert relative_error(y, layer(arguments)) < 1e-5
+
+
+# --- no program slices them -------------------------------------------------------------------------------------------
+
+
+def moved_weights(text: str) -> list[str]:
+    """Returns the operations of a program between matrices with the columns of gate and such with those of both."""
+    both, gate = rf"x{D}x{2 * F}x", rf"x{D}x{F}x"
+    operations = (line for line in text.splitlines() if "stablehlo." in line)
+    return [line for line in operations if re.search(both, line) and re.search(gate, line)]
+
+
+@LAYOUT
+@pytest.mark.parametrize("implementation", ["megakernel", "xla"])
+def test_a_forward_and_a_backward_pass_slice_no_weights(layout, implementation):
+    if implementation == "megakernel":
+        native.targets("cpu")
+    arguments = inputs(layout)
+
+    def both(x: jax.Array, experts: Any) -> Any:
+        run = lambda x, e: layer(arguments._replace(x=x, experts=e), implementation=implementation)  # noqa: E731
+        y, pull_back = jax.vjp(run, x, experts)
+        return y, pull_back(jnp.ones_like(y))
+
+    text = jax.jit(both).lower(arguments.x, arguments.experts).as_text()
+    assert moved_weights(text) == []
+    # The same weights as two arrays that are put together in the program: what the search above would find.
+    apart = arguments.experts.split()
+    joined = jax.jit(lambda x, e: both(x, e.fuse(layout))).lower(arguments.x, apart).as_text()
+    assert moved_weights(joined)
+
+
+# --- where they go ----------------------------------------------------------------------------------------------------
+
+
+@LAYOUT
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_tokens_in_16_bits_take_them_in_float32_and_their_gradients_are_float32(layout, implementation):
+    arguments = inputs(layout)
+    arguments = arguments._replace(x=arguments.x.astype(jnp.bfloat16))
+    _, of_experts = gradients(arguments, implementation=implementation)
+    assert isinstance(of_experts, jaxmoe.FusedExperts)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(of_experts))
+
+
+def test_a_precision_rounds_what_they_are_apart():
+    arguments = inputs("interleaved")
+    apart = arguments._replace(experts=arguments.experts.split())
+    options = {"precision": "fp8", "implementation": "xla"}
+    np.testing.assert_array_equal(layer(arguments, **options), layer(apart, **options))
+    found, expected = gradients(arguments, **options)[1].split(), gradients(apart, **options)[1]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    one, other = (jaxmoe.quantize(each.experts, "128x128") for each in (arguments, apart))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, [AxisType.Explicit, AxisType.Auto], strict=True))
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [(P("expert", "data"), {"hidden_axis": "data"}), (P("expert", None, "data"), {"intermediate_axis": "data"})],
+    ids=["FSDP", "FSDP of the columns"],
+)
+def test_they_may_be_split_over_axes_of_the_tokens(layout, kind, spec, options):
+    arguments = inputs(layout)
+    truth, (of_x, of_experts) = layer(arguments), gradients(arguments)
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(kind,) * 2)
+    options = {"axis_name": "expert", "data_axes": "data", "implementation": "xla"} | options
+    with jax.set_mesh(mesh):
+        placed = arguments.experts
+        placed = dataclasses.replace(placed, w_gate_up=jax.device_put(placed.w_gate_up, NamedSharding(mesh, P(*spec))))
+        spread = arguments._replace(experts=placed)
+        y, (dx, dexperts) = layer(spread, **options), gradients(spread, **options)
+    assert relative_error(y, truth) < 1e-5
+    assert relative_error(dx, of_x) < 1e-5
+    for got, want in zip(jax.tree.leaves(dexperts), jax.tree.leaves(of_experts), strict=True):
+        assert relative_error(got, want) < 1e-5
+    assert dexperts.w_gate_up.sharding.is_equivalent_to(placed.w_gate_up.sharding, 3)
+
+
+def tensor_mesh() -> Any:
+    return jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_ranks_compute_parts_of_interleaved_ones():
+    arguments, mesh = inputs("interleaved"), tensor_mesh()
+    options = {"axis_name": "expert", "intermediate_axis": "tensor", "implementation": "xla", "mesh": mesh}
+    assert relative_error(layer(arguments, **options), layer(arguments)) < 1e-5
+    found, expected = gradients(arguments, **options), gradients(arguments)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(got, want) < 1e-5
+    text = jax.jit(lambda a: layer(a, **options)).lower(arguments).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+    assert moved_weights(text) == []
+
+
+def test_ranks_that_would_compute_parts_of_halves_are_told_what_to_do():
+    arguments, mesh = inputs("halves"), tensor_mesh()
+    refused = pytest.raises(ValueError, match=r"'tensor' in intermediate_axis .* layout='halves'.*experts.split\(\)")
+    with refused:
+        layer(arguments, axis_name="expert", intermediate_axis="tensor", mesh=mesh)
+    # Not named, and known: gathered, so that ranks repeat the work, and a warning says so.
+    w_gate_up = jax.device_put(arguments.experts.w_gate_up, NamedSharding(mesh, P("expert", None, "tensor")))
+    spread = arguments._replace(experts=dataclasses.replace(arguments.experts, w_gate_up=w_gate_up))
+    with jax.set_mesh(mesh), pytest.warns(jaxmoe.RepeatedWorkWarning, match="'tensor'"):
+        y = layer(spread, axis_name="expert")
+    assert relative_error(y, layer(arguments)) < 1e-5
+
+
+def test_a_flax_layer_and_a_checkpoint_are_made_of_what_they_are_apart():
+    apart = make_inputs(5, **SIZES).experts
+    router = jax.random.normal(jax.random.key(0), (D, E))
+    fused, expected = (to_hf(MoEWeights(experts, router), "mixtral", 0) for experts in (apart.fuse("halves"), apart))
+    jax.tree.map(np.testing.assert_array_equal, fused, expected)
+    nnx = pytest.importorskip("jaxmoe.nnx")
+    x = jax.random.normal(jax.random.key(1), (8, D))
+    config = jaxmoe.RouterConfig.mixtral()
+    outputs = [
+        nnx.MoE.from_weights(MoEWeights(experts, router), config, axis_name=None)(x)[0]
+        for experts in (apart.fuse("halves"), apart)
+    ]
+    np.testing.assert_array_equal(*outputs)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together_is_named():
+    arguments = inputs("halves")
+    experts = arguments.experts
+
+    def refused(kind: Any, match: str, **changes: Any) -> None:
+        with pytest.raises(kind, match=match), warnings.catch_warnings():
+            layer(arguments._replace(experts=dataclasses.replace(experts, **changes)))
+
+    with pytest.raises(ValueError, match=r"layout='columns' is not known. It must be 'halves'"):
+        jaxmoe.Experts.from_fused(experts.w_gate_up, experts.w_down, layout="columns")  # pyright: ignore
+    refused(ValueError, rf"w_down has shape .* must be \({E}, {F}, {D}\)", w_down=experts.w_down[:, 1:])
+    refused(ValueError, r"must have an even number of columns", w_gate_up=experts.w_gate_up[..., 1:])
+    refused(ValueError, r"w_gate_up has shape .*\[experts, hidden, 2 \* intermediate\]", w_gate_up=experts.w_gate_up[0])
+    refused(ValueError, r"have to be transposed", w_gate_up=experts.w_gate_up.swapaxes(1, 2))
+    refused(ValueError, rf"b_gate_up has shape .* must be \({E}, {2 * F}\)", b_gate_up=experts.b_gate_up[:, 1:])
+    refused(TypeError, r"experts.w_down is None", w_down=None)
+    refused(TypeError, r"experts.w_gate_up is bfloat16, x is float32", w_gate_up=experts.w_gate_up.astype(jnp.bfloat16))
+    in_8_bits = jaxmoe.quantize(experts).w_down
+    refused(TypeError, r"gate and up in one array must be wide", w_down=in_8_bits)
+    with pytest.raises(ValueError, match=r"w_up is None: a plain FFN has no up projection"):
+        make_inputs(0, **SIZES, gated=False).experts.fuse("halves")
+    with pytest.raises(TypeError, match=r"w_gate is BlockScaled, and only wide matrices are fused"):
+        jaxmoe.quantize(experts).fuse("halves")
