@@ -71,6 +71,7 @@ docs/exchange
 docs/losses
 docs/scaling
 docs/reliability
+docs/what_works_where
 docs/performance
 ```
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.experts import LAYOUTS
+from jaxmoe.experts import LAYOUTS, split
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, dense, identity_experts, make_inputs
 from tests.layer_calls import (
@@ -115,15 +115,18 @@ class LayerSuite(LayerChecks):
     def test_gate_and_up_in_one_array_equal_the_reference_and_have_the_output_of_two(self, structure, routing):
         arguments = self.inputs(29, **FUSED[structure], routing=routing)
         self.check(arguments)
-        apart = arguments._replace(experts=arguments.experts.split())
+        apart = arguments._replace(experts=split(arguments.experts))
         np.testing.assert_array_equal(self.both(arguments)[0], self.both(apart)[0])
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_what_is_kept_of_gate_and_up_in_one_array_changes_no_bit(self, layout):
+    def test_what_is_kept_of_gate_and_up_in_one_array_changes_nothing(self, layout):
+        """No bit of the megakernel. What nobody keeps XLA may round less often: 1 bit of BF16 on GPUs (jax 0.11.2)."""
         arguments = self.inputs(33, biases=True, token_valid=True, routing="zipf", layout=layout)
-        kept, again = (as_dict(self.both(arguments, residuals=residuals)) for residuals in ("save", "recompute"))
-        for key, value in kept.items():
-            np.testing.assert_array_equal(value, again[key], key)
+        kept, again = (self.both(arguments, residuals=residuals) for residuals in ("save", "recompute"))
+        if self.implementation == "megakernel":
+            jax.tree.map(np.testing.assert_array_equal, kept, again)
+        else:
+            self.assert_near(kept, again)
 
     @settings(max_examples=4)
     @given(

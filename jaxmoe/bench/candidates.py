@@ -20,7 +20,6 @@ from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import Pass
-from jaxmoe.experts import Layout
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
 from jaxmoe.network.plan import NetworkPlan
@@ -54,7 +53,7 @@ class Candidate:
     residuals: str | None = None
     precision: Precision | None = None
     network: NetworkPlan | None = None
-    fused: Layout | None = None
+    fused: str | None = None
 
     @property
     def plan_fields(self) -> dict[str, Any] | None:
@@ -94,7 +93,7 @@ def candidates(
     pass_name: Pass = "forward",
     residuals: str | None = None,
     networks: Sequence[NetworkPlan] = (),
-    fused: Sequence[Layout] = (),
+    fused: Sequence[str] = (),
 ) -> list[Candidate]:
     """Returns what to measure of an implementation, its default plan first, plans between hosts last.
 
@@ -183,7 +182,7 @@ def program(
 
 
 @functools.lru_cache(maxsize=2)
-def _fused(mesh: Mesh, layout: Layout) -> Callable[[jaxmoe.Experts], jaxmoe.FusedExperts]:
+def _fused(mesh: Mesh, layout: Any) -> Callable[[jaxmoe.Experts], jaxmoe.FusedExperts]:
     return jax.jit(lambda experts: experts.fuse(layout), out_shardings=NamedSharding(mesh, P(AXIS)))
 
 

@@ -144,7 +144,7 @@ def from_flags() -> Options:
         terms=_TERMS.value,
         kernels=_KERNELS.value,
         networks=_networks(),
-        fused=tuple(_FUSED.value),  # pyright: ignore[reportArgumentType]
+        fused=tuple(_FUSED.value),
         json=Path(_JSON.value) if _JSON.value else None,
     )
 

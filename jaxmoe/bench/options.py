@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
 from jaxmoe.bench.passes import Pass
-from jaxmoe.experts import LAYOUTS, Layout
+from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Precision
@@ -147,7 +147,7 @@ class Options:
     terms: bool = False
     kernels: int = 0
     networks: tuple[NetworkPlan, ...] = ()
-    fused: tuple[Layout, ...] = ()
+    fused: tuple[str, ...] = ()
     json: Path | None = None
 
     def __post_init__(self) -> None:

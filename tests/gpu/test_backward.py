@@ -10,7 +10,7 @@ import pytest
 import jaxmoe
 from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
-from jaxmoe.experts import LAYOUTS
+from jaxmoe.experts import LAYOUTS, split
 from jaxmoe.testing import make_inputs
 from tests.layer_calls import LayerChecks, layer
 
@@ -65,7 +65,7 @@ def test_gate_and_up_in_one_array_of_real_sizes_have_the_bits_of_two_but_where_s
     arguments = CHECKS.inputs(37, **sizes, routing="zipf", biases=True, layout=layout, dtype=dtype)
     CHECKS.check(arguments, "all devices", plan=None)
     y, (dx, dweights, dexperts) = CHECKS.both(arguments, "all devices", plan=None)
-    apart = arguments._replace(experts=arguments.experts.split())
+    apart = arguments._replace(experts=split(arguments.experts))
     expected_y, (expected_dx, *expected) = CHECKS.both(apart, "all devices", plan=None)
     assert_same_bits((y, dweights, dexperts.split()), (expected_y, *expected))
     if layout == "halves":
@@ -80,7 +80,7 @@ def test_gate_and_up_in_one_float32_array_get_sums_that_are_never_rounded(layout
     plan = plan_with(unit_tiles=2, lag_units=1, ring_tiles=7, segment_tiles=3)
     options: dict[str, Any] = {"plan": plan, "residuals": residuals}
     fused, apart = (
-        CHECKS.gradients(each, "one rank", **options)[2] for each in (wide, wide._replace(experts=wide.experts.split()))
+        CHECKS.gradients(each, "one rank", **options)[2] for each in (wide, wide._replace(experts=split(wide.experts)))
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(fused))
     assert_same_bits(fused.split(), apart)

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxmoe import machine
+from jaxmoe.experts import LAYOUTS
 from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import launch
 from tests.multiprocess.test_hosts import assert_all_are_told
@@ -97,6 +98,15 @@ def test_groups_across_two_processes_of_several_gpus_get_the_output_and_gradient
 @pytest.mark.parametrize("mesh", meshes(SHARED_RANKS))
 def test_eight_ranks_that_share_gpus_get_the_output_and_gradients_of_the_reference(mesh):
     assert_right_with_the_same_bits(mesh, **SHARED)
+
+
+@pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
+@pytest.mark.parametrize("layout", ["apart", *LAYOUTS])
+def test_eight_ranks_that_share_gpus_split_experts_inside_and_get_the_output_and_gradients_of_the_reference(layout):
+    for output in start("splits", "megakernel", layout, **SHARED):
+        assert "calls gave the same bits" in output
+        for kind in ROUTING_KINDS:
+            assert re.search(rf"^{kind}: \d+ shards near the reference", output, re.M)
 
 
 @pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {"tokens": 32, "hidden": D, "intermediate": F, "num_expe
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def inputs(layout: Any, **options: Any) -> Arguments:
+def inputs(layout: Any, **options: Any) -> Any:
     return make_inputs(3, **SIZES, biases=True, layout=layout, **options)
 
 
@@ -48,10 +48,10 @@ def gradients(arguments: Arguments, **options: Any) -> Any:
 def test_halves_have_all_columns_of_gate_first_and_interleaved_ones_take_turns():
     columns = jnp.arange(8.0).reshape(1, 1, 8)
     down = jnp.ones((1, 4, 1))
-    halves = jaxmoe.Experts.from_fused(columns, down, layout="halves").split()
+    halves: Any = jaxmoe.Experts.from_fused(columns, down, layout="halves").split()
     np.testing.assert_array_equal(halves.w_gate[0, 0], [0, 1, 2, 3])
     np.testing.assert_array_equal(halves.w_up[0, 0], [4, 5, 6, 7])
-    in_turn = jaxmoe.Experts.from_fused(columns, down, layout="interleaved").split()
+    in_turn: Any = jaxmoe.Experts.from_fused(columns, down, layout="interleaved").split()
     np.testing.assert_array_equal(in_turn.w_gate[0, 0], [0, 2, 4, 6])
     np.testing.assert_array_equal(in_turn.w_up[0, 0], [1, 3, 5, 7])
 
@@ -191,7 +191,7 @@ def test_ranks_that_would_compute_parts_of_halves_are_told_what_to_do():
 
 
 def test_a_flax_layer_and_a_checkpoint_are_made_of_what_they_are_apart():
-    apart = make_inputs(5, **SIZES).experts
+    apart: Any = make_inputs(5, **SIZES).experts
     router = jax.random.normal(jax.random.key(0), (D, E))
     fused, expected = (to_hf(MoEWeights(experts, router), "mixtral", 0) for experts in (apart.fuse("halves"), apart))
     jax.tree.map(np.testing.assert_array_equal, fused, expected)
@@ -228,6 +228,6 @@ def test_what_does_not_go_together_is_named():
     in_8_bits = jaxmoe.quantize(experts).w_down
     refused(TypeError, r"gate and up in one array must be wide", w_down=in_8_bits)
     with pytest.raises(ValueError, match=r"w_up is None: a plain FFN has no up projection"):
-        make_inputs(0, **SIZES, gated=False).experts.fuse("halves")
+        inputs(None, gated=False).experts.fuse("halves")
     with pytest.raises(TypeError, match=r"w_gate is BlockScaled, and only wide matrices are fused"):
         jaxmoe.quantize(experts).fuse("halves")
