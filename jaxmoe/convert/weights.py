@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxmoe.experts import AnyExperts, Experts
+from jaxmoe.experts import Experts
 from jaxmoe.pytrees import pytree
 
 
@@ -15,7 +15,7 @@ class MoEWeights:
     `jaxmoe.nnx.MoE.from_weights` makes a Flax layer of them.
 
     Args:
-      experts: for `jaxmoe.moe_layer`; in as many bits as the checkpoint has them.
+      experts: for `jaxmoe.moe_layer`; in as many bits as the checkpoint has them. `FusedExperts` are taken too.
       router_kernel: `[hidden, experts]`; logits are `x @ router_kernel`, best in float32.
       router_bias: `[experts]`, added to the logits (gpt-oss).
       selection_bias: `[experts]`, the `selection_bias` of `jaxmoe.route` (DeepSeek, Kimi).
@@ -27,7 +27,7 @@ class MoEWeights:
         `experts.w_gate`. This library does not use them; `to_hf` gives them back.
     """
 
-    experts: AnyExperts
+    experts: Experts | Any
     router_kernel: Float[Array, "hidden experts"]
     router_bias: Float[Array, " experts"] | None = None
     selection_bias: Float[Array, " experts"] | None = None

@@ -138,7 +138,7 @@ def test_a_precision_rounds_what_they_are_apart():
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, [AxisType.Explicit, AxisType.Auto], strict=True))
+@pytest.mark.parametrize(("layout", "kind"), list(zip(LAYOUTS, [AxisType.Explicit, AxisType.Auto], strict=True)))
 @pytest.mark.parametrize(
     ("spec", "options"),
     [(P("expert", "data"), {"hidden_axis": "data"}), (P("expert", None, "data"), {"intermediate_axis": "data"})],
