@@ -85,7 +85,7 @@ def layer(placement: str, **options: Any):
 
     def in_shard_map(arguments: Arguments) -> Any:
         tokens = P(("data", "expert"))
-        specs = Arguments(tokens, tokens, tokens, P("expert"), tokens)  # pyright: ignore[reportArgumentType]
+        specs = Arguments(tokens, tokens, tokens, P("expert"), tokens)
         return jax.shard_map(call, mesh=data_expert, in_specs=(specs,), out_specs=tokens)(arguments)
 
     return in_shard_map
