@@ -147,35 +147,49 @@ __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::
 // global memory, a multiple of 16; null where that row is not to be stored (task.rows and beyond). Look it up before
 // multiply(), which then hides how long that takes.
 
-// h = activation(gate, up): 128 columns, gate of a column in accumulator column j and up in j + 128. All 16 rows of the
-// warp are staged at once, row r and row r + 8 in the two halves of line r.
+namespace epilogue {
+
+// 128 columns of h. All 16 rows of the warp are staged at once, row r and row r + 8 in the two halves of line r.
+// packed_h(activate, block, half) is what this lane has of rows r (half 0) or r + 8 (1) in 8 columns: two neighbours.
+template <class Variant, class PackedH>
+__device__ __forceinline__ void store_h(const MathThread& thread, std::byte* staging, TileColumns columns,
+                                        typename GemmShape<Variant>::Wide* row, const Activation& activation,
+                                        const PackedH& packed_h) {
+  using Shape = GemmShape<Variant>;
+  constexpr int kColumns = Tiling::kColumns / 2;
+  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
+  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
+  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
+  acquire_staging();
+  with_activation_kind(activation.kind, [&](auto kind) {
+    const auto activate = [&](float gate, float up) {
+      return activate_as<decltype(kind)::value>(activation, gate, up);
+    };
+#pragma unroll
+    for (int block = 0; block < kColumns / 8; block += 2) {
+      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tiles[i] = packed_h(activate, block + i / 2, i % 2);
+      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
+    }
+  });
+  store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+}
+
+}  // namespace epilogue
+
+// h = activation(gate, up): gate of a column in accumulator column j and up in j + 128.
 template <class Variant>
 __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                  std::byte* staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Wide* row,
                                                  const Activation& activation) {
-  using Shape = GemmShape<Variant>;
-  using Precision = typename Variant::Precision::Wide;
-  constexpr int kColumns = Tiling::kColumns / 2;
-  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
-  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
-  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
-  epilogue::acquire_staging();
-  with_activation_kind(activation.kind, [&](auto kind) {
-#pragma unroll
-    for (int block = 0; block < kColumns / 8; block += 2) {
-      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* gate = sums.values + 4 * (block + i / 2) + 2 * (i % 2);
-        const float* up = gate + 4 * (kColumns / 8);
-        tiles[i] = Precision::pack(activate_as<decltype(kind)::value>(activation, gate[0], up[0]),
-                                   activate_as<decltype(kind)::value>(activation, gate[1], up[1]));
-      }
-      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
-    }
-  });
-  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+  const auto packed_h = [&](const auto& activate, int block, int half) {
+    const float* gate = sums.values + 4 * block + 2 * half;
+    const float* up = gate + 4 * (Tiling::kColumns / 2 / 8);
+    return Variant::Precision::Wide::pack(activate(gate[0], up[0]), activate(gate[1], up[1]));
+  };
+  epilogue::store_h<Variant>(thread, staging, columns, row, activation, packed_h);
 }
 
 // The same of columns of gate and up in turn: of every 8 accumulator columns a lane has gate and up of one column of h,
@@ -185,30 +199,14 @@ __device__ __forceinline__ void store_paired_tile(const ptx::Accumulators& sums,
                                                   std::byte* staging, TileColumns columns,
                                                   typename GemmShape<Variant>::Wide* row,
                                                   const Activation& activation) {
-  using Shape = GemmShape<Variant>;
-  using Precision = typename Variant::Precision::Wide;
-  constexpr int kColumns = Tiling::kColumns / 2;
-  constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
-  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
-  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
-  epilogue::acquire_staging();
-  with_activation_kind(activation.kind, [&](auto kind) {
-#pragma unroll
-    for (int block = 0; block < kColumns / 8; block += 2) {
-      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns of h, then of the next
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* first = sums.values + 4 * 2 * (block + i / 2) + 2 * (i % 2);
-        const float* fourth_after = first + 4;
-        const uint32_t apart =
-            Precision::pack(activate_as<decltype(kind)::value>(activation, first[0], first[1]),
-                            activate_as<decltype(kind)::value>(activation, fourth_after[0], fourth_after[1]));
-        tiles[i] = ptx::as_neighbours(apart, thread.lane);
-      }
-      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
-    }
-  });
-  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+  const auto packed_h = [&](const auto& activate, int block, int half) {
+    const float* first = sums.values + 4 * 2 * block + 2 * half;
+    const float* fourth_after = first + 4;
+    const uint32_t apart = Variant::Precision::Wide::pack(activate(first[0], first[1]),
+                                                          activate(fourth_after[0], fourth_after[1]));
+    return ptx::as_neighbours(apart, thread.lane);
+  };
+  epilogue::store_h<Variant>(thread, staging, columns, row, activation, packed_h);
 }
 
 // Gate and up before the activation, for a backward pass: kParts = 2, 128 columns of each, side by side in the
