@@ -31,7 +31,8 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
     """
     if not isinstance(experts, Experts | FusedExperts):
         raise TypeError(
-            f"moe_layer: experts is a {type(experts).__name__}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...)."
+            f"moe_layer: experts is a {type(experts).__name__}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...), "
+            "or jaxmoe.Experts.from_fused(w_gate_up, w_down, layout=...)."
         )
     fused = isinstance(experts, FusedExperts)
     arrays = arrays_of(experts)

@@ -101,6 +101,7 @@ def run(
         "activation": np.int32(ACTIVATIONS[activation][0]),
         **{name: np.float32(0) for name in ("limit", "alpha", "up_offset")},
         "power_of_two_scales": np.int32(power_of_two),
+        "gate_up_layout": np.int32(0),
         "schedule": np.array(numbers, np.int32),
         "timeout_seconds": np.float32(60),
         "groups": np.arange(ranks),

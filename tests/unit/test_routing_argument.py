@@ -44,7 +44,7 @@ def test_gradients_reach_the_logits():
 
 def test_a_router_over_another_number_of_experts_is_refused():
     wide = jaxmoe.route(jax.random.normal(jax.random.key(3), (16, 16)), jaxmoe.RouterConfig(top_k=2))
-    with pytest.raises(ValueError, match=r"chooses among 16 experts, and there are 8 \(8 in experts.w_gate, 1 rank"):
+    with pytest.raises(ValueError, match=r"chooses among 16 experts, and there are 8 \(8 in experts, 1 rank"):
         jaxmoe.moe_layer(X, wide, EXPERTS, axis_name=None)
 
 

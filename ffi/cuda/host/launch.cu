@@ -289,7 +289,12 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
   const auto layer = [&](auto& p) {
     static_cast<RankParams&>(p) = rank;
     const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
-    const std::string error = complete_layer(p, of_call, formats, timeline);
+    std::string error = complete_layer(p, of_call, formats, timeline);
+    const bool records = variant_for(pass, formats, p.schedule.decodes()).records_timeline;
+    if (error.empty() && p.interleaved() && records && pass == Pass::kForward) {
+      error = "jaxmoe: this build records timelines (JAXMOE_TIMELINE=on), and its forward kernel takes no columns of "
+              "gate and up in turn. Pass experts.split(), or take a build without.";
+    }
     return error.empty() ? complete(p, formats) : error;
   };
   return pass == Pass::kBackward ? layer(launch->params.emplace<BackwardParams>())

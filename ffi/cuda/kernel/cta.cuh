@@ -26,9 +26,11 @@ struct Cta {
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
   static constexpr bool kDecodes = Variant::Precision::kDecodes;
   static constexpr bool kWeightGradients = kBackward && !kDecodes;
-  // Only weights that are multiplied as they are can have gate and up in one array.
-  static constexpr bool kTakesFused =
-      !kDecodes && !Variant::Precision::kPacked && !Variant::Precision::kTokens.is_scaled();
+  // Whether columns of gate and up may take turns: in weights that are multiplied as they are. Recording leaves a forward
+  // pass no register for it; cuda/host/launch.cu refuses such a call.
+  static constexpr bool kTakesTurns = !kDecodes && !Variant::Precision::kPacked &&
+                                      !Variant::Precision::kTokens.is_scaled() &&
+                                      (kBackward || !Variant::config.timeline);
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
@@ -52,7 +54,7 @@ struct Cta {
 
   // Whether columns of gate and of up take turns in weights, and with them in sums and projections.
   __device__ __forceinline__ bool interleaved() const {
-    if constexpr (kTakesFused) return params.interleaved();
+    if constexpr (kTakesTurns) return params.interleaved();
     return false;
   }
 

@@ -149,31 +149,22 @@ __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::
 
 namespace epilogue {
 
-// 128 columns of h. All 16 rows of the warp are staged at once, row r and row r + 8 in the two halves of line r.
-// packed_h(activate, block, half) is what this lane has of rows r (half 0) or r + 8 (1) in 8 columns: two neighbours.
+// Stages 128 columns of h of all 16 rows of the warp, row r and row r + 8 in the two halves of line r.
+// packed_h(block, half) is what this lane has of rows r (half 0) or r + 8 (1) in 8 columns: two neighbours.
 template <class Variant, class PackedH>
-__device__ __forceinline__ void store_h(const MathThread& thread, std::byte* staging, TileColumns columns,
-                                        typename GemmShape<Variant>::Wide* row, const Activation& activation,
-                                        const PackedH& packed_h) {
+__device__ __forceinline__ void stage_h(std::byte* staging, int lane, const PackedH& packed_h) {
   using Shape = GemmShape<Variant>;
   constexpr int kColumns = Tiling::kColumns / 2;
   constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
-  std::byte* line = staging + thread.lane % 8 * Shape::Staging::kLineStride;
-  std::byte* tile_of_lane = line + thread.lane / 8 % 2 * kHalfLine + 16 * (thread.lane / 16);
-  acquire_staging();
-  with_activation_kind(activation.kind, [&](auto kind) {
-    const auto activate = [&](float gate, float up) {
-      return activate_as<decltype(kind)::value>(activation, gate, up);
-    };
+  std::byte* line = staging + lane % 8 * Shape::Staging::kLineStride;
+  std::byte* tile_of_lane = line + lane / 8 % 2 * kHalfLine + 16 * (lane / 16);
 #pragma unroll
-    for (int block = 0; block < kColumns / 8; block += 2) {
-      uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
+  for (int block = 0; block < kColumns / 8; block += 2) {
+    uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tiles[i] = packed_h(activate, block + i / 2, i % 2);
-      ptx::store_tiles(tile_of_lane + 16 * block, tiles);
-    }
-  });
-  store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+    for (int i = 0; i < 4; ++i) tiles[i] = packed_h(block + i / 2, i % 2);
+    ptx::store_tiles(tile_of_lane + 16 * block, tiles);
+  }
 }
 
 }  // namespace epilogue
@@ -184,29 +175,46 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
                                                  std::byte* staging, TileColumns columns,
                                                  typename GemmShape<Variant>::Wide* row,
                                                  const Activation& activation) {
-  const auto packed_h = [&](const auto& activate, int block, int half) {
-    const float* gate = sums.values + 4 * block + 2 * half;
-    const float* up = gate + 4 * (Tiling::kColumns / 2 / 8);
-    return Variant::Precision::Wide::pack(activate(gate[0], up[0]), activate(gate[1], up[1]));
-  };
-  epilogue::store_h<Variant>(thread, staging, columns, row, activation, packed_h);
+  epilogue::acquire_staging();
+  with_activation_kind(activation.kind, [&](auto kind) {
+    epilogue::stage_h<Variant>(staging, thread.lane, [&](int block, int half) {
+      const float* gate = sums.values + 4 * block + 2 * half;
+      const float* up = gate + 4 * (Tiling::kColumns / 2 / 8);
+      return Variant::Precision::Wide::pack(activate_as<decltype(kind)::value>(activation, gate[0], up[0]),
+                                            activate_as<decltype(kind)::value>(activation, gate[1], up[1]));
+    });
+  });
+  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
 
 // The same of columns of gate and up in turn: of every 8 accumulator columns a lane has gate and up of one column of h,
-// of 16 two that are 4 apart, and four lanes trade those for neighbours. 64 shuffles of a thread.
+// of 16 two that are 4 apart, and four lanes trade those for neighbours. 64 shuffles of a thread, all of them after the
+// last activation: between them the compiler computed many activations at once, for which there were no registers.
 template <class Variant>
 __device__ __forceinline__ void store_paired_tile(const ptx::Accumulators& sums, const MathThread& thread,
                                                   std::byte* staging, TileColumns columns,
                                                   typename GemmShape<Variant>::Wide* row,
                                                   const Activation& activation) {
-  const auto packed_h = [&](const auto& activate, int block, int half) {
-    const float* first = sums.values + 4 * 2 * block + 2 * half;
-    const float* fourth_after = first + 4;
-    const uint32_t apart = Variant::Precision::Wide::pack(activate(first[0], first[1]),
-                                                          activate(fourth_after[0], fourth_after[1]));
-    return ptx::as_neighbours(apart, thread.lane);
-  };
-  epilogue::store_h<Variant>(thread, staging, columns, row, activation, packed_h);
+  constexpr int kBlocks = Tiling::kColumns / 2 / 8;
+  uint32_t apart[kBlocks][2];
+  with_activation_kind(activation.kind, [&](auto kind) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* first = sums.values + 4 * 2 * block + 2 * half;
+        const float* fourth_after = first + 4;
+        apart[block][half] = Variant::Precision::Wide::pack(
+            activate_as<decltype(kind)::value>(activation, first[0], first[1]),
+            activate_as<decltype(kind)::value>(activation, fourth_after[0], fourth_after[1]));
+      }
+    }
+  });
+  epilogue::acquire_staging();
+  epilogue::stage_h<Variant>(staging, thread.lane, [&](int block, int half) {
+    return ptx::as_neighbours(apart[block][half], thread.lane);
+  });
+  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
 
 // Gate and up before the activation, for a backward pass: kParts = 2, 128 columns of each, side by side in the
