@@ -5,15 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxmoe.block_scaled import BLOCK
-from jaxmoe.experts import Experts
+from jaxmoe.experts import AnyExperts, present
 from jaxmoe.four_bit import MXFP4
-from jaxmoe.quantization import MATRICES
 
 # E2M1 times 2^s is a number of E4M3 for s from -8 to 6.
 MOST_STEPS = 14
 
 
-def fits_e4m3(experts: Experts) -> dict[str, Bool[Array, "experts"]]:
+def fits_e4m3(experts: AnyExperts) -> dict[str, Bool[Array, "experts"]]:
     """Returns for each matrix which experts are exact as E4M3 with one scale for each block of 128 x 128.
 
     A weight of MXFP4 is an E2M1 value times a power of two. As E4M3 it is exact for 15 powers of two in a row (all
@@ -33,12 +32,12 @@ def fits_e4m3(experts: Experts) -> dict[str, Bool[Array, "experts"]]:
       ValueError: shapes that do not go together.
 
     >>> import jax, jaxmoe
-    >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
+    >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
     >>> fits = fits_e4m3(jaxmoe.quantize(experts, "mxfp4"))
     >>> {name: jnp.flatnonzero(~of_expert).tolist() for name, of_expert in fits.items()}
     {'w_gate': [], 'w_up': [], 'w_down': []}
     """
-    matrices = {name: matrix for name in MATRICES if (matrix := getattr(experts, name)) is not None}
+    matrices = {name: matrix for name, matrix in present(experts).items() if name.startswith("w_")}
     for name, matrix in matrices.items():
         if not isinstance(matrix, MXFP4):
             raise TypeError(

@@ -106,6 +106,8 @@ class Experts:
     def fuse(self, layout: Layout) -> "FusedExperts":
         """Returns the same experts with gate and up in one array, which is a copy: see `from_fused`.
 
+        A bias that only one of them has becomes one of both, with zeros.
+
         Raises:
           ValueError: another layout; experts without an up projection.
           TypeError: a matrix is quantised: those are read apart.
@@ -121,7 +123,10 @@ class Experts:
             raise TypeError(f"Experts.fuse: w_gate is {type(self.w_gate).__name__}, and only wide matrices are fused.")
         # Of which only the layout is used.
         empty = Experts.from_fused(self.w_gate, self.w_down, layout=layout)
-        b_gate_up = None if self.b_gate is None or self.b_up is None else empty.join(self.b_gate, self.b_up)
+        given, b_gate_up = [bias for bias in (self.b_gate, self.b_up) if bias is not None], None
+        if given:
+            zeros = jnp.zeros_like(given[0])
+            b_gate_up = empty.join(*(zeros if bias is None else bias for bias in (self.b_gate, self.b_up)))
         return FusedExperts(empty.join(self.w_gate, self.w_up), self.w_down, b_gate_up, self.b_down, layout)
 
     @classmethod

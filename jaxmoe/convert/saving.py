@@ -84,6 +84,7 @@ def _check(weights: Any, table: Family, family: str) -> None:
 def _tensors(
     weights: MoEWeights, table: Family, family: str, scale_dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
+    experts = split(weights.experts)
     yield table.router, np.asarray(weights.router_kernel).T
     for name, array in ((table.router_bias, weights.router_bias), (table.selection_bias, weights.selection_bias)):
         if name is not None and array is not None:
@@ -93,11 +94,11 @@ def _tensors(
     if table.shared_gate is not None and weights.shared_gate is not None:
         yield table.shared_gate, np.asarray(weights.shared_gate).T
     if table.stacked:
-        yield from gpt_oss.tensors(split(weights.experts)).items()
+        yield from gpt_oss.tensors(experts).items()
         return
     scales = weights.input_scales or {}
-    names = [f"experts.{expert}" for expert in range(weights.experts.num_experts)]
-    yield from _experts("experts", split(weights.experts), names, table, family, scales, scale_dtype)
+    names = [f"experts.{expert}" for expert in range(experts.num_experts)]
+    yield from _experts("experts", experts, names, table, family, scales, scale_dtype)
     if table.shared is not None and weights.shared is not None:
         yield from _experts("shared", weights.shared, [table.shared], table, family, scales, scale_dtype)
 

@@ -147,6 +147,15 @@ def check_routings(dtype: Any, local: list[Arguments], results: list[Any]) -> di
     return numbers
 
 
+def check_bits(results: list[Any], number_of_inputs: int) -> None:
+    """Every call gave the bits of the first one with its inputs, which take turns."""
+    for call, result in enumerate(results):
+        first = results[call % number_of_inputs]
+        for (where, place, value), (_, _, expected) in zip(shards(result), shards(first), strict=True):
+            assert value.tobytes() == expected.tobytes(), f"call {call}: other bits in {where}{place}"
+    step(f"{len(results)} calls gave the same bits")
+
+
 def main() -> None:
     join()
     name, implementation, *of_network = sys.argv[1:]
@@ -186,11 +195,7 @@ def main() -> None:
         passes = passes_of_ranks(used, num_experts, mesh)
         step(f"{kind}: {number} shards near the reference, passes of the ranks {passes}")
 
-    for call, result in enumerate(results):
-        first = results[call % len(inputs)]
-        for (where, place, value), (_, _, expected) in zip(shards(result), shards(first), strict=True):
-            assert value.tobytes() == expected.tobytes(), f"call {call}: other bits in {where}{place}"
-    step(f"{CALLS} calls gave the same bits")
+    check_bits(results, len(inputs))
 
     # The program is waited for this time.
     for kind, arguments, first in zip(ROUTING_KINDS, inputs, results, strict=False):

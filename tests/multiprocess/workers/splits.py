@@ -20,7 +20,7 @@ from jaxmoe.experts import arrays_of
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, make_inputs
 from tests.multiprocess.rank import join, step
-from tests.multiprocess.workers.layer import DTYPES, check_routings, outputs_and_gradients, shards
+from tests.multiprocess.workers.layer import DTYPES, check_bits, check_routings, outputs_and_gradients
 
 # A part of the intermediate dimension is a multiple of 8, and fills no tile.
 SIZES: dict[str, dict[str, Any]] = {
@@ -88,11 +88,7 @@ def main() -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for kind, number in check_routings(DTYPES[platform], local, results).items():
             step(f"{kind}: {number} shards near the reference")
-    for call, result in enumerate(results):
-        first = results[call % len(inputs)]
-        for (where, place, value), (_, _, expected) in zip(shards(result), shards(first), strict=True):
-            assert value.tobytes() == expected.tobytes(), f"call {call}: other bits in {where}{place}"
-    step(f"{CALLS} calls gave the same bits")
+    check_bits(results, len(inputs))
 
 
 if __name__ == "__main__":
