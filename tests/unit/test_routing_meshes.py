@@ -118,3 +118,19 @@ def test_an_axis_that_the_surrounding_shard_map_leaves_automatic_is_refused() ->
     )
     with pytest.raises(ValueError, match="names 'data', which is not a manual mesh axis here"):
         jax.jit(shard)(jnp.zeros((4, 1), jnp.int32))
+
+
+@pytest.mark.parametrize("config", [jaxmoe.RouterConfig(top_k=4), GROUPED])
+def test_on_gpus_ids_come_from_a_sort_and_are_those_of_top_k(
+    config: jaxmoe.RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA makes zeros of the ids of `top_k` of logits that are split over GPUs, which a CPU can't show."""
+    # With many ties and with infinities.
+    logits = jnp.round(2 * random_logits(256, 12)) / 2
+    logits = logits.at[0, 3].set(jnp.inf).at[1, :5].set(-jnp.inf).at[2].set(-jnp.inf)
+    ids = lambda logits: jaxmoe.route(logits, config).topk_ids  # noqa: E731
+    program = jax.jit(ids).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.sort" in program
+    wanted = ids(logits)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda values, *, cuda, **others: cuda(values))
+    np.testing.assert_array_equal(ids(logits), wanted)
