@@ -21,6 +21,7 @@ from jaxmoe.routing.stats import (
     check_token_valid,
     manual_axes,
     stats_of,
+    sum_over_parts,
     sum_over_tokens,
 )
 
@@ -31,12 +32,14 @@ class MoEAux:
 
     The Flax layers return it, and so does `router_aux`. What is kept are sums over tokens; losses and statistics are
     made of them where they are asked for. Under `lax.scan` over layers return it as it is: that is one array to store,
-    and of few layers XLA then adds up the sums over the mesh once, behind the loop.
+    and under plain `jit` the sums are then added up over the mesh once, behind the loop.
 
     Args:
-      sums: `[*stack, columns]` float32: the counts of `MoEStats`, more than once where one sum could not count exactly;
-        the probability of each expert, summed over tokens that have any; how many those are; squares of the z-loss,
-        summed over valid tokens; how many those are.
+      sums: `[*stack, parts, parts, columns]` float32, of parts of the tokens (two dimensions of them, since sequences
+        and their tokens may be split each; 1 x 1 where `axis_name` is given or axes are Explicit). Columns are the
+        counts of `MoEStats`, more than once where one sum could not count exactly; the probability of each expert,
+        summed over tokens that have any; how many those are; squares of the z-loss, summed over valid tokens; how many
+        those are.
       num_experts: of the layer.
       routing: what `route` returned in a Flax layer made with `return_routing=True`, for losses and logs of your own;
         else `None`, and so from `router_aux`. A scan over layers then stores it for every layer, and a `shard_map`
@@ -44,7 +47,7 @@ class MoEAux:
       logits: `[*stack, *batch, experts]` float32, what it was made of; there where `routing` is.
     """
 
-    sums: Float[Array, "*stack columns"]
+    sums: Float[Array, "*stack parts other_parts columns"]
     num_experts: int = dataclasses.field(metadata={"static": True})
     routing: Routing | None = None
     logits: Float[Array, "*stack_and_batch experts"] | None = None
@@ -52,7 +55,8 @@ class MoEAux:
     @property
     def load_balancing_loss(self) -> Float[Array, "*stack"]:
         """`[*stack]` float32, see `jaxmoe.load_balancing_loss`; add it to the loss with a small factor."""
-        mass, tokens = self.sums[..., -self.num_experts - 3 : -3], self.sums[..., -3:-2]
+        total = self._total()
+        mass, tokens = total[..., -self.num_experts - 3 : -3], total[..., -3:-2]
         rows = self.stats.rows_per_expert
         used = jnp.maximum(rows.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(mass.dtype)
         # Nothing is left to do behind the sum: that would be a kernel of its own.
@@ -61,13 +65,24 @@ class MoEAux:
     @property
     def router_z_loss(self) -> Float[Array, "*stack"]:
         """`[*stack]` float32, see `jaxmoe.router_z_loss`; 0 where `router_aux` was given no logits."""
-        return _mean(self.sums[..., -2], self.sums[..., -1])
+        total = self._total()
+        return _mean(total[..., -2], total[..., -1])
 
     @property
     def stats(self) -> MoEStats:
         """The rows of every expert, and what became of the other slots."""
-        counts = jax.lax.stop_gradient(self.sums[..., : -self.num_experts - 3])
+        counts = jax.lax.stop_gradient(self._total()[..., : -self.num_experts - 3])
         return stats_of(counts.reshape(*counts.shape[:-1], -1, self.num_experts + 2))
+
+    def _total(self) -> Float[Array, "*stack columns"]:
+        """Returns the sums of all parts, added up once for all figures: XLA makes an all-reduce of each such sum."""
+        known = self.__dict__.get("_known_total")
+        if known is None:
+            known = self.sums.sum((-3, -2))
+            # What an inner trace makes of `sums` is of no use outside.
+            if getattr(known, "_trace", None) is getattr(self.sums, "_trace", None):
+                object.__setattr__(self, "_known_total", known)
+        return known
 
 
 def router_aux(
@@ -125,7 +140,7 @@ def _aux(
     mass, routed = _probabilities(routing, token_valid)
     squares = _squares(logits, token_valid) if logits is not None else [jnp.zeros_like(routed)] * 2
     return MoEAux(
-        sum_over_tokens([counters.columns(routing.topk_ids, token_valid), mass, routed, *squares], axes), num_experts
+        sum_over_parts([counters.columns(routing.topk_ids, token_valid), mass, routed, *squares], axes), num_experts
     )
 
 

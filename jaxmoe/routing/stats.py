@@ -24,6 +24,8 @@ from jaxmoe.pytrees import pytree
 
 # float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
 _MOST_PER_COLUMN = 2**24
+# Over about so many parts of the tokens sums are spread, see `sum_over_parts`.
+_PARTS = 256
 # So many slots of a token are looked at one by one, in the kernel that sums over tokens. More are a reduction of their
 # own ahead of it.
 _MOST_UNROLLED_SLOTS = 32
@@ -217,6 +219,32 @@ def sum_over_tokens(columns: Sequence[Float[Array, "..."]], axes: tuple[str, ...
     rows = jnp.concatenate(_split_alike(columns), axis=-1)
     sums = rows.sum(range(rows.ndim - 1))
     return jax.lax.psum(sums, axes) if axes else sums
+
+
+def sum_over_parts(
+    columns: Sequence[Float[Array, "..."]], axes: tuple[str, ...]
+) -> Float[Array, "parts other_parts columns"]:
+    """Returns such sums of parts of the batch, which add up to those of all of it.
+
+    Under plain `jit` a compiler that splits tokens over devices then has nothing to add up over them before somebody
+    asks for the sum of the parts: in a scan over layers that is one all-reduce behind the loop in the place of one in
+    every turn. And a part is so few tokens that one kernel makes and adds up its rows, where sums over all of them take
+    three: to write them, to clear the sums, to add up (docs/performance.md has what that saves). Where mesh axes are
+    named, or axes are Explicit, there is one part.
+    """
+    rows = jnp.concatenate(_split_alike(columns), axis=-1)
+    batch = rows.shape[:-1]
+    is_known = all(isinstance(size, int) for size in batch)  # unlike those of an export for any number of tokens
+    if axes or any(jax.typeof(rows).sharding.spec) or not batch or not is_known:
+        return sum_over_tokens([rows], axes)[None, None]
+    # The tokens of a device have to be whole parts, or it would be sent those of others. Over how many devices each of
+    # the first two dimensions (sequences and their tokens, say) is split is not known here, but it divides the number
+    # of them all.
+    devices = jax.device_count()
+    first = math.gcd(batch[0], devices * max(_PARTS // devices, 1))
+    second = math.gcd(batch[1], devices * max(_PARTS // (first * devices), 1)) if len(batch) > 1 else 1
+    shape = (first, batch[0] // first, second, -1, rows.shape[-1])
+    return rows.reshape(shape).sum((1, 3)) if rows.size else jnp.zeros((first, second, rows.shape[-1]), rows.dtype)
 
 
 def _split_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

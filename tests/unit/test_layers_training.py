@@ -163,7 +163,8 @@ class TestNNX(Behaviours):
             return body(stack, X())[1]
 
         (alone,) = jax.tree.leaves(jax.eval_shape(aux_of))
-        assert alone.ndim == 2
+        assert alone.shape[0] == 2
+        assert alone.ndim == 4
         aux = jax.eval_shape(lambda: aux_of(return_routing=True))
         assert aux.routing.topk_ids.shape == (2, BATCH, LENGTH, 2)
         assert aux.logits.shape == aux.routing.scores.shape == (2, BATCH, LENGTH, EXPERTS)

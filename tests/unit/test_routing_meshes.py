@@ -23,11 +23,12 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = Axi
 def everything(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> Any:
     token_valid = logits[..., 0] > -1
     routing = jaxmoe.route(logits, GROUPED, token_valid=token_valid, selection_bias=jnp.linspace(0, 0.1, 12))
+    aux = jaxmoe.router_aux(routing, logits, token_valid=token_valid, axis_name=axis_name)
     replicated = (
         jaxmoe.load_balancing_loss(routing, axis_name=axis_name),
         jaxmoe.router_z_loss(logits, token_valid=token_valid, axis_name=axis_name),
         jaxmoe.load_stats(routing.topk_ids, 12, token_valid=token_valid, axis_name=axis_name),
-        jaxmoe.router_aux(routing, logits, token_valid=token_valid, axis_name=axis_name),
+        (aux.load_balancing_loss, aux.router_z_loss, aux.stats),
     )
     return routing, replicated
 
@@ -61,8 +62,8 @@ def test_vmap_equals_a_loop() -> None:
 
 def sum_of_losses(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], jax.Array]:
     def total(logits: jax.Array) -> jax.Array:
-        routing, (balance, z_loss, _, aux) = function(logits)
-        together = aux.load_balancing_loss + aux.router_z_loss
+        routing, (balance, z_loss, _, (balance_too, z_loss_too, _)) = function(logits)
+        together = balance_too + z_loss_too
         return balance + z_loss + 0.5 * together + routing.topk_weights[..., 0].sum()
 
     return total

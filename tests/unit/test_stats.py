@@ -1,5 +1,6 @@
 """Counts and losses are exact, and one sum: what `load_stats`, the losses and `router_aux` compute, and their HLO."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -164,9 +165,38 @@ def test_a_flax_layer_sums_its_losses_and_its_load_in_one_all_reduce(kind: AxisT
         moe = jaxmoe.nnx.MoE(8, 8, EXPERTS, router, data_axes="data", implementation="xla", rngs=nnx.Rngs(0))
         graph, state = nnx.split(moe)
         x = jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(mesh, P(("data", "expert"))))
-        call: Any = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+
+        def call(state: Any, x: Any) -> Any:
+            y, aux = nnx.merge(graph, state)(x)
+            return y, figures_of(aux)
+
         found = collectives(call, state, x)
     assert [type_[:3] for kind, type_ in found if kind == "all-reduce"] == ["f32"]
+
+
+@pytest.mark.parametrize("mesh_name", ["Auto", "Auto, sequences split too"])
+@pytest.mark.parametrize("shape", [SHAPE, (8, 4), (4096, 2)])
+def test_in_a_scan_over_layers_nothing_crosses_the_mesh_before_its_end(mesh_name: str, shape: tuple[int, int]) -> None:
+    sizes, spec, _, _ = MESHES[mesh_name]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    routing = jaxmoe.Routing(
+        place(jnp.zeros((*shape, TOP_K), int), *spec),
+        place(jnp.ones((*shape, TOP_K)), *spec),
+        place(jnp.ones((*shape, EXPERTS)), *spec),
+    )
+
+    def layers(routing: jaxmoe.Routing, factors: jax.Array) -> Any:
+        layer = lambda scores, factor: (scores * factor, jaxmoe.router_aux(dataclasses.replace(routing, scores=scores)))  # noqa: E731
+        _, aux = jax.lax.scan(layer, routing.scores, factors)
+        return figures_of(aux)
+
+    program = jax.jit(layers).lower(routing, place(jnp.ones(3))).compile().as_text() or ""
+    functions = [text.strip() for text in program.split("\n\n")]
+    (entry,) = (text for text in functions if text.startswith("ENTRY"))
+    found = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", program)
+    assert found == re.findall(rf" ({COLLECTIVES})(?:-start)?\(", entry) == ["all-reduce"] * len(found)
+    assert 1 <= len(found) <= len(spec)
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
