@@ -358,8 +358,8 @@ class MoE(nnx.Module):
             loss and no statistic, and its output is zero.
 
         Returns:
-          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux` of global scalars,
-          and of the routing of the tokens where `return_routing` asks for it.
+          `(y, aux)`: `y` of the shape and sharding of `x`, in the compute dtype; `aux` a `MoEAux`: losses and load
+          of all tokens, and the routing of the tokens where `return_routing` asks for it.
 
         Raises:
           ValueError: `x` or `token_valid` does not fit the layer; the mesh does not fit, see `jaxmoe.moe_layer`.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.pytrees import pytree
@@ -32,7 +33,8 @@ class MoEAux:
 
     The Flax layers return it, and so does `router_aux`. What is kept are sums over tokens; losses and statistics are
     made of them where they are asked for. Under `lax.scan` over layers return it as it is: that is one array to store,
-    and under plain `jit` the sums are then added up over the mesh once, behind the loop.
+    and under plain `jit` the sums are then added up over the mesh once, behind the loop. Read what you need before the
+    jitted function returns: what it returns of the sums may lie with several processes.
 
     Args:
       sums: `[*stack, parts, parts, columns]` float32, of parts of the tokens (two dimensions of them, since sequences
@@ -78,6 +80,13 @@ class MoEAux:
         """Returns the sums of all parts, added up once for all figures: XLA makes an all-reduce of each such sum."""
         known = self.__dict__.get("_known_total")
         if known is None:
+            is_here = isinstance(self.sums, Tracer) or self.sums.is_fully_addressable or self.sums.is_fully_replicated
+            if not is_here:
+                raise RuntimeError(
+                    "MoEAux: its sums lie with several processes, and adding them up would wait for all of them, for "
+                    "ever where only one asks. Read losses and statistics inside of the jitted function, and return "
+                    "these: `return loss, aux.stats` in the place of `return loss, aux`."
+                )
             known = self.sums.sum((-3, -2))
             # What an inner trace makes of `sums` is of no use outside.
             if getattr(known, "_trace", None) is getattr(self.sums, "_trace", None):

@@ -240,11 +240,12 @@ def sum_over_parts(
     # The tokens of a device have to be whole parts, or it would be sent those of others. Over how many devices each of
     # the first two dimensions (sequences and their tokens, say) is split is not known here, but it divides the number
     # of them all.
-    devices = jax.device_count()
-    first = math.gcd(batch[0], devices * max(_PARTS // devices, 1))
-    second = math.gcd(batch[1], devices * max(_PARTS // (first * devices), 1)) if len(batch) > 1 else 1
-    shape = (first, batch[0] // first, second, -1, rows.shape[-1])
-    return rows.reshape(shape).sum((1, 3)) if rows.size else jnp.zeros((first, second, rows.shape[-1]), rows.dtype)
+    devices, sequences, tokens = jax.device_count(), batch[0], math.prod(batch[1:2])
+    first = math.gcd(sequences, devices * max(_PARTS // devices, 1))
+    second = math.gcd(tokens, devices * max(_PARTS // (first * devices), 1))
+    if not rows.size:
+        return jnp.zeros((first, second, rows.shape[-1]), rows.dtype)
+    return rows.reshape(first, sequences // first, second, -1, rows.shape[-1]).sum((1, 3))
 
 
 def _split_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

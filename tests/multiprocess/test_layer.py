@@ -47,6 +47,7 @@ def test_every_process_gets_the_output_and_gradients_of_the_reference_with_the_s
     in_processes: defaultdict[str, set[int]] = defaultdict(set)
     for rank, output in enumerate(outputs):
         assert f"{CALLS} calls gave the same bits" in output
+        assert "sums that lie with several processes are not read outside" in output
         for kind in ROUTING_KINDS:
             line = rf"^{kind}: (\d+) shards near the reference, passes of the ranks \[([\d, ]+)\]$"
             found = re.search(line, output, re.M)

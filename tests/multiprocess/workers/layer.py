@@ -156,6 +156,26 @@ def check_bits(results: list[Any], number_of_inputs: int) -> None:
     step(f"{len(results)} calls gave the same bits")
 
 
+def check_sums(mesh: Mesh) -> None:
+    """Sums that lie with several processes are added up in compiled programs; read outside they would be waited for."""
+    logits = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    aux_of = lambda logits: jaxmoe.router_aux(jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2)), logits)  # noqa: E731
+    spread_logits = jax.make_array_from_callback(
+        logits.shape, NamedSharding(mesh, P(mesh.axis_names)), logits.__getitem__
+    )
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        wanted = aux_of(jnp.asarray(logits)).load_balancing_loss
+    found = jax.jit(lambda logits: aux_of(logits).load_balancing_loss)(spread_logits)
+    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5)
+    aux = jax.jit(aux_of)(spread_logits)
+    if jax.process_index() == 0:
+        try:
+            raise AssertionError(f"{aux.stats} was read by one process")
+        except RuntimeError as error:
+            assert "inside of the jitted function" in str(error)  # noqa: PT017
+    step("sums that lie with several processes are not read outside of a program")
+
+
 def main() -> None:
     join()
     name, implementation, *of_network = sys.argv[1:]
@@ -196,6 +216,7 @@ def main() -> None:
         step(f"{kind}: {number} shards near the reference, passes of the ranks {passes}")
 
     check_bits(results, len(inputs))
+    check_sums(mesh)
 
     # The program is waited for this time.
     for kind, arguments, first in zip(ROUTING_KINDS, inputs, results, strict=False):
