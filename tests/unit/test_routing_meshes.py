@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmoe
+from jaxmoe.routing import router
 from tests.unit.router_inputs import GROUPED, random_logits
 
 
@@ -121,17 +122,21 @@ def test_an_axis_that_the_surrounding_shard_map_leaves_automatic_is_refused() ->
         jax.jit(shard)(jnp.zeros((4, 1), jnp.int32))
 
 
+@pytest.mark.parametrize("many_scores", [0, 2**19])
 @pytest.mark.parametrize("config", [jaxmoe.RouterConfig(top_k=4), GROUPED])
-def test_on_gpus_ids_come_from_a_sort_and_are_those_of_top_k(
-    config: jaxmoe.RouterConfig, monkeypatch: pytest.MonkeyPatch
+def test_on_gpus_ids_come_without_top_k_and_are_those_of_top_k(
+    config: jaxmoe.RouterConfig, many_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA makes zeros of the ids of `top_k` of logits that are split over GPUs, which a CPU can't show."""
     # With many ties and with infinities.
     logits = jnp.round(2 * random_logits(256, 12)) / 2
-    logits = logits.at[0, 3].set(jnp.inf).at[1, :5].set(-jnp.inf).at[2].set(-jnp.inf)
-    ids = lambda logits: jaxmoe.route(logits, config).topk_ids  # noqa: E731
-    program = jax.jit(ids).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
-    assert "stablehlo.sort" in program
+    logits = logits.at[0, 3].set(jnp.inf).at[1, :5].set(-jnp.inf).at[2].set(-jnp.inf).at[3, 2:].set(-0.0)
+    bias = jnp.where(jnp.arange(12) % 3 == 0, -0.0, 0.0)
+    ids = lambda logits: jaxmoe.route(logits, config, selection_bias=bias).topk_ids  # noqa: E731
     wanted = ids(logits)
+    monkeypatch.setattr(router, "_MANY_SCORES", many_scores)
+    program = jax.jit(ids).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert "top_k" not in program
+    assert ("stablehlo.sort" in program) == (many_scores > 0)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda values, *, cuda, **others: cuda(values))
     np.testing.assert_array_equal(ids(logits), wanted)
