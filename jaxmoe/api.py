@@ -20,7 +20,7 @@ from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import AnyExperts, split
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
-from jaxmoe.implementations.base import Call, Inputs
+from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
@@ -175,8 +175,7 @@ def run(
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
-    arguments = jax.tree.map(not_mapped, arguments)
-    return _compiled(call, return_stats)(arguments._replace(experts=_constant_quantized(arguments.experts)))
+    return _compiled(call, return_stats)(arguments)
 
 
 def _constant_quantized(experts: AnyExperts) -> AnyExperts:
@@ -191,27 +190,36 @@ def _constant_quantized(experts: AnyExperts) -> AnyExperts:
 @functools.lru_cache(maxsize=1024)
 def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax.Array, MoEStats | None]]:
     """One function per kind of call, so that calling it again outside of any `jit` finds it compiled."""
-    on_rank = functools.partial(_on_rank, call, return_stats)
-    placement = call.placement
-    if placement.mesh is None:
-        return jax.jit(on_rank)
+    layer = functools.partial(_on_rank if call.placement.mesh is None else _on_mesh, call, return_stats)
 
-    tokens = call.token_split.spec
+    def guarded(arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
+        arguments = jax.tree.map(not_mapped, arguments)
+        return layer(arguments._replace(experts=_constant_quantized(arguments.experts)))
 
-    def enter(arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
-        experts = call.expert_split.specs(arguments.experts, placement.group.axis_names)
-        specs = Arguments(tokens, tokens, tokens, experts, tokens)
-        sharded = jax.shard_map(
-            on_rank,
-            mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
-            in_specs=(specs,),
-            out_specs=(tokens, PartitionSpec()),
-            axis_names=set(placement.manual_axes),
-        )
-        y, stats = sharded(array_layout.reshard_explicit(arguments, specs, placement.mesh))
-        return array_layout.like(y, arguments.x, placement.mesh, placement.result), stats
+    if call.implementation == "reference":
+        return jax.jit(guarded)
+    # The backward pass starts from the arguments themselves. What is made of them inside, such as the part of the
+    # experts that a rank of `shard_map` sees, would be new arrays for JAX, and a scan over layers would keep a copy of
+    # all experts for its backward pass. No kernel runs twice: nobody asks for what it would compute again.
+    kept = CHECKPOINT_NAMES if call.residuals == "save" else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    return jax.jit(jax.checkpoint(guarded, policy=policy, prevent_cse=False))
 
-    return jax.jit(enter)
+
+def _on_mesh(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:
+    """The layer for all tokens, outside of any `shard_map`."""
+    placement, tokens = call.placement, call.token_split.spec
+    experts = call.expert_split.specs(arguments.experts, placement.group.axis_names)
+    specs = Arguments(tokens, tokens, tokens, experts, tokens)
+    sharded = jax.shard_map(
+        functools.partial(_on_rank, call, return_stats),
+        mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
+        in_specs=(specs,),
+        out_specs=(tokens, PartitionSpec()),
+        axis_names=set(placement.manual_axes),
+    )
+    y, stats = sharded(array_layout.reshard_explicit(arguments, specs, placement.mesh))
+    return array_layout.like(y, arguments.x, placement.mesh, placement.result), stats
 
 
 def _on_rank(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:

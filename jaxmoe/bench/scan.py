@@ -1,7 +1,7 @@
 """`python -m jaxmoe.bench scan`: layers as a program runs them, many in one `jax.lax.scan` with no host in between.
 
-Four lines for each shape and number of tokens, each with all that the one before has but for the last, which has
-`jaxmoe.router_aux` in the place of the layer's own statistics:
+For each shape and number of tokens four lines of forward passes, each with all that the one before has but for the
+last, which has `jaxmoe.router_aux` in the place of the layer's own statistics (`scan_gradients.py` has lines besides):
 
 - `layer`: `x + moe_layer(x, ...)`, with ids and weights given for each layer.
 - `routed`: the router too, a product and `jaxmoe.route`.
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.bench import peaks, traffic
+from jaxmoe.bench import peaks, scan_gradients, traffic
 from jaxmoe.bench.inputs import AXIS, error_of, random_tokens, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.report import append, say
@@ -40,8 +40,9 @@ from jaxmoe.testing import make_ids
 
 Line = Literal["layer", "routed", "stats", "loss"]
 LINES: tuple[Line, ...] = ("layer", "routed", "stats", "loss")
+AnyLine = Line | scan_gradients.GradientLine
 # With what a line is compared.
-WITHOUT: dict[Line, Line] = {"routed": "layer", "stats": "routed", "loss": "routed"}
+WITHOUT: dict[AnyLine, Line] = {"routed": "layer", "stats": "routed", "loss": "routed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +81,26 @@ class Result:
       layers: in the scan.
       line: what each of them is.
       failure: what is wrong; `None` where it was timed.
-      error: of the first layer's sample against the reference.
+      error: of the first layer's sample against the reference; of gradients against those outside of a scan.
       microseconds: per layer, median over windows, see `time_calls`.
       slowest: per layer of the slowest window.
       weights_mb: of the experts that a layer reads on the rank that reads most, the mean over layers.
       floor_us: to read those at the rate of a copy; `None` where that was not measured on this device.
+      temporaries_gb: what the program takes besides its arguments and results on a device.
     """
 
     shape: str
     tokens: int
     ranks: int
     layers: int
-    line: Line
+    line: AnyLine
     failure: str | None = None
     error: float | None = None
     microseconds: float | None = None
     slowest: float | None = None
     weights_mb: float | None = None
     floor_us: float | None = None
+    temporaries_gb: float | None = None
 
 
 class Weights(NamedTuple):
@@ -130,11 +133,26 @@ def run(options: ScanOptions) -> int:
         f"{jnp.dtype(options.dtype).name}, {options.layers} layers in a scan. Tokens per rank; us per layer over "
         f"{options.seconds:g} s, the slowest process. floor: the weights that a layer reads, at the rate of a copy."
     )
-    say(_row("shape", "tokens", "EP", "line", "checked", "us/layer", "slowest", "more us", "MB", "floor us", "x floor"))
+    say(
+        _row(
+            "shape",
+            "tokens",
+            "EP",
+            "line",
+            "checked",
+            "us/layer",
+            "slowest",
+            "more us",
+            "MB",
+            "floor us",
+            "x floor",
+            "temp GB",
+        )
+    )
     failed = False
     for case in options.cases:
         for tokens in (case.tokens,) if case.tokens else options.tokens:
-            found: dict[Line, Result] = {}
+            found: dict[AnyLine, Result] = {}
             for result in measure(options, case, tokens, mesh):
                 found[result.line] = result
                 failed |= result.failure is not None
@@ -174,7 +192,28 @@ def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterat
             slowest=timed.slowest / options.layers,
             weights_mb=float(read) / 1e6,
             floor_us=float(read) / known.copy_gbs / 1e3 if known else None,
+            temporaries_gb=_temporaries_gb(timed_program),
         )
+    layers = scan_gradients.Layers(weights.router, weights.experts)
+    for line in scan_gradients.LINES:
+        blank = Result(case.name, tokens, mesh.size, options.layers, line)
+        program = scan_gradients.compile_line(line, shape.top_k, of_layer, x, layers)
+        error = scan_gradients.error_of(program, shape.top_k, of_layer, x, layers)
+        if not error <= scan_gradients.ALLOWED_ERROR:
+            yield dataclasses.replace(blank, failure=f"a gradient has an error of {error:.1e}")
+            continue
+        timed, _ = time_calls(lambda _: program(x, layers), options.seconds)  # noqa: B023, called in this turn
+        yield dataclasses.replace(
+            blank,
+            error=error,
+            microseconds=timed.median / options.layers,
+            slowest=timed.slowest / options.layers,
+            temporaries_gb=_temporaries_gb(program),
+        )
+
+
+def _temporaries_gb(program: Any) -> float:
+    return program.memory_analysis().temp_size_in_bytes / 1e9
 
 
 def _compile(
@@ -187,7 +226,8 @@ def _compile(
         ids, chosen, aux = own.ids, own.weights, None
         if line != "layer":
             routing = jaxmoe.route(jnp.dot(x, own.router, preferred_element_type=jnp.float32), config)
-            ids, chosen = routing.topk_ids, routing.topk_weights
+            # XLA may compute weights once for the layer and once to be looked at, and round in another way.
+            ids, chosen = jax.lax.optimization_barrier((routing.topk_ids, routing.topk_weights))
             aux = jaxmoe.router_aux(routing) if line == "loss" else None
         y = jaxmoe.moe_layer(x, ids, chosen, own.experts, return_stats=line == "stats", **of_layer)
         if line == "stats":
@@ -255,12 +295,12 @@ def _make_weights(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> 
     return Weights(router, experts, *arrays)
 
 
-def _text(result: Result, found: dict[Line, Result]) -> str:
+def _text(result: Result, found: dict[AnyLine, Result]) -> str:
     r = result
     if r.failure is not None:
         return f"{_row(r.shape, r.tokens, r.ranks, r.line)} no figures: {r.failure}"
     assert r.microseconds is not None
-    assert r.weights_mb is not None
+    assert r.temporaries_gb is not None
     before = found[WITHOUT[r.line]].microseconds if r.line in WITHOUT and WITHOUT[r.line] in found else None
     return _row(
         r.shape,
@@ -271,14 +311,15 @@ def _text(result: Result, found: dict[Line, Result]) -> str:
         f"{r.microseconds:.1f}",
         f"{r.slowest:.1f}",
         "-" if before is None else f"{r.microseconds - before:+.1f}",
-        f"{r.weights_mb:.0f}",
+        "-" if r.weights_mb is None else f"{r.weights_mb:.0f}",
         "-" if r.floor_us is None else f"{r.floor_us:.0f}",
         "-" if r.floor_us is None else f"{r.microseconds / r.floor_us:.3f}",
+        f"{r.temporaries_gb:.2f}",
     )
 
 
 def _row(*cells: Any) -> str:
-    widths = (18, 6, 3, 7, 8, 9, 8, 8, 6, 9, 8)
+    widths = (18, 6, 3, 10, 8, 9, 8, 8, 6, 9, 8, 8)
     return " ".join(
         f"{cell!s:<{width}}" if number in (0, 3) else f"{cell!s:>{width}}"
         for number, (cell, width) in enumerate(zip(cells, widths, strict=False))

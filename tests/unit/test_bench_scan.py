@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe.bench import scan
+from jaxmoe.bench import scan, scan_gradients
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.shapes import Case, LayerShape
 
@@ -23,15 +23,17 @@ def measured(**changes: Any) -> list[scan.Result]:
 
 def test_every_line_is_checked_and_timed():
     results = measured()
-    assert [result.line for result in results] == list(scan.LINES)
+    assert [result.line for result in results] == [*scan.LINES, *scan_gradients.LINES]
     for result in results:
         assert result.failure is None
         assert result.error is not None
         assert result.error < 1e-2
         assert result.microseconds is not None
         assert result.microseconds > 0
-        # Four experts of a rank, three matrices each: with 32 tokens all of them have rows.
-        assert result.weights_mb == pytest.approx(4 * 3 * 32 * 48 * 2 / 1e6)
+        assert result.temporaries_gb is not None
+        if result.line in scan.LINES:
+            # Four experts of a rank, three matrices each: with 32 tokens all of them have rows.
+            assert result.weights_mb == pytest.approx(4 * 3 * 32 * 48 * 2 / 1e6)
         json.dumps(scan.dataclasses.asdict(result), allow_nan=False)
 
 
@@ -44,16 +46,34 @@ def test_a_layer_that_is_wrong_in_a_scan_alone_has_no_figures(monkeypatch):
         return (y[0] * 2, y[1]) if options.get("return_stats") else y
 
     monkeypatch.setattr(jaxmoe, "moe_layer", wrong)
-    failures = [result.failure for result in measured(layers=1)]
+    failures = [result.failure for result in measured(layers=1)][:4]
     assert failures == [None, None, "layer 0 does not return what the layer alone does", None]
 
 
 def test_statistics_that_are_wrong_have_no_figures(monkeypatch):
     right = jaxmoe.router_aux
     monkeypatch.setattr(jaxmoe, "router_aux", lambda routing: jax.tree.map(lambda sums: sums + 1, right(routing)))
-    assert [result.failure for result in measured(layers=1)] == [
+    assert [result.failure for result in measured(layers=1)][:4] == [
         None,
         None,
         None,
         "the statistics of layer 0 are not the counts of its ids",
     ]
+
+
+def test_gradients_that_are_wrong_in_a_scan_alone_have_no_figures(monkeypatch):
+    right = scan_gradients.compile_line
+
+    def wrong(*arguments: Any) -> Any:
+        program = right(*arguments)
+
+        class Wrong:
+            def __call__(self, *arrays: Any) -> Any:
+                loss, gradients = program(*arrays)
+                return loss, gradients._replace(router=gradients.router.at[0].multiply(1.1))
+
+        return Wrong()
+
+    monkeypatch.setattr(scan_gradients, "compile_line", wrong)
+    failures = [result.failure for result in measured()][4:]
+    assert failures == ["a gradient has an error of 1.0e-01"] * 3

@@ -14,7 +14,7 @@ import jaxmoe
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
-from tests.layer_calls import mesh_of
+from tests.layer_calls import layer, mesh_of
 
 ARGUMENTS = make_inputs(0, biases=True)[:4]
 
@@ -195,3 +195,34 @@ def test_jacrev_raises_and_says_what_to_do():
     small = make_inputs(0, tokens=2, hidden=4)[:4]
     with pytest.raises(NotImplementedError, match="pass the batch dimension along"):
         jax.jacrev(lambda x: jaxmoe.moe_layer(x, *small[1:], axis_name=None))(small[0])
+
+
+def scans_in(jaxpr: Any) -> list[Any]:
+    """The scans of a program and of all that it calls."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    for equation in jaxpr.eqns:
+        inner = [getattr(value, "jaxpr", value) for value in equation.params.values()]
+        found += [scan for each in inner if hasattr(each, "eqns") for scan in scans_in(each)]
+    return found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX below 0.11 keeps all that a custom_vjp keeps")
+@pytest.mark.parametrize("residuals", ["recompute", "save"])
+@pytest.mark.parametrize("placement", ["one rank", "data x expert, Auto", "data x expert, Explicit", "in shard_map"])
+@pytest.mark.parametrize("implementation", ["xla", "megakernel"])
+def test_a_scan_over_layers_keeps_no_copy_of_the_experts_for_its_backward_pass(implementation, placement, residuals):
+    arguments = make_inputs(0, hidden=24, intermediate=40)
+    run = layer(placement, implementation=implementation, residuals=residuals)
+    stacked = jax.tree.map(lambda array: jnp.stack([array] * 5), arguments.experts)
+
+    def loss(x: jax.Array, experts: jaxmoe.Experts) -> jax.Array:
+        step = lambda x, own: (x + run(arguments._replace(x=x, experts=own)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, experts)[0] ** 2)
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(arguments.x, stacked)
+    forward, backward = (scan for scan in scans_in(program.jaxpr) if scan.params["length"] == 5)
+    kept, made = (
+        sum(out.aval.shape[-2:] in ((24, 40), (40, 24)) for out in scan.outvars) for scan in (forward, backward)
+    )
+    assert kept == 0
+    assert made == 3  # their gradients

@@ -54,7 +54,16 @@ def run(call: Call, inputs: Inputs, *, backward_of_decoded: BackwardOfDecoded) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _layer(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> jax.Array:
     del backward_of_decoded
-    return _forward(dataclasses.replace(call, residuals="recompute"), inputs)[0]
+    return _once(_forward(dataclasses.replace(call, residuals="recompute"), inputs)[0])
+
+
+def _once(result: Any) -> Any:
+    """Returns what a launch has made. A user that takes it out of a loop and uses it inside as well gets one launch.
+
+    XLA (GPU, jaxlib 0.11.2) lets a call write into an array that a scan stacks. Where the result has other users too,
+    it would make two calls, and copy the layer's weights for the second one. It does not look through a barrier.
+    """
+    return jax.lax.optimization_barrier(result)
 
 
 class SavedForward(NamedTuple):
@@ -67,7 +76,7 @@ class SavedForward(NamedTuple):
 def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
     del backward_of_decoded
     y, gate_up = _forward(call, inputs)
-    return y, SavedForward(inputs, None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1]))
+    return _once(y), SavedForward(inputs, None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1]))
 
 
 def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
@@ -124,7 +133,7 @@ def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
     made = _launch(BACKWARD, call, schedule, operands, results, inputs.experts)
     gradients = {name: made.get(f"d{name}") for name in present(inputs.experts)}
-    return made["dx"], made["dtopk_weights"], dataclasses.replace(inputs.experts, **gradients)
+    return *_once((made["dx"], made["dtopk_weights"])), dataclasses.replace(inputs.experts, **gradients)
 
 
 def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
