@@ -20,7 +20,7 @@ from jaxmoe.activation import ActivationLike
 from jaxmoe.experts import AnyExperts, split
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
-from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
+from jaxmoe.implementations.base import ARRIVED_NAME, CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
@@ -201,7 +201,7 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
     # The backward pass starts from the arguments themselves. What is made of them inside, such as the part of the
     # experts that a rank of `shard_map` sees, would be new arrays for JAX, and a scan over layers would keep a copy of
     # all experts for its backward pass. No kernel runs twice: nobody asks for what it would compute again.
-    kept = CHECKPOINT_NAMES if call.residuals == "save" else ()
+    kept = (*CHECKPOINT_NAMES, ARRIVED_NAME) if call.residuals == "save" else (ARRIVED_NAME,)
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
     return jax.jit(jax.checkpoint(guarded, policy=policy, prevent_cse=False))
 

@@ -24,6 +24,8 @@ ROWS_OVER_BALANCED = 1.25
 # rows of the first pass. Without them the backward pass repeats the gate and up GEMMs; it never repeats the down GEMM.
 # The last one is the megakernel's, which has both in one array.
 CHECKPOINT_NAMES = ("jaxmoe_gate", "jaxmoe_up", "jaxmoe_gate_up")
+# What has crossed the network and is kept for the backward pass, unless a policy of the caller's own says otherwise.
+ARRIVED_NAME = "jaxmoe_arrived"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxmoe.implementations.base import Inputs
+from jaxmoe.implementations.base import ARRIVED_NAME, Inputs
 from jaxmoe.network.levels import Levels
 from jaxmoe.sharding import ExpertGroup
 
@@ -28,8 +29,9 @@ def run(
       on_host: the layer among the ranks of a host, with ids among its experts.
     """
     across = levels.across
-    x, weights = (gather(across, array) for array in (inputs.x, inputs.topk_weights))
-    ids = levels.ids_on_host(across.all_gather(inputs.topk_ids), across.index(), num_experts)
+    x, weights = (checkpoint_name(gather(across, array), ARRIVED_NAME) for array in (inputs.x, inputs.topk_weights))
+    all_ids = checkpoint_name(across.all_gather(inputs.topk_ids), ARRIVED_NAME)
+    ids = levels.ids_on_host(all_ids, across.index(), num_experts)
     return sum_over_hosts(across, on_host(Inputs(x, ids, jnp.where(ids >= 0, weights, 0), inputs.experts)))
 
 
