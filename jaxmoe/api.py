@@ -55,7 +55,8 @@ def moe_layer(
     `activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e]`. No token is ever dropped. Differentiable in `x`,
     `topk_weights` and every array of `experts`; a `jax.checkpoint` policy can keep the values named
     `jaxmoe.CHECKPOINT_NAMES` (the inputs of the activation), so that the backward pass repeats no GEMM; the megakernel
-    has them with `residuals="save"`.
+    has them with `residuals="save"`. A `lax.scan` over layers keeps no copy of experts for its backward pass; around a
+    layer in it use `jax.checkpoint(..., prevent_cse=False)`, whose barrier would else make XLA copy them in every turn.
 
     Inside `shard_map` with `axis_name` manual, all arguments are this rank's shards. Outside, under `jit` or not, with
     a mesh set by `jax.set_mesh` or passed as `mesh`, it enters `shard_map` itself, with experts split over `axis_name`
