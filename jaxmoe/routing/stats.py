@@ -4,8 +4,9 @@
 
 Counts and losses are sums over tokens, and those that are asked for together are one sum: every token has a row of
 floats (`Counters.columns` and what `balance.py` adds), and `sum_over_tokens` adds up all rows. One reduction is one
-all-reduce, also under plain `jit`, where the compiler puts one behind every reduction over split tokens. Counts are
-floats on the way because an all-reduce has one type, and because XLA's fast kernel for small ones takes floats only.
+all-reduce, also under plain `jit`, where the compiler puts one behind every reduction over split tokens; of losses that
+a scan stacks, `sum_over_parts` leaves it to the end of the scan. Counts are floats on the way because an all-reduce has
+one type, and because XLA's fast kernel for small ones takes floats only.
 """
 
 import dataclasses
