@@ -154,8 +154,8 @@ class Decoder(nnx.Module):
         embedding, head = (put(each[...].astype(self.dtype), None, None) for each in (self.embedding, self.head))
         positions = put(self.positions[...].astype(self.dtype), "context", None)
         # One program for all layers. The backward pass computes each again, which gathers its weights again, so that in
-        # between a rank keeps nothing of a layer but its tokens. A scan needs no barrier against merging the two, and on
-        # GPUs one would make XLA copy the weights of every layer.
+        # between a rank keeps nothing of a layer but its tokens. A scan needs no barrier between the two passes, and on
+        # GPUs it would make XLA copy the weights of every layer.
         one = nnx.remat(lambda block, h: block(h), prevent_cse=False)
         run = nnx.scan(one, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), **STACKED)
         h, aux = run(self.blocks, embedding.at[tokens].get(out_sharding=as_tokens()) + positions)
