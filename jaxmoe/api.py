@@ -197,7 +197,7 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
         arguments = jax.tree.map(not_mapped, arguments)
         return layer(arguments._replace(experts=_constant_quantized(arguments.experts)))
 
-    if call.implementation == "reference":
+    if IMPLEMENTATIONS[call.implementation].by_autodiff:
         return jax.jit(guarded)
     # The backward pass starts from the arguments themselves. What is made of them inside, such as the part of the
     # experts that a rank of `shard_map` sees, would be new arrays for JAX, and a scan over layers would keep a copy of

@@ -41,6 +41,7 @@ from jaxmoe.testing import make_ids
 Line = Literal["layer", "routed", "stats", "loss"]
 LINES: tuple[Line, ...] = ("layer", "routed", "stats", "loss")
 AnyLine = Line | scan_gradients.GradientLine
+COLUMNS = ("shape", "tokens", "EP", "line", "checked", "us/layer", "slowest", "more us", "MB", "floor us", "x floor")
 # With what a line is compared.
 WITHOUT: dict[AnyLine, Line] = {"routed": "layer", "stats": "routed", "loss": "routed"}
 
@@ -133,22 +134,7 @@ def run(options: ScanOptions) -> int:
         f"{jnp.dtype(options.dtype).name}, {options.layers} layers in a scan. Tokens per rank; us per layer over "
         f"{options.seconds:g} s, the slowest process. floor: the weights that a layer reads, at the rate of a copy."
     )
-    say(
-        _row(
-            "shape",
-            "tokens",
-            "EP",
-            "line",
-            "checked",
-            "us/layer",
-            "slowest",
-            "more us",
-            "MB",
-            "floor us",
-            "x floor",
-            "temp GB",
-        )
-    )
+    say(_row(*COLUMNS, "temp GB"))
     failed = False
     for case in options.cases:
         for tokens in (case.tokens,) if case.tokens else options.tokens:

@@ -38,6 +38,7 @@ class Implementation:
       plan_type: of the plans that it takes.
       residuals: what its backward pass gets where the user does not say.
       check: raises where it cannot run a call; before anything runs.
+      by_autodiff: it is JAX that differentiates it, and that keeps what it wants of the forward pass.
     """
 
     name: ImplementationName
@@ -47,6 +48,7 @@ class Implementation:
     plan_type: type[Plan] | type[KernelPlan]
     residuals: Residuals = "save"
     check: Callable[[Call], None] = lambda call: None
+    by_autodiff: bool = False
 
 
 def _backward_of_decoded(call: Call, inputs: Inputs, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
@@ -61,5 +63,5 @@ MEGAKERNEL = Implementation(
 )
 XLA = Implementation("xla", xla_layer.run, xla_explain.explain, xla_plan, Plan)
 # Takes the plans of "xla", and reads nothing of them.
-REFERENCE = Implementation("reference", reference.run, reference.explain, xla_plan, Plan)
+REFERENCE = Implementation("reference", reference.run, reference.explain, xla_plan, Plan, by_autodiff=True)
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (MEGAKERNEL, XLA, REFERENCE)}

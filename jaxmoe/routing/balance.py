@@ -88,8 +88,8 @@ class MoEAux:
                     "these: `return loss, aux.stats` in the place of `return loss, aux`."
                 )
             known = self.sums.sum((-3, -2))
-            # What an inner trace makes of `sums` is of no use outside.
-            if getattr(known, "_trace", None) is getattr(self.sums, "_trace", None):
+            # What an inner trace makes of `sums` is of no use outside. A tracer that names no trace is not kept either.
+            if not isinstance(known, Tracer) or getattr(known, "_trace", known) is getattr(self.sums, "_trace", None):
                 object.__setattr__(self, "_known_total", known)
         return known
 

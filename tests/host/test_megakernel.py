@@ -105,6 +105,16 @@ def test_a_layer_is_one_call_of_compiled_code_and_its_gradients_another():
     assert calls_of_compiled_code(jax.value_and_grad(loss), arguments.experts) == (1, 1)
 
 
+def test_what_a_call_returns_for_tokens_goes_through_a_barrier():
+    """Without it XLA makes two calls on GPUs where a scan stacks such a result and uses it too (seen in programs)."""
+    arguments = make_inputs(0, **SIZES)
+    run = layer("data x expert, Auto", implementation="megakernel")
+    loss = lambda x: jnp.sum(run(arguments._replace(x=x)) ** 2)  # noqa: E731
+    barriers = lambda function: jax.jit(function).lower(arguments.x).as_text().count("optimization_barrier")  # noqa: E731
+    assert barriers(lambda x: run(arguments._replace(x=x))) == 1
+    assert barriers(jax.grad(loss)) == 2
+
+
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(*jaxmoe.CHECKPOINT_NAMES)])
 def test_checkpoint_repeats_no_call_of_compiled_code(policy):
     arguments = make_inputs(0, **SIZES)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmoe
-from jaxmoe.routing import router
+from jaxmoe.routing import largest
 from tests.unit.router_inputs import GROUPED, random_logits
 
 
@@ -134,7 +134,7 @@ def test_on_gpus_ids_come_without_top_k_and_are_those_of_top_k(
     bias = jnp.where(jnp.arange(12) % 3 == 0, -0.0, 0.0)
     ids = lambda logits: jaxmoe.route(logits, config, selection_bias=bias).topk_ids  # noqa: E731
     wanted = ids(logits)
-    monkeypatch.setattr(router, "_MANY_SCORES", many_scores)
+    monkeypatch.setattr(largest, "_MANY_SCORES", many_scores)
     program = jax.jit(ids).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
     assert "top_k" not in program
     assert ("stablehlo.sort" in program) == (many_scores > 0)
