@@ -18,7 +18,7 @@ from jaxmoe.network import choice, cost, levels, message, send
 from jaxmoe.network.levels import Levels
 from jaxmoe.sharding import ExpertGroup, replica_groups
 from jaxmoe.testing import make_inputs
-from tests.layer_calls import mesh_of
+from tests.layer_calls import layer, mesh_of
 
 NetworkPlan, Shape = jaxmoe.NetworkPlan, jaxmoe.plan.Shape
 MIXTRAL = Shape(tokens=8192, hidden=4096, intermediate=14336, num_experts=8, top_k=2, ranks=8)
@@ -326,3 +326,18 @@ def test_more_hosts_need_more_of_the_network_and_sending_never_more_than_gatheri
     }
     for of_model in by_model.values():
         assert [row.network_seconds for row in of_model] == sorted(row.network_seconds for row in of_model)
+
+
+@pytest.mark.parametrize("residuals", ["recompute", "save"])
+def test_in_a_scan_what_was_gathered_is_not_gathered_again_for_the_backward_pass(residuals):
+    arguments = make_inputs(0)
+    run = layer("hosts 8 x 1", implementation="xla", residuals=residuals, network=NetworkPlan(way="gather"))
+    stacked = jax.tree.map(lambda array: jnp.stack([array] * 3), arguments.experts)
+
+    def loss(x: jax.Array, experts: jaxmoe.Experts) -> jax.Array:
+        step = lambda x, own: (x + run(arguments._replace(x=x, experts=own)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, experts)[0] ** 2)
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(arguments.x, stacked).compile().as_text() or ""
+    # Tokens, weights and ids in the forward pass, gradients of outputs in the backward pass.
+    assert program.count(" all-gather(") == 4
