@@ -15,6 +15,7 @@ from jaxmoe.call import RepeatedWorkWarning
 from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.exchange.api import combine, dispatch
 from jaxmoe.exchange.handle import Dispatched, Handle
+from jaxmoe.exchange.matmul import dispatch_matmul, matmul_combine
 from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
@@ -70,12 +71,14 @@ __all__ = [
     "default_plan",
     "dequantize",
     "dispatch",
+    "dispatch_matmul",
     "experts_from_gpt_oss",
     "explain",
     "failures",
     "fits_e4m3",
     "load_balancing_loss",
     "load_stats",
+    "matmul_combine",
     "moe_layer",
     "quantize",
     "raise_if_failed",

@@ -16,21 +16,14 @@
 
 namespace jaxmoe {
 
-inline std::string attributes_error(const LayerAttributes& a) {
-  if (std::string error = group_error(a); !error.empty()) return error;
-  if (a.schedule.size() * sizeof(int32_t) != sizeof(Schedule)) {
-    return "jaxmoe: schedule has " + std::to_string(a.schedule.size()) + " numbers. It needs the " +
-           std::to_string(sizeof(Schedule) / sizeof(int32_t)) + " fields of Schedule (ffi/common/shape.h).";
-  }
-  return "";
-}
+inline std::string attributes_error(const LayerAttributes& a) { return group_error(a); }
 
 inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
-      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0) {
+      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
-           "dispatcher, and nothing of a schedule can be negative.";
+           "dispatcher, nothing of a schedule can be negative, and a layer has no half.";
   }
   return "";
 }

@@ -1,6 +1,9 @@
-// What every call says of the ranks that share in it, and what must hold of that.
+// What every call says of the ranks that share in it and of its schedule, and what must hold of that.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <string>
 
@@ -10,6 +13,14 @@ namespace jaxmoe {
 
 // 31 years. Waits count nanoseconds in 64 bits, beside those since the machine has started.
 inline constexpr float kLongestTimeoutSeconds = 1e9f;
+
+// Of attributes without a group_error().
+template <class Attributes>
+Schedule schedule_of(const Attributes& a) {
+  std::array<int32_t, sizeof(Schedule) / sizeof(int32_t)> numbers{};
+  std::copy(a.schedule.begin(), a.schedule.end(), numbers.begin());
+  return std::bit_cast<Schedule>(numbers);
+}
 
 // Of LayerAttributes or ExchangeAttributes; empty where nothing is wrong.
 template <class Attributes>
@@ -28,6 +39,10 @@ std::string group_error(const Attributes& a) {
   }
   if (!(a.timeout_seconds > 0 && a.timeout_seconds <= kLongestTimeoutSeconds)) {
     return "jaxmoe: timeout_seconds must be positive and at most 1e9.";
+  }
+  if (a.schedule.size() * sizeof(int32_t) != sizeof(Schedule)) {
+    return "jaxmoe: schedule has " + std::to_string(a.schedule.size()) + " numbers. It needs the " +
+           std::to_string(sizeof(Schedule) / sizeof(int32_t)) + " fields of Schedule (ffi/common/shape.h).";
   }
   return "";
 }

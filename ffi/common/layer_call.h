@@ -4,9 +4,6 @@
 // must hold of a call is in call_checks.h.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -16,6 +13,7 @@
 #include "common/activation.h"
 #include "common/call_arrays.h"
 #include "common/formats.h"
+#include "common/group_attributes.h"
 #include "common/layer_arrays.h"
 #include "common/shape.h"
 #include "xla/ffi/api/ffi.h"
@@ -43,13 +41,6 @@ struct LayerAttributes {
   // could not tell.
   xla::ffi::Span<const int64_t> devices;
 };
-
-// Of a schedule of the right length.
-inline Schedule schedule_of(const LayerAttributes& a) {
-  std::array<int32_t, sizeof(Schedule) / sizeof(int32_t)> numbers{};
-  std::copy(a.schedule.begin(), a.schedule.end(), numbers.begin());
-  return std::bit_cast<Schedule>(numbers);
-}
 
 inline Activation activation_of(const LayerAttributes& a) {
   return {static_cast<ActivationKind>(a.activation), a.limit, a.alpha, a.up_offset};

@@ -82,18 +82,19 @@ struct ArenaLayout {
   // first, and no length in them depends on what a rank may have for itself, such as the number of its multiprocessors.
   // `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
   Region tokens;          // [tokens, parts, hidden]            publish -> peers' dispatch; empty where x is read
-  Region answers;         // [slots, hidden]                    peers' down, token_gradient -> combine
-  // Of a backward pass or a dispatch on its own; empty in a forward one. Numbers are as wide as sums are: float32, or
+  Region answers;         // [slots, hidden]                    peers' down, token_gradient -> combine; empty without
+  // Of a backward pass or an exchange; empty in a forward one. Numbers are as wide as sums are: float32, or
   // float64 where tokens are.
   Region routing_weights; // [slots] number                     publish -> peers' dispatch
   Region routing_weight_gradients;  // [slots] number             peers' token_gradient, dispatch -> combine
-  Region slot_rows;       // [slots] int32, of a dispatch on its own  peers' dispatch -> its end; else empty
+  Region slot_rows;       // [slots] int32, of an exchange           peers' dispatch -> its end; else empty
 
   // Body, what this rank alone reaches.
   Region histograms;    // [most sorters, num_experts] int32          sort -> sort
   Region kept_tokens;   // [ranks - 1, tokens, parts, hidden]          dispatch -> dispatch; empty unless kept
   Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      publish, dispatch -> dispatch; the same
-  Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient
+  Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient; of a first half
+                        //   the row of the caller's array, for gate_up
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
   Region h;             // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
   // Of a backward pass; empty in a forward one. There `h` holds h times the routing weight of its row, from
@@ -181,12 +182,14 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   const auto tokens = [&](int64_t rows) { return formats.tokens.bytes(rows * parts, shape.hidden); };
   const int64_t exchanges = schedule.exchanges() ? 1 : 0;
   const auto sums = [&](int64_t count) { return formats.sums.bytes(backward, count); };
+  // What a half has in the caller's array, or does not have, is not here.
+  const bool first_half = schedule.is_first_half();
   const int64_t of_slots = formats.sums.bytes(backward + exchanges, shape.slots());
   l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens.is_scaled()) ? tokens(shape.tokens) : 0);
-  l.answers = pack.take(formats.answers.bytes(shape.slots(), shape.hidden));
+  l.answers = pack.take(first_half ? 0 : formats.answers.bytes(shape.slots(), shape.hidden));
   l.routing_weights = pack.take(of_slots);
   l.routing_weight_gradients = pack.take(of_slots);
-  l.slot_rows = pack.take(exchanges * shape.slots() * int64_t{sizeof(int32_t)});
+  l.slot_rows = pack.take((first_half ? 1 : exchanges) * shape.slots() * int64_t{sizeof(int32_t)});
 
   l.histograms = pack.take(int64_t{most_sorters(shape)} * shape.num_experts * int64_t{sizeof(int32_t)});
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
@@ -194,7 +197,7 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(tokens(ring_rows));
-  l.h = pack.take(formats.h.bytes(ring_rows, shape.intermediate));
+  l.h = pack.take(first_half ? 0 : formats.h.bytes(ring_rows, shape.intermediate));
   l.row_routing_weights = pack.take(sums(ring_rows));
   l.row_products = pack.take(sums(ring_rows * gradient_tiles(shape, schedule.tile)));
   l.projections = pack.take(formats.h.bytes(backward * ring_rows * shape.projections, shape.intermediate));

@@ -19,6 +19,9 @@
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
 //   answers_ready     each peer   announce, per source (the launch)     combine of every worker
 //
+// A dispatch with a product has all that brings rows to gate_up; its ring slots are free where h_written is complete. A
+// combine with one has no signal of a tile: its rows are there when it starts.
+//
 // A dispatch or a combine on its own has those of its rank's inputs and of its end alone: histograms_written (dispatch),
 // inputs_published and inputs_ready as above (a combine raises inputs_ready at once: that answers may come), tasks_done
 // by every worker (on a GPU every thread block) when its rows are pulled or pushed, answers_ready as above.
@@ -122,8 +125,15 @@ JAXMOE_ANY constexpr Wait wait_for_answers(const Shape& shape, const Schedule& s
   return {Signal::kAnswersWritten, row_tile, static_cast<uint32_t>(answer_tiles(shape, schedule.tile))};
 }
 // The waits before an item of the stream, and the release after it. An index below zero stands for no wait.
+template <bool kFirstHalf>
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
-  return wait_for_answers(shape, schedule, chunk.row_tile - schedule.ring_tiles);
+  const int32_t had_slot = chunk.row_tile - schedule.ring_tiles;
+  if constexpr (!kFirstHalf) return wait_for_answers(shape, schedule, had_slot);
+  return {Signal::kHWritten, had_slot, static_cast<uint32_t>(h_tiles(shape, schedule.tile))};
+}
+constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Chunk& chunk) {
+  return schedule.is_first_half() ? wait_before<true>(shape, schedule, chunk)
+                                  : wait_before<false>(shape, schedule, chunk);
 }
 // A second one in backward passes: for the segment that held the ring slot, which the caller has to find.
 JAXMOE_ANY constexpr Wait wait_for_weight_gradients(const Shape& shape, const Schedule& schedule, int32_t first_tile) {

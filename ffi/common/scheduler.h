@@ -41,8 +41,9 @@
 
 namespace jaxmoe {
 
-// The passes of a layer, and the two that only bring rows to experts and answers back (common/exchange.h).
-enum class Pass : int32_t { kForward = 0, kBackward, kDispatch, kCombine };
+// The passes of a layer; the two that only bring rows to experts and answers back (common/exchange.h); and those with
+// one product each, that of a dispatch is gate_up and that of a combine is down.
+enum class Pass : int32_t { kForward = 0, kBackward, kDispatch, kCombine, kDispatchMatmul, kMatmulCombine };
 
 enum class Gemm : int32_t {
   kGateUp = 0,      // tokens x (w_gate, w_up); a backward pass computes them again
@@ -65,7 +66,7 @@ struct Task {
   Gemm gemm;
   int32_t expert;       // local
   int32_t row_tile;     // over all local experts
-  int32_t ring_slot;    // where the tile's rows lie in the rings
+  int32_t ring_slot;    // where the tile's rows lie in the rings; without one what the caller of the walk puts here
   int32_t rows;         // 1 .. tile.rows; of a weight gradient all rows of the segment
   int32_t column_tile;  // of the result
   int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
@@ -255,7 +256,10 @@ class TaskWalk {
   }
 
  private:
-  static constexpr int32_t kGemmsOfUnit = kPass == Pass::kForward ? 2 : 3;  // weight gradients are those of a segment
+  static constexpr bool kIsHalf = kPass == Pass::kDispatchMatmul || kPass == Pass::kMatmulCombine;
+  static constexpr Gemm kFirstGemm = kPass == Pass::kMatmulCombine ? Gemm::kDown : Gemm::kGateUp;
+  // Weight gradients are those of a segment.
+  static constexpr int32_t kGemmsOfUnit = kIsHalf ? 1 : kPass == Pass::kForward ? 2 : 3;
 
   // Columns go in pairs: in each, the wide tiles of the first column, those of the second, and the narrow tile. Units of
   // one tile, which short launches have most of, need no division.
@@ -273,7 +277,7 @@ class TaskWalk {
     task = {gemm_,
             unit_.expert,
             row_tile,
-            row_tile % schedule_.ring_tiles,
+            kPass == Pass::kMatmulCombine ? 0 : row_tile % schedule_.ring_tiles,
             unit_.rows_of_tile(tile, schedule_.tile.rows),
             2 * pair + (is_narrow ? 0 : column),
             is_narrow ? columns : 1,
@@ -325,7 +329,7 @@ class TaskWalk {
   }
 
   JAXMOE_ANY Gemm gemm_of_unit() const {
-    if (nth_gemm_ == 0) return Gemm::kGateUp;
+    if (nth_gemm_ == 0) return kFirstGemm;
     if (kPass == Pass::kForward) return Gemm::kDown;
     return nth_gemm_ == 1 ? Gemm::kHGradient : Gemm::kTokenGradient;
   }
@@ -343,7 +347,7 @@ class TaskWalk {
 
   JAXMOE_ANY void begin_section() {
     if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
-    if (kPass == Pass::kForward) {
+    if (kPass != Pass::kBackward) {
       columns_ = gemm_ == Gemm::kGateUp ? gate_up_columns_ : down_columns_;
     } else {
       columns_ = gemm_ == Gemm::kGateUp      ? h_tiles(shape_, schedule_.tile)
@@ -369,7 +373,7 @@ class TaskWalk {
   bool has_unit_ = false;
   int32_t step_ = -1;
   int32_t nth_gemm_ = kGemmsOfUnit - 1;
-  Gemm gemm_ = Gemm::kGateUp;
+  Gemm gemm_ = kFirstGemm;
   int32_t columns_ = 0;  // column tiles of the section's GEMM
   int32_t narrow_ = 0;   // narrow tiles of the unit: its last one, or none
   int32_t section_tasks_ = 0;

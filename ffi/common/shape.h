@@ -63,6 +63,12 @@ struct TileSizes {
   int32_t columns;    // of the result of any other task, such as an expert's answer
 };
 
+// Of the two products between tokens and answers, the one that a launch computes where it is not both: tokens with a
+// matrix, to an array of the caller's, or rows of such an array with a matrix, to the ranks that own the tokens
+// (common/exchange.h).
+inline constexpr int32_t kFirstHalf = 1;
+inline constexpr int32_t kSecondHalf = 2;
+
 // How the work of a rank is ordered and how much memory it takes. Any legal value gives the same bits, but that weight
 // gradients are summed by segments.
 struct Schedule {
@@ -84,10 +90,13 @@ struct Schedule {
   // is multiplied is then as the caller has it, but for weights in 4 bits beside wider rows, which the tasks decode that
   // multiply them. A backward pass that decodes weights makes no gradients of them, nor of biases.
   int32_t weight_slots;
+  int32_t half;  // kFirstHalf or kSecondHalf; 0: a layer, or nothing is multiplied
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
-  // Rows are dispatched or combined, and nothing is multiplied: there are no rings.
+  // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there are no rings.
   JAXMOE_ANY constexpr bool exchanges() const { return ring_tiles == 0; }
+  JAXMOE_ANY constexpr bool is_first_half() const { return half == kFirstHalf; }
+  JAXMOE_ANY constexpr bool is_second_half() const { return half == kSecondHalf; }
   // Ahead of the tasks that multiply them.
   JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
   JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && !decodes(); }

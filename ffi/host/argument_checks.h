@@ -52,7 +52,8 @@ inline void check(const Schedule& schedule, int32_t fewest_ring_tiles = 1) {
   require_at_least("tile.columns", schedule.tile.columns, 1);
   require_at_least("unit_tiles", schedule.unit_tiles, 1);
   require_at_least("lag_units", schedule.lag_units, 0);
-  require_at_least("ring_tiles", schedule.ring_tiles, fewest_ring_tiles);
+  require_range("half", schedule.half, 0, kSecondHalf + 1);
+  require_at_least("ring_tiles", schedule.ring_tiles, schedule.is_second_half() ? 0 : fewest_ring_tiles);
   require_at_least("workers", schedule.workers, 0);  // 0: as many as a device has room for
   require_at_least("chunk_rows", schedule.chunk_rows, 1);
   require_at_least("dispatchers", schedule.dispatchers, 0);

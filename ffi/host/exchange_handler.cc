@@ -9,6 +9,7 @@
 #include "host/exchange_rank.h"
 #include "host/group.h"
 #include "host/instruction.h"
+#include "host/matmul_rank.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -22,8 +23,7 @@ template <class Precision>
 ffi::Error run(const ExchangeCall& call, const ExchangeAttributes& attributes, const CallSite& site) {
   using Number = typename Precision::Number;
   const Shape shape = shape_of(call, attributes);
-  const Granularity pieces = granularity_of_cpu(false, false);
-  const Schedule schedule = exchange_schedule(pieces, pieces.workers);
+  const Schedule schedule = schedule_of(attributes);
   const Formats formats = formats_of(call);
   const Attendance attendance(site, shape, schedule, formats);
   Meeting& meeting = attendance.meeting();
@@ -31,7 +31,7 @@ ffi::Error run(const ExchangeCall& call, const ExchangeAttributes& attributes, c
                       .schedule = schedule,
                       .formats = formats,
                       .head = meeting.arenas->head(),
-                      .dispatchers_per_worker = pieces.dispatchers_per_worker,
+                      .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
                       .activation = {},
                       .power_of_two_scales = attributes.power_of_two_scales != 0,
                       .arenas = meeting.arenas->of_ranks(),
@@ -42,8 +42,13 @@ ffi::Error run(const ExchangeCall& call, const ExchangeAttributes& attributes, c
   ArraysOf<Precision> of_layer{};
   of_layer.x = static_cast<const typename Precision::Storage*>(arrays.x);
   of_layer.topk_ids = arrays.topk_ids;
-  const std::string failure =
-      ExchangeRank<Precision>(launch, site.rank, of_layer, arrays, room_of(call, attributes)).run();
+  const Room room = room_of(call, attributes);
+  const std::string failure = [&] {
+    if constexpr (!Precision::kScaled) {
+      if (call.multiplies()) return MatmulRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
+    }
+    return ExchangeRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
+  }();
   return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
 }
 
@@ -54,6 +59,7 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   if (error.empty()) error = call_error(call, attributes);
   const int32_t* place = error.empty() ? call.data<const int32_t>(ExchangeArray::kPlace) : nullptr;
   if (error.empty()) error = place_error(place[0], attributes.ranks);
+  if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const CallSite site{instruction, run_id.run_id, place[1], place[0], device};
   const Formats formats = formats_of(call);

@@ -14,7 +14,8 @@
 namespace jaxmoe::host {
 
 template <class Precision>
-class ExchangeRank : RankRoles<Precision> {
+class ExchangeRank : protected RankRoles<Precision> {
+ protected:
   using Roles = RankRoles<Precision>;
   using typename Roles::Number;
   using typename Roles::RowStorage;
@@ -44,7 +45,7 @@ class ExchangeRank : RankRoles<Precision> {
     return Roles::finish(threads);
   }
 
- private:
+ protected:
   void dispatch(int32_t worker) {
     Roles::clear_other_bank(worker);
     if (call_.topk_ids != nullptr) Roles::sort_slots(worker);

@@ -28,10 +28,10 @@ template <Pass kPass, class Precision>
 class Rank : RankRoles<Precision> {
   using Roles = RankRoles<Precision>;
   using typename Roles::Number;
+  using typename Roles::RowCounts;
   using typename Roles::RowStorage;
   using typename Roles::Span;
   using typename Roles::Storage;
-  using typename Roles::Token;
   using Roles::launch_number_;
   using Roles::m_;
   using Roles::share;
@@ -55,14 +55,6 @@ class Rank : RankRoles<Precision> {
   }
 
  private:
-  // --- what the walks need -------------------------------------------------------------------------------------------
-
-  struct RowCounts {
-    std::vector<int32_t> from_source;      // [ranks][local_experts]
-    std::vector<int32_t> rows_per_expert;  // [local_experts], of all sources, and rows of zeros; marked where none
-    std::vector<int32_t> first_slot;    // [ranks][local_experts] of an expert's slots in a source's list
-  };
-
   // --- a worker -----------------------------------------------------------------------------------------------------
 
   void work(int32_t worker) {
@@ -70,13 +62,13 @@ class Rank : RankRoles<Precision> {
     Roles::clear_other_bank(worker);
     Roles::sort_slots(worker);
     track.mark(EventKind::kSort);
-    forget_kept_tokens(worker);
+    Roles::forget_kept_tokens(worker);
     Roles::publish_tokens(worker);
     if constexpr (kBackward) Roles::publish_weights(m_.arrays.topk_weights, worker);
     track.mark(EventKind::kCopyInputs);
     Roles::tell_all(worker, Signal::kInputsPublished, Signal::kInputsReady, Site::kPublish);
     track.mark(EventKind::kPublish);
-    const RowCounts counts = wait_for_counts(worker);
+    const RowCounts counts = Roles::wait_for_counts(worker);
     track.mark(EventKind::kWaitInputs);
     track.move_to(TrackRole::kMath);
     if constexpr (kBackward) clear_unused_gradients(counts.rows_per_expert, worker);
@@ -111,39 +103,6 @@ class Rank : RankRoles<Precision> {
     }
   }
 
-
-  // Before this rank says that its inputs are ready, which its own dispatchers wait for too.
-  void forget_kept_tokens(int32_t worker) {
-    const Span states = share(m_.layout.kept_states.bytes / sizeof(uint32_t), worker, m_.schedule.workers);
-    uint32_t* kept_states = m_.template here<uint32_t>(m_.layout.kept_states);
-    std::fill(kept_states + states.begin, kept_states + states.end, static_cast<uint32_t>(KeptState::kAbsent));
-  }
-
-  // --- counts --------------------------------------------------------------------------------------------------------
-
-  RowCounts wait_for_counts(int32_t worker) {
-    const int32_t local = m_.shape.local_experts();
-    RowCounts counts{std::vector<int32_t>(m_.shape.ranks * local), std::vector<int32_t>(local, 0),
-                     std::vector<int32_t>(m_.shape.ranks * local)};
-    for (int32_t source = 0; source < m_.shape.ranks; ++source) {
-      // Pairs with release_to_all(kInputsReady) of the source's first worker.
-      signals_.wait({Signal::kInputsReady, source, launch_number_}, Site::kWalk, worker);
-      const int64_t offset = rows_from_source(m_.layout, m_.launch.head, launch_number_, source);
-      const int32_t* ends = m_.template here<int32_t>(offset);
-      int32_t start = 0;
-      for (int32_t expert = 0; expert < local; ++expert) {
-        counts.from_source[source * local + expert] = ends[expert] - start;
-        counts.first_slot[source * local + expert] = start;
-        counts.rows_per_expert[expert] += ends[expert] - start;
-        start = ends[expert];
-      }
-    }
-    const int32_t multiple = m_.schedule.row_multiple();
-    for (int32_t& rows : counts.rows_per_expert) rows = padded_rows(rows, multiple);
-    mark_experts_without_rows(counts.rows_per_expert.data(), local);
-    return counts;
-  }
-
   // No task writes the gradients of an expert without rows.
   void clear_unused_gradients(const std::vector<int32_t>& rows_per_expert, int32_t worker) {
     for (int32_t expert = 0; expert < m_.shape.local_experts(); ++expert) {
@@ -172,7 +131,7 @@ class Rank : RankRoles<Precision> {
   void dispatch(int32_t dispatcher) {
     const int32_t worker = dispatcher / m_.launch.dispatchers_per_worker;
     TrackRecorder track = recorder_.of_dispatcher(dispatcher, m_.launch.dispatchers_per_worker);
-    const RowCounts counts = wait_for_counts(worker);
+    const RowCounts counts = Roles::wait_for_counts(worker);
     track.mark(EventKind::kWaitInputs);
     const int32_t local = m_.shape.local_experts();
     ChunkWalk walk(m_.shape, m_.schedule, counts.rows_per_expert.data(), dispatcher);
@@ -202,7 +161,7 @@ class Rank : RankRoles<Precision> {
         }
         const int32_t slot = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, from.source))
             [counts.first_slot[from.source * local + chunk.expert] + from.position];
-        copy_token(from.source, slot / m_.shape.top_k, chunk.ring_slot, chunk.tile_row + i);
+        Roles::copy_token(from.source, slot / m_.shape.top_k, chunk.ring_slot, chunk.tile_row + i);
         *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
         if constexpr (kBackward) {
           *m_.routing_weight_of(chunk.ring_slot, chunk.tile_row + i) =
@@ -213,35 +172,6 @@ class Rank : RankRoles<Precision> {
       track.mark(EventKind::kDispatch, subject);
     }
     decoder.decode_up_to(local, signals_, worker);
-  }
-
-  void copy_token(int32_t source, int32_t number, int32_t ring_slot, int32_t tile_row) {
-    Token token = Roles::token_of_owner(source, number);
-    if (m_.schedule.keep_tokens && source != m_.rank) token = keep_token(token, source, number);
-    std::copy_n(token.elements, m_.row_width(),
-                m_.ring_row(m_.layout.rows, ring_slot, tile_row, m_.row_width()));
-    for (int32_t block = 0; block < m_.token_scales(); ++block) {
-      m_.ring_row_scale(m_.layout.rows, ring_slot, tile_row, m_.row_width(), block) = token.scales[block];
-    }
-  }
-
-  // Keeps the token where nobody has begun to. Returns the kept one where that is there, else the owner's.
-  Token keep_token(const Token& token, int32_t source, int32_t number) {
-    const int64_t index = kept_index(m_.shape, m_.rank, source, number);
-    RowStorage* elements = m_.template here<RowStorage>(m_.layout.kept_tokens) + index * m_.row_width();
-    float* scales =
-        m_.scales_of_token(m_.rank, m_.layout.kept_tokens, int64_t{m_.shape.ranks - 1} * m_.shape.tokens, index);
-    const std::atomic_ref<uint32_t> state(m_.template here<uint32_t>(m_.layout.kept_states)[index]);
-    uint32_t seen = static_cast<uint32_t>(KeptState::kAbsent);
-    if (state.compare_exchange_strong(seen, static_cast<uint32_t>(KeptState::kComing), std::memory_order_acquire)) {
-      std::copy_n(token.elements, m_.row_width(), elements);
-      std::copy_n(token.scales, m_.token_scales(), scales);
-      signals_.delay();
-      state.store(static_cast<uint32_t>(KeptState::kKept), std::memory_order_release);
-    } else if (seen == static_cast<uint32_t>(KeptState::kKept)) {
-      return {elements, scales};
-    }
-    return token;
   }
 
   // --- combine: adds up the answers of each token's experts, in the order of its slots -------------------------------

@@ -89,13 +89,18 @@ void define_structs(py::module_& module) {
   module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
              py::arg("saved_tiles") = 0, py::arg("scaled") = false, py::arg("weight_slots") = 0,
              "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
+  module.attr("FIRST_HALF") = kFirstHalf;
+  module.attr("SECOND_HALF") = kSecondHalf;
+  module.def("half_of", &half_of, py::arg("schedule"), py::arg("half"),
+             "The schedule of one half of a layer, FIRST_HALF or SECOND_HALF, that has such a schedule.");
   define_struct(module, "Schedule", "How the work of a rank is ordered.", Field{"tile", &Schedule::tile},
                 Field{"unit_tiles", &Schedule::unit_tiles}, Field{"lag_units", &Schedule::lag_units},
                 Field{"ring_tiles", &Schedule::ring_tiles}, Field{"workers", &Schedule::workers},
                 Field{"chunk_rows", &Schedule::chunk_rows}, Field{"dispatchers", &Schedule::dispatchers},
                 Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
-                Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0})
+                Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0},
+                Field{"half", &Schedule::half, 0})
       .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("row_multiple", &Schedule::row_multiple)
@@ -163,6 +168,10 @@ std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows
   };
   if (schedule.backward()) {
     take_all(TaskWalk<Pass::kBackward>(shape, schedule, rows_per_expert.data()));
+  } else if (schedule.is_first_half()) {
+    take_all(TaskWalk<Pass::kDispatchMatmul>(shape, schedule, rows_per_expert.data()));
+  } else if (schedule.is_second_half()) {
+    take_all(TaskWalk<Pass::kMatmulCombine>(shape, schedule, rows_per_expert.data()));
   } else {
     take_all(TaskWalk<Pass::kForward>(shape, schedule, rows_per_expert.data()));
   }

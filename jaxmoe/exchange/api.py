@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxmoe import array_layout
 from jaxmoe.exchange import IMPLEMENTATIONS, gradients
 from jaxmoe.exchange.base import Arrived, ExchangeCall, ExchangePrecision, Routes
 from jaxmoe.exchange.check import DispatchOptions, check_combine, check_dispatch
+from jaxmoe.exchange.entry import entered
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.guard import not_mapped
 from jaxmoe.options import ImplementationName, as_jax
@@ -92,7 +92,7 @@ def dispatch(
     )
     call = check_dispatch(x, topk_ids, token_valid, options)
     ids = topk_ids.topk_ids if isinstance(topk_ids, Routing) else topk_ids
-    arrays = jax.tree.map(functools.partial(not_mapped, caller="dispatch"), _Tokens(x, ids, token_valid))
+    arrays = jax.tree.map(functools.partial(not_mapped, caller="dispatch"), Tokens(x, ids, token_valid))
     return _compiled_dispatch(call)(arrays)
 
 
@@ -135,7 +135,7 @@ def combine(
     return _compiled_combine(call)(jax.tree.map(functools.partial(not_mapped, caller="combine"), arrays))
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """The arrays of a dispatch."""
 
     x: Any
@@ -153,59 +153,56 @@ class _Answers(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled_dispatch(call: ExchangeCall) -> Callable[[_Tokens], Dispatched]:
+def _compiled_dispatch(call: ExchangeCall) -> Callable[[Tokens], Dispatched]:
     """One function per kind of call, so that calling it again outside of any `jit` finds it compiled."""
-    return _entered(call, functools.partial(_dispatch_on_rank, call))
+    return entered(call, functools.partial(_dispatch_on_rank, call))
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_combine(call: ExchangeCall) -> Callable[[_Answers], jax.Array]:
-    return _entered(call, functools.partial(_combine_on_rank, call))
+    return entered(call, functools.partial(_combine_on_rank, call))
 
 
-def _entered(call: ExchangeCall, on_rank: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the function of a rank, jitted; where the call is not inside `shard_map`, of the arrays of all ranks."""
-    placement = call.placement
-    if placement.mesh is None:
-        return jax.jit(on_rank)
-    split = PartitionSpec(placement.token_axes or None)
-    sharded = jax.shard_map(
-        on_rank,
-        mesh=placement.mesh if isinstance(placement.mesh, Mesh) else None,
-        in_specs=(split,),
-        out_specs=split,
-        axis_names=set(placement.manual_axes),
-    )
-    return jax.jit(lambda arrays: sharded(array_layout.reshard_explicit(arrays, split, placement.mesh)))
+def _dispatch_on_rank(call: ExchangeCall, tokens: Tokens) -> Dispatched:
+    x, ids = flat_tokens(call, tokens)
+    if call.shape.tokens:
+        arrived, decoded = gradients.dispatch(IMPLEMENTATIONS[call.implementation], call, x, ids)
+    else:
+        arrived, decoded = nothing(call, x, ids)
+    return dispatched(call, arrived, ids, tokens.x.shape[:-1], decoded)
 
 
-def _dispatch_on_rank(call: ExchangeCall, tokens: _Tokens) -> Dispatched:
-    shape, batch = call.shape, tokens.x.shape[:-1]
+def flat_tokens(call: ExchangeCall, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """Returns x and the ids of a rank as implementations take them."""
+    shape = call.shape
     ids = int32_ids(tokens.topk_ids.reshape(-1, shape.top_k))
     used = (ids >= 0) & (ids < shape.num_experts)
     if tokens.token_valid is not None:
         used &= tokens.token_valid.reshape(-1, 1)
-    ids, x = jnp.where(used, ids, -1), tokens.x.reshape(-1, shape.hidden)
-    if shape.tokens:
-        arrived, decoded = gradients.dispatch(IMPLEMENTATIONS[call.implementation], call, x, ids)
-    else:
-        arrived, decoded = _nothing(call, x, ids)
+    return tokens.x.reshape(-1, shape.hidden), jnp.where(used, ids, -1)
 
-    places = (call.room.rows,)
+
+def dispatched(
+    call: ExchangeCall, arrived: Arrived, ids: jax.Array, batch: tuple[int, ...], decoded: jax.Array | None = None
+) -> Dispatched:
+    """Returns what has arrived as the user gets it."""
+    shape, places = call.shape, (call.room.rows,)
     if call.room.capacity_per_expert:
         places = (shape.local_experts, call.room.capacity_per_expert)
     rows, scales, decoded = jax.tree.map(
         lambda array: array.reshape(*places, array.shape[-1]), (arrived.rows, arrived.scales, decoded)
     )
-    slot_rows = arrived.routes.slot_rows.reshape(*batch, shape.top_k)
-    handle = Handle(arrived.routes.row_sources, slot_rows, call)
+    slot_rows, ids = (array.reshape(*batch, shape.top_k) for array in (arrived.routes.slot_rows, ids))
+    handle = Handle(arrived.routes.row_sources, slot_rows, arrived.rows_per_expert, ids, call)
     return Dispatched(rows, scales, arrived.rows_per_expert, arrived.dropped_rows, handle, decoded)
 
 
-def _nothing(call: ExchangeCall, x: jax.Array, ids: jax.Array) -> tuple[Arrived, jax.Array | None]:
-    """What arrives where no rank has any token: no implementation needs to know of it."""
+def nothing(
+    call: ExchangeCall, x: jax.Array, ids: jax.Array, width: int | None = None
+) -> tuple[Arrived, jax.Array | None]:
+    """What arrives where no rank has any token, in rows of `width`: no implementation needs to know of it."""
     shape, rows = call.shape, call.room.rows
-    zeros = jnp.zeros((rows, shape.hidden), x.dtype)
+    zeros = jnp.zeros((rows, shape.hidden if width is None else width), x.dtype)
     scales = decoded = None
     if call.precision is not None:
         decoded, zeros = zeros, zeros.astype(jnp.float8_e4m3fn)

@@ -135,8 +135,14 @@ class Implementation:
         weights. `None`: JAX differentiates `send` and `add_up`.
       pull_weighted: `(call, dy, weights, outputs, routes)`, transposes `add_up` with weights: returns the gradients of
         `outputs`, and of `weights` in their dtype. `None` as above.
+      send_matmul: `(call, x, topk_ids, matrices)`, sends tokens and multiplies each with the matrix of its expert: the
+        products, in the dtype of x. `None`, as of the next one: there is none, and a product follows `send` or
+        comes before `add_up`.
+      matmul_add_up: `(call, rows, matrices, weights or None, routes, rows_per_expert)`, multiplies the rows of each
+        expert with its matrix, and adds up as `add_up`.
       check: raises where it cannot run a call; before anything runs.
-      check_answers: raises where it cannot combine `outputs`, which have a shape and a dtype.
+      check_rows: `(call, caller, name, array)`, raises where it cannot take the rows of an array, or of matrices, which
+        has a shape and a dtype.
     """
 
     name: ImplementationName
@@ -146,8 +152,12 @@ class Implementation:
     pull_weighted: (
         Callable[[ExchangeCall, jax.Array, jax.Array, jax.Array, Routes], tuple[jax.Array, jax.Array]] | None
     ) = None
+    send_matmul: Callable[[ExchangeCall, jax.Array, jax.Array, jax.Array], Arrived] | None = None
+    matmul_add_up: (
+        Callable[[ExchangeCall, jax.Array, jax.Array, jax.Array | None, Routes, jax.Array], jax.Array] | None
+    ) = None
     check: Callable[[ExchangeCall], None] = lambda call: None
-    check_answers: Callable[[ExchangeCall, Any], None] = lambda call, outputs: None
+    check_rows: Callable[[ExchangeCall, str, str, Any], None] = lambda call, caller, name, array: None
 
 
 def block_starts(room: Room, counts: Int[Array, "*ranks local_experts"]) -> Int[Array, "*ranks local_experts"]:
@@ -169,6 +179,20 @@ def block_starts(room: Room, counts: Int[Array, "*ranks local_experts"]) -> Int[
 def aligned_sizes(room: Room, counts: Int[Array, "*ranks local_experts"]) -> Int[Array, "*ranks local_experts"]:
     """Returns the rows from an expert's first to the next one's first, where they follow each other."""
     return (counts + room.alignment - 1) // room.alignment * room.alignment
+
+
+def block_sizes(room: Room, rows_per_expert: Int[Array, "*ranks local_experts"]) -> Int[Array, "*ranks local_experts"]:
+    """Returns how many rows of the array are each expert's, with the zero rows behind: what a grouped product takes.
+
+    Args:
+      room: of every rank, where experts follow each other.
+      rows_per_expert: rows of every expert, before any is dropped or after it.
+
+    >>> block_sizes(Room(rows=20, alignment=8), jnp.array([3, 0, 9, 1])).tolist()
+    [8, 0, 12, 0]
+    """
+    aligned = aligned_sizes(room, rows_per_expert)
+    return jnp.clip(room.rows - block_starts(room, rows_per_expert), 0, aligned)
 
 
 def rows_with_room(

@@ -44,42 +44,51 @@ class DispatchOptions:
     data_axes: Any = ()
     mesh: Any = None
     implementation: Any = None
+    caller: str = "dispatch"
 
 
-def check_dispatch(x: Any, topk_ids: Any, token_valid: Any, options: DispatchOptions) -> ExchangeCall:
-    """Returns the call, or raises what is wrong with it. `topk_ids` may be a `Routing`."""
+def check_dispatch(
+    x: Any, topk_ids: Any, token_valid: Any, options: DispatchOptions, matrices: Any = None
+) -> ExchangeCall:
+    """Returns the call, or raises what is wrong with it. `topk_ids` may be a `Routing`.
+
+    With `matrices`, which tokens are multiplied with, there are as many experts as matrices.
+    """
+    caller = options.caller
     names, precisions = get_args(ImplementationName), get_args(ExchangePrecision)
     if options.implementation is not None and options.implementation not in names:
         raise ValueError(
-            f"dispatch: implementation={options.implementation!r} is not known. Use one of "
+            f"{caller}: implementation={options.implementation!r} is not known. Use one of "
             f"{', '.join(map(repr, names))}, or None to choose."
         )
     if options.precision is not None and options.precision not in precisions:
         raise ValueError(
-            f"dispatch: precision={options.precision!r} is not known. Use one of "
+            f"{caller}: precision={options.precision!r} is not known. Use one of "
             f"{', '.join(map(repr, precisions))} to send tokens in 8 bits, or None for the dtype of x."
         )
-    num_experts = _num_experts(topk_ids, options.num_experts)
-    topk_ids = topk_ids.topk_ids if isinstance(topk_ids, Routing) else topk_ids
-    _check_tokens(x, topk_ids, token_valid)
+    routing, topk_ids = topk_ids, topk_ids.topk_ids if isinstance(topk_ids, Routing) else topk_ids
+    num_experts = 0 if matrices is not None else _num_experts(caller, routing, options.num_experts)
+    _check_tokens(caller, x, topk_ids, token_valid)
     if options.precision is not None and x.dtype == jnp.float64:
         raise TypeError(
-            f"dispatch: x is float64, and precision={options.precision!r} is for bfloat16, float16 and float32: scales "
+            f"{caller}: x is float64, and precision={options.precision!r} is for bfloat16, float16 and float32: scales "
             "are float32. Cast x, or leave precision out."
         )
     placement = sharding.place(
-        x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh, caller="dispatch"
+        x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh, caller=caller
     )
     platform = sharding.platform(placement, x)
     if x.dtype == jnp.float64 and platform != "cpu":
-        raise TypeError(f"dispatch: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
-    shape = _shape(x, topk_ids, num_experts, placement)
+        raise TypeError(f"{caller}: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
+    if matrices is not None:
+        num_experts = _num_experts(caller, routing, _num_matrices(caller, x, matrices, placement))
+    shape = _shape(caller, x, topk_ids, num_experts, placement)
     room = _room(shape, options)
 
     def call_of(implementation: Implementation, reason: str) -> ExchangeCall:
         return ExchangeCall(implementation.name, reason, placement, platform, shape, room, options.precision)
 
-    return choose(options.implementation, platform, placement.group, options.mesh, call_of)
+    return choose(options.implementation, platform, placement.group, options.mesh, call_of, caller, matrices)
 
 
 def choose(
@@ -88,42 +97,72 @@ def choose(
     group: sharding.ExpertGroup,
     mesh: Any,
     call_of: Callable[[Implementation, str], ExchangeCall],
+    caller: str = "dispatch",
+    matrices: Any = None,
 ) -> ExchangeCall:
     """Returns the call with an implementation: where none is named compiled kernels on GPUs that can run it."""
+
+    def check(implementation: Implementation, call: ExchangeCall) -> None:
+        implementation.check(call)
+        if matrices is not None:
+            implementation.check_rows(call, caller, "matrices", matrices)
+
     if name is not None and name not in IMPLEMENTATIONS:
         raise NotImplementedError(
-            f"dispatch: implementation={name!r} has no dispatch and combine of its own. Use one of "
+            f"{caller}: implementation={name!r} has no dispatch and combine of its own. Use one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None to choose."
         )
     if name is not None:
         call = call_of(IMPLEMENTATIONS[name], f"implementation={name!r} was asked for")
-        IMPLEMENTATIONS[name].check(call)
+        check(IMPLEMENTATIONS[name], call)
         return call
     otherwise, best = f"implementation=None: {XLA.name!r}", IMPLEMENTATIONS[MEGAKERNEL.name]
     if platform != "gpu":
         return call_of(XLA, f"{otherwise} on {platform}; {best.name!r} is chosen on GPUs that can run it")
     call = call_of(best, f"implementation=None: {best.name!r}, which can run this call")
     try:
-        best.check(call)
+        check(best, call)
     except (NotImplementedError, TypeError, ValueError) as error:
         return call_of(XLA, f"{otherwise}; {best.name!r} cannot run this call ({str(error).split('. ')[0]})")
     obstacle = reach.obstacle(group, mesh)
     return call_of(XLA, f"{otherwise}; {obstacle}") if obstacle else call
 
 
-def _num_experts(topk_ids: Any, given: Any) -> int:
+def _num_matrices(caller: str, x: Any, matrices: Any, placement: sharding.Placement) -> int:
+    """Returns the matrices of all ranks together, after all checks of them."""
+    if not _is_array(matrices):
+        raise TypeError(f"{caller}: matrices is a {type(matrices).__name__}; it must be an array.")
+    if len(matrices.shape) != 3 or 0 in matrices.shape or matrices.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{caller}: matrices has shape {matrices.shape}; it must be [experts, {x.shape[-1]}, width], a matrix for "
+            "each expert of a rank inside shard_map, of all ranks outside."
+        )
+    check_matrix_dtype(caller, matrices, "x", x)
+    return matrices.shape[0] * (placement.group.size if placement.mesh is None else 1)
+
+
+def check_matrix_dtype(caller: str, matrices: Any, name: str, rows: Any) -> None:
+    """Raises where a product would have factors of two dtypes."""
+    if matrices.dtype != rows.dtype:
+        raise TypeError(
+            f"{caller}: matrices is {matrices.dtype} and {name} {rows.dtype}; they are multiplied as they are. Cast "
+            f"one of them: matrices.astype({name}.dtype)."
+        )
+
+
+def _num_experts(caller: str, topk_ids: Any, given: Any) -> int:
     routed = topk_ids.scores.shape[-1] if isinstance(topk_ids, Routing) else None
     if given is None and routed is None:
         raise TypeError(
-            "dispatch: num_experts is missing. Pass num_experts=, the experts of all ranks together; with a "
+            f"{caller}: num_experts is missing. Pass num_experts=, the experts of all ranks together; with a "
             "jaxmoe.Routing in place of topk_ids it may be left out."
         )
     num_experts = routed if given is None else integer(given)
     if num_experts is None or num_experts < 1:
-        raise ValueError(f"dispatch: num_experts={given!r} must be a positive integer, the experts of all ranks.")
+        raise ValueError(f"{caller}: num_experts={given!r} must be a positive integer, the experts of all ranks.")
     if routed not in (None, num_experts):
         raise ValueError(
-            f"dispatch: the routing chooses among {routed} experts, and num_experts={num_experts}. Leave num_experts "
+            f"{caller}: the routing chooses among {routed} experts, and num_experts={num_experts}. Leave num_experts "
             "out, or pass the experts of all ranks."
         )
     return num_experts
@@ -133,45 +172,45 @@ def _is_array(array: Any) -> bool:
     return hasattr(array, "shape") and hasattr(array, "dtype")
 
 
-def _check_tokens(x: Any, topk_ids: Any, token_valid: Any) -> None:
+def _check_tokens(caller: str, x: Any, topk_ids: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("token_valid", token_valid)):
         if not _is_array(array) and not (name == "token_valid" and array is None):
-            raise TypeError(f"dispatch: {name} is a {type(array).__name__}; it must be an array.")
+            raise TypeError(f"{caller}: {name} is a {type(array).__name__}; it must be an array.")
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
-        raise ValueError(f"dispatch: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
+        raise ValueError(f"{caller}: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
-        raise TypeError(f"dispatch: x is {x.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+        raise TypeError(f"{caller}: x is {x.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
     if len(topk_ids.shape) != len(x.shape) or topk_ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"dispatch: topk_ids has shape {topk_ids.shape}; it must be [..., top_k] with the leading dimensions "
+            f"{caller}: topk_ids has shape {topk_ids.shape}; it must be [..., top_k] with the leading dimensions "
             f"{x.shape[:-1]} of x."
         )
     if topk_ids.shape[-1] == 0:
-        raise ValueError(f"dispatch: topk_ids has shape {topk_ids.shape}; top_k must be at least 1.")
+        raise ValueError(f"{caller}: topk_ids has shape {topk_ids.shape}; top_k must be at least 1.")
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
-        raise TypeError(f"dispatch: topk_ids is {topk_ids.dtype}; it must be an integer type, such as int32.")
-    check_token_valid("dispatch", token_valid, x.shape[:-1], "x")
+        raise TypeError(f"{caller}: topk_ids is {topk_ids.dtype}; it must be an integer type, such as int32.")
+    check_token_valid(caller, token_valid, x.shape[:-1], "x")
 
 
-def _shape(x: Any, topk_ids: Any, num_experts: int, placement: sharding.Placement) -> ExchangeShape:
+def _shape(caller: str, x: Any, topk_ids: Any, num_experts: int, placement: sharding.Placement) -> ExchangeShape:
     ranks, shards = placement.group.size, token_shards(placement)
     if num_experts % ranks:
-        raise ValueError(uneven_experts("dispatch", num_experts, ranks, placement.group.axis_names))
+        raise ValueError(uneven_experts(caller, num_experts, ranks, placement.group.axis_names))
     if x.shape[0] % shards:
         raise ValueError(
-            f"dispatch: the first dimension of x {x.shape} is split over the {shards} ranks of mesh axes "
+            f"{caller}: the first dimension of x {x.shape} is split over the {shards} ranks of mesh axes "
             f"{placement.token_axes}, and {x.shape[0]} % {shards} = {x.shape[0] % shards}. Fill it up to "
             f"{-(-x.shape[0] // shards) * shards}, with topk_ids of -1, or flatten the leading dimensions."
         )
     tokens, top_k = math.prod(x.shape[:-1]) // shards, topk_ids.shape[-1]
     if ranks > MOST_RANKS:
         raise ValueError(
-            f"dispatch: {ranks} ranks share the experts, and a row's source names one of at most {MOST_RANKS}. Spread "
+            f"{caller}: {ranks} ranks share the experts, and a row's source names one of at most {MOST_RANKS}. Spread "
             "the experts over fewer ranks, and the others as a data axis."
         )
     if tokens * top_k > MOST_SLOTS_OF_RANK or ranks * tokens * top_k >= MOST_SLOTS:
         raise ValueError(
-            f"dispatch: {ranks} ranks x {tokens} tokens x {top_k} slots are too many: at most {MOST_SLOTS_OF_RANK} "
+            f"{caller}: {ranks} ranks x {tokens} tokens x {top_k} slots are too many: at most {MOST_SLOTS_OF_RANK} "
             f"slots of a rank, and fewer than {MOST_SLOTS} of all, have numbers. Split the tokens, e.g. by jax.lax.map "
             "over parts of the batch."
         )
@@ -184,19 +223,20 @@ def token_shards(placement: sharding.Placement) -> int:
 
 
 def _room(shape: ExchangeShape, options: DispatchOptions) -> Room:
+    caller = options.caller
     capacity, alignment = options.capacity, integer(options.alignment)
     if alignment is None or alignment < 1:
-        raise ValueError(f"dispatch: alignment={options.alignment!r} must be a positive integer, a number of rows.")
+        raise ValueError(f"{caller}: alignment={options.alignment!r} must be a positive integer, a number of rows.")
     if not isinstance(options.per_expert, bool):
-        raise TypeError(f"dispatch: per_expert={options.per_expert!r} must be True or False.")
+        raise TypeError(f"{caller}: per_expert={options.per_expert!r} must be True or False.")
     if capacity is not None:
         capacity = integer(capacity)
         if capacity is None or capacity < 1:
-            raise ValueError(f"dispatch: capacity={options.capacity!r} must be a positive integer, a number of rows.")
+            raise ValueError(f"{caller}: capacity={options.capacity!r} must be a positive integer, a number of rows.")
     if options.per_expert:
         if capacity is None:
             raise ValueError(
-                "dispatch: per_expert=True needs capacity=, the rows of each expert; those beyond it are dropped. No "
+                f"{caller}: per_expert=True needs capacity=, the rows of each expert; those beyond it are dropped. No "
                 f"row is with capacity={shape.all_slots}, all slots of all ranks."
             )
         room = Room(shape.local_experts * capacity, capacity_per_expert=capacity)
@@ -209,71 +249,91 @@ def _room(shape: ExchangeShape, options: DispatchOptions) -> Room:
     most = max(room.rows, shape.all_slots + shape.local_experts * room.alignment)
     if most >= MOST_SLOTS:
         raise ValueError(
-            f"dispatch: capacity={options.capacity} and alignment={options.alignment} with {shape.local_experts} "
+            f"{caller}: capacity={options.capacity} and alignment={options.alignment} with {shape.local_experts} "
             f"experts per rank make up to {most} rows, and there can be fewer than {MOST_SLOTS}. Make them smaller."
         )
     return room
 
 
-def check_combine(outputs: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
+def check_combine(
+    outputs: Any, topk_weights: Any, handle: Any, caller: str = "combine", name_of_rows: str = "outputs"
+) -> ExchangeCall:
     """Returns the call of the handle, or raises what is wrong with it or with the arrays."""
     if not isinstance(handle, Handle):
         raise TypeError(
-            f"combine: handle is a {type(handle).__name__}; it must be the handle that jaxmoe.dispatch returned, "
+            f"{caller}: handle is a {type(handle).__name__}; it must be the handle that jaxmoe.dispatch returned, "
             "dispatched.handle."
         )
     call = handle.call
-    _check_place(call)
+    _check_place(caller, call)
     shards = token_shards(call.placement)
     room, experts = call.room, call.shape.local_experts
     places = (shards * room.rows,)
     if room.capacity_per_expert:
         places = (shards * experts, room.capacity_per_expert)
-    for name, array in (("outputs", outputs), ("topk_weights", topk_weights)):
+    for name, array in ((name_of_rows, outputs), ("topk_weights", topk_weights)):
         if not _is_array(array) and not (name == "topk_weights" and array is None):
-            raise TypeError(f"combine: {name} is a {type(array).__name__}; it must be an array.")
+            raise TypeError(f"{caller}: {name} is a {type(array).__name__}; it must be an array.")
     if len(outputs.shape) != len(places) + 1 or outputs.shape[:-1] != places or outputs.shape[-1] == 0:
         raise ValueError(
-            f"combine: outputs has shape {outputs.shape}; it must be [{', '.join(map(str, places))}, width]: a row for "
-            "each of dispatched.rows, in the same place."
+            f"{caller}: {name_of_rows} has shape {outputs.shape}; it must be [{', '.join(map(str, places))}, width]: a "
+            "row for each of dispatched.rows, in the same place."
         )
     if jnp.dtype(outputs.dtype).name not in FLOAT_DTYPES:
-        raise TypeError(f"combine: outputs is {outputs.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+        raise TypeError(f"{caller}: {name_of_rows} is {outputs.dtype}; it must be one of {', '.join(FLOAT_DTYPES)}.")
     if topk_weights is not None:
         if topk_weights.shape != handle.slot_rows.shape:
             raise ValueError(
-                f"combine: topk_weights has shape {topk_weights.shape}; it must be {handle.slot_rows.shape}, that of "
+                f"{caller}: topk_weights has shape {topk_weights.shape}; it must be {handle.slot_rows.shape}, that of "
                 "the topk_ids which were dispatched."
             )
         allowed = ("float32", "float64") if outputs.dtype == jnp.float64 else ("float32",)
         if jnp.dtype(topk_weights.dtype).name not in allowed:
             raise TypeError(
-                f"combine: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
+                f"{caller}: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
-    IMPLEMENTATIONS[call.implementation].check_answers(call, outputs)
+    IMPLEMENTATIONS[call.implementation].check_rows(call, caller, name_of_rows, outputs)
     return call
 
 
-def _check_place(call: ExchangeCall) -> None:
+def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
+    """The same of rows that are multiplied before they are added up."""
+    caller = "matmul_combine"
+    call = check_combine(rows, topk_weights, handle, caller, "rows")
+    experts = call.shape.local_experts * (1 if call.placement.mesh is None else call.group.size)
+    if not _is_array(matrices):
+        raise TypeError(f"{caller}: matrices is a {type(matrices).__name__}; it must be an array.")
+    expected = (experts, rows.shape[-1])
+    if len(matrices.shape) != 3 or matrices.shape[:2] != expected or matrices.shape[2] == 0:
+        raise ValueError(
+            f"{caller}: matrices has shape {matrices.shape}; it must be [{expected[0]}, {expected[1]}, width]: for "
+            "each expert one with as many rows as rows are wide."
+        )
+    check_matrix_dtype(caller, matrices, "rows", rows)
+    IMPLEMENTATIONS[call.implementation].check_rows(call, caller, "matrices", matrices)
+    return call
+
+
+def _check_place(caller: str, call: ExchangeCall) -> None:
     """Raises where `shard_map` was entered for one of dispatch and combine by the user, for the other by us."""
     context, placement = jax.sharding.get_abstract_mesh(), call.placement
     if placement.mesh is None:
         names = tuple(name for name in call.group.axis_names if name not in context.manual_axes)
         if names:
             raise ValueError(
-                f"combine: the handle was made inside a shard_map over {call.group.axis_names}, and mesh axes {names} "
+                f"{caller}: the handle was made inside a shard_map over {call.group.axis_names}, and mesh axes {names} "
                 "are not manual here. Call combine in a shard_map over the same axes, or dispatch outside of it."
             )
         return
     if context.manual_axes:
         raise ValueError(
-            "combine: the handle was made outside of shard_map, of the rows of all ranks, and this is inside of one "
+            f"{caller}: the handle was made outside of shard_map, of the rows of all ranks, and this is inside of one "
             f"over {tuple(context.manual_axes)}. Call combine outside too, or dispatch inside of it."
         )
     made_on = placement.mesh if isinstance(placement.mesh, AbstractMesh) else placement.mesh.abstract_mesh
     if made_on != context and (isinstance(placement.mesh, AbstractMesh) or not context.empty):
         raise ValueError(
-            f"combine: the handle was made for the mesh {made_on}, and {'none' if context.empty else context} is set. "
+            f"{caller}: the handle was made for the mesh {made_on}, and {'none' if context.empty else context} is set. "
             "Call dispatch and combine under the same mesh."
         )

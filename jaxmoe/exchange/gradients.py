@@ -75,7 +75,7 @@ def _send_bwd(
     implementation: Implementation, call: ExchangeCall, routes: Routes, gradients: Arrived
 ) -> tuple[Any, Any]:
     drows = not_mapped(gradients.rows, "dispatch")
-    return implementation.add_up(call, drows, None, routes), _of_integers(routes.slot_rows)
+    return implementation.add_up(call, drows, None, routes), of_integers(routes.slot_rows)
 
 
 _send.defvjp(_send_fwd, _send_bwd)
@@ -150,12 +150,12 @@ def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, 
         assert implementation.pull_weighted is not None
         weights, outputs = weights_and_outputs
         doutputs, dweights = implementation.pull_weighted(call, dy, weights, outputs, routes)
-    return doutputs, dweights, jax.tree.map(_of_integers, routes)
+    return doutputs, dweights, jax.tree.map(of_integers, routes)
 
 
 _add_up.defvjp(_add_up_fwd, _add_up_bwd)
 
 
-def _of_integers(array: jax.Array) -> np.ndarray:
+def of_integers(array: jax.Array) -> np.ndarray:
     """What JAX takes for the gradient of integers."""
     return np.zeros(array.shape, jax.dtypes.float0)

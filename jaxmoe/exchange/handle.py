@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -14,7 +13,7 @@ from jaxmoe.pytrees import local_pytree
 
 @local_pytree
 class Handle:
-    """Where rows came from and slots went to: made by `dispatch`, for `combine`. A pytree of two arrays.
+    """Where rows came from and slots went to: made by `dispatch`, for `combine`. A pytree of arrays.
 
     Inside `shard_map` it is of one rank. What is returned from there, each array split on its first dimension, may go
     into another `shard_map` over the same axes.
@@ -25,11 +24,15 @@ class Handle:
         other.
       slot_rows: `[*batch, top_k]` int32: the row of each slot, at the rank of its expert; -1: the slot is unused, or
         its row found no room.
+      rows_per_expert: `[local_experts]` int32: rows that are here.
+      topk_ids: `[*batch, top_k]` int32: the ids that were dispatched, -1 for every slot that is not used.
       call: the call of `dispatch`, checked.
     """
 
     row_sources: Int32[Array, "rows"]
     slot_rows: Int32[Array, "*batch top_k"]
+    rows_per_expert: Int32[Array, "local_experts"]
+    topk_ids: Int32[Array, "*batch top_k"]
     call: ExchangeCall = dataclasses.field(metadata={"static": True})
 
     @property
@@ -51,6 +54,8 @@ class Handle:
 @local_pytree
 class Dispatched:
     """Tokens at their experts. A pytree; outside of `shard_map` its arrays are those of all ranks behind each other.
+
+    Of `dispatch_matmul` the rows are the products, as wide as its matrices.
 
     Args:
       rows: `[rows, hidden]`, or `[local_experts, capacity, hidden]` with `per_expert`: zero where a row is nobody's. In
@@ -97,8 +102,7 @@ class Dispatched:
         counts = self.rows_per_expert + self.dropped_rows
         whole = array_layout.reshard_explicit(counts, PartitionSpec(), call.placement.mesh)
         of_ranks = whole.reshape(-1, call.shape.local_experts)
-        aligned = base.aligned_sizes(call.room, of_ranks)
-        sizes = jnp.clip(call.room.rows - base.block_starts(call.room, of_ranks), 0, aligned)
+        sizes = base.block_sizes(call.room, of_ranks)
         return array_layout.like(sizes.reshape(counts.shape), counts, call.placement.mesh)
 
     @property

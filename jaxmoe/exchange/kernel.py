@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxmoe import native
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Routes
+from jaxmoe.formats import Formats
+from jaxmoe.implementations.base import Shape
+from jaxmoe.implementations.megakernel import plan_defaults
 from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.limits import (
     DTYPES,
@@ -23,26 +26,49 @@ from jaxmoe.implementations.megakernel.limits import (
     SLOTS_END,
     check_platform,
 )
+from jaxmoe.implementations.megakernel.schedule import schedule_of
 from jaxmoe.precision import ROWS, powers_of_two
 from jaxmoe.sharding import vary_alike
 
 
 def send(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> Arrived:
     """Returns the rows of this rank's experts, and where each comes from."""
-    shape, room = call.shape, call.room
     rounded = call.precision is not None
-    results = {
-        "rows": _like(x, (room.rows, shape.hidden), jnp.float8_e4m3fn if rounded else x.dtype),
-        "made_row_sources": _like(x, (room.rows,), jnp.int32),
-        "made_slot_rows": _like(x, topk_ids.shape, jnp.int32),
-        "rows_per_expert": _like(x, (shape.local_experts,), jnp.int32),
-        "dropped_rows": _like(x, (shape.local_experts,), jnp.int32),
-    }
+    results = _arriving(call, x, topk_ids, x.shape[1], jnp.float8_e4m3fn if rounded else x.dtype)
     if rounded:
-        results["scales"] = _like(x, (room.rows, -(-shape.hidden // ROWS.scale_columns)), jnp.float32)
-    made = _launch(native.DISPATCH, call, {"x": x, "topk_ids": topk_ids}, results)
-    routes = Routes(made["made_row_sources"], made["made_slot_rows"])
-    return Arrived(made["rows"], made.get("scales"), made["rows_per_expert"], made["dropped_rows"], routes)
+        results["scales"] = _like(x, (call.room.rows, -(-x.shape[1] // ROWS.scale_columns)), jnp.float32)
+    return _arrived(_launch(native.DISPATCH, call, {"x": x, "topk_ids": topk_ids}, results))
+
+
+def send_matmul(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array) -> Arrived:
+    """Returns the rows of this rank's experts, each times the matrix of its expert, and where each comes from."""
+    results = _arriving(call, x, topk_ids, matrices.shape[2], x.dtype)
+    operands = {"x": x, "topk_ids": topk_ids, "matrices": matrices}
+    schedule = _half(call, x.shape[1], matrices.shape[2], x.dtype, native.schedule().FIRST_HALF)
+    return _arrived(_launch(native.DISPATCH, call, operands, results, schedule))
+
+
+def matmul_add_up(
+    call: ExchangeCall,
+    rows: jax.Array,
+    matrices: jax.Array,
+    weights: jax.Array | None,
+    routes: Routes,
+    rows_per_expert: jax.Array,
+) -> jax.Array:
+    """Returns for every token the sum of the products of its slots, times their weights where there are any."""
+    operands = {
+        "outputs": rows,
+        "slot_rows": routes.slot_rows,
+        "row_sources": routes.row_sources,
+        "matrices": matrices,
+        "known_rows_per_expert": rows_per_expert,
+    }
+    if weights is not None:
+        operands["weights"] = _as_sums(weights, rows)
+    results = {"y": _like(rows, (call.shape.tokens, matrices.shape[2]), rows.dtype)}
+    schedule = _half(call, matrices.shape[2], rows.shape[1], rows.dtype, native.schedule().SECOND_HALF)
+    return _launch(native.COMBINE, call, operands, results, schedule)["y"]
 
 
 def pull(call: ExchangeCall, x: jax.Array, routes: Routes) -> jax.Array:
@@ -105,9 +131,9 @@ def check(call: ExchangeCall) -> None:
         )
 
 
-def check_answers(call: ExchangeCall, outputs: Any) -> None:
-    """Raises where compiled code cannot combine rows of such a dtype and width."""
-    _check_rows("combine", "outputs", jnp.dtype(outputs.dtype), outputs.shape[-1], call.platform)
+def check_rows(call: ExchangeCall, caller: str, name: str, array: Any) -> None:
+    """Raises where compiled code cannot take the rows of an array, by their dtype and width."""
+    _check_rows(caller, name, jnp.dtype(array.dtype), array.shape[-1], call.platform)
 
 
 def _check_rows(caller: str, name: str, dtype: Any, width: int, platform: str) -> None:
@@ -125,18 +151,58 @@ def _check_rows(caller: str, name: str, dtype: Any, width: int, platform: str) -
 
 
 def _launch(
-    target: str, call: ExchangeCall, operands: dict[str, jax.Array], results: dict[str, Any]
+    target: str,
+    call: ExchangeCall,
+    operands: dict[str, jax.Array],
+    results: dict[str, Any],
+    schedule: Any = None,
 ) -> dict[str, jax.Array]:
+    schedule = schedule or native.schedule().exchange_schedule(call.platform)
     attributes = {
         "num_experts": np.int32(call.shape.num_experts),
         "top_k": np.int32(call.shape.top_k),
         "alignment": np.int32(call.room.alignment),
         "capacity_per_expert": np.int32(call.room.capacity_per_expert),
         "power_of_two_scales": np.int32(powers_of_two(call.precision)),
-        "workers": np.int32(0),
+        "schedule": np.array(schedule.numbers, np.int32),
     }
     order = native.schedule().EXCHANGE_ARRAY_NAMES
     return launch(target, order, call.group, call.platform, attributes, operands, results)
+
+
+def _half(call: ExchangeCall, hidden: int, width: int, dtype: Any, half: int) -> Any:
+    """The schedule of a product: that of a layer without up, by the default plan, without the other product.
+
+    Args:
+      call: what is dispatched.
+      hidden: width of tokens, of x or of y.
+      width: of the rows at the experts.
+      dtype: of both.
+      half: which one.
+    """
+    sizes = call.shape
+    shape = Shape(
+        sizes.tokens, hidden, width, sizes.num_experts, sizes.top_k, sizes.ranks, False, Formats.of(jnp.dtype(dtype))
+    )
+    plan = plan_defaults.kernel_plan(shape, call.platform)
+    return native.schedule().half_of(schedule_of(shape, call.platform, plan), half)
+
+
+def _arriving(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, width: int, dtype: Any) -> dict[str, Any]:
+    """The types of what every dispatch makes that sorts."""
+    rows, experts = call.room.rows, call.shape.local_experts
+    return {
+        "rows": _like(x, (rows, width), dtype),
+        "made_row_sources": _like(x, (rows,), jnp.int32),
+        "made_slot_rows": _like(x, topk_ids.shape, jnp.int32),
+        "rows_per_expert": _like(x, (experts,), jnp.int32),
+        "dropped_rows": _like(x, (experts,), jnp.int32),
+    }
+
+
+def _arrived(made: dict[str, jax.Array]) -> Arrived:
+    routes = Routes(made["made_row_sources"], made["made_slot_rows"])
+    return Arrived(made["rows"], made.get("scales"), made["rows_per_expert"], made["dropped_rows"], routes)
 
 
 def _as_sums(weights: jax.Array, rows: jax.Array) -> jax.Array:

@@ -102,15 +102,25 @@ def pull_weighted(
     routes: Routes,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "tokens top_k"]]:
     """Returns the gradients of `outputs` and of `weights`, given that of the sums."""
-    group, wide = call.group, jnp.promote_types(outputs.dtype, jnp.float32)
+    wide = jnp.promote_types(outputs.dtype, jnp.float32)
     dy_of_row = pull(call, dy, routes).astype(wide)
-    weight = _at_rows(group.all_gather(weights).reshape(-1, 1), _all_slot(call, routes), routes)
-    here = is_row(routes.row_sources)
-    dweight_of_row = jnp.where(here, (dy_of_row * outputs.astype(wide)).sum(-1), 0)
+    dweights = sums_of_slots(call, (dy_of_row * outputs.astype(wide)).sum(-1), routes)
+    weighted = dy_of_row * weights_of_rows(call, weights, routes)
+    return weighted.astype(outputs.dtype), dweights.astype(weights.dtype)
+
+
+def weights_of_rows(
+    call: ExchangeCall, weights: Float[Array, "tokens top_k"], routes: Routes
+) -> Float[Array, "rows 1"]:
+    """Returns the weight of the slot of each row, zero where it is nobody's."""
+    return _at_rows(call.group.all_gather(weights).reshape(-1, 1), _all_slot(call, routes), routes)
+
+
+def sums_of_slots(call: ExchangeCall, of_row: Float[Array, "rows"], routes: Routes) -> Float[Array, "tokens top_k"]:
+    """Returns at the owner of each slot the number that its row has, zero where it has none."""
     row_of_slot = _row_of_slot(call, routes)
-    of_slot = dweight_of_row.at[jnp.maximum(row_of_slot, 0)].get(mode="promise_in_bounds")
-    dweights = jnp.where(row_of_slot >= 0, of_slot, 0)
-    return (dy_of_row * weight).astype(outputs.dtype), group.exchange(dweights).sum(0).astype(weights.dtype)
+    of_slot = of_row.at[jnp.maximum(row_of_slot, 0)].get(mode="promise_in_bounds")
+    return call.group.exchange(jnp.where(row_of_slot >= 0, of_slot, 0)).sum(0)
 
 
 def add_up(

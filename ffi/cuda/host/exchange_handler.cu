@@ -22,8 +22,7 @@ struct ExchangeTarget {
     return error.empty() ? limits_error(a) : error;
   }
   static LaunchSizes sizes(const ExchangeCall& call, const ExchangeAttributes& a) {
-    return {shape_of(call, a), exchange_schedule(granularity_of_gpu(false), a.workers), formats_of(call),
-            call.combines() ? Pass::kCombine : Pass::kDispatch};
+    return {shape_of(call, a), schedule_of(a), formats_of(call), call.pass()};
   }
   static ArenaCall arena_call(const ExchangeCall& call, const ExchangeAttributes& a) {
     ArenaCall ready{};

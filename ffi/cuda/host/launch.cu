@@ -22,7 +22,8 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
                                  backward_decoded_f16(), forward_packed_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
-                                 combine_bf16(),         combine_f16()};
+                                 combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
+                                 dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
   const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
@@ -97,8 +98,8 @@ int32_t line_of(const Format& format) {
 }
 
 // What is wrong with a schedule for the kernels as they are compiled; empty where nothing is.
-std::string tiles_error(const LaunchParams& p) {
-  const TileSizes tile = p.schedule.tile, own = kernel_tiles(p.gated);
+std::string tiles_error(const RankParams& p, bool gated) {
+  const TileSizes tile = p.schedule.tile, own = kernel_tiles(gated);
   if (tile.rows != own.rows || tile.h_columns != own.h_columns || tile.columns != own.columns ||
       p.schedule.narrow_rows > Tiling::kRows) {
     return "jaxmoe: the schedule's tiles are " + std::to_string(tile.rows) + " rows, " +
@@ -108,7 +109,7 @@ std::string tiles_error(const LaunchParams& p) {
   }
   // A lane of a warp for each row of a chunk, and for each slot of a token.
   constexpr int32_t kLanes = 32;
-  const int32_t dispatchers = p.schedule.workers * granularity_of_gpu(p.gated).dispatchers_per_worker;
+  const int32_t dispatchers = p.schedule.workers * granularity_of_gpu(gated).dispatchers_per_worker;
   if (p.schedule.dispatchers != dispatchers || p.schedule.chunk_rows > kLanes || p.shape.top_k > kLanes) {
     return "jaxmoe: " + std::to_string(p.schedule.dispatchers) + " dispatchers, " +
            std::to_string(p.schedule.chunk_rows) + " rows of a chunk, top_k " + std::to_string(p.shape.top_k) +
@@ -253,18 +254,20 @@ std::string complete_layer(LaunchParams& p, const LayerArrays<void, float>& arra
   p.weight_scale_rows = formats.weights.scale_rows;
   p.weight_group_columns = formats.weights.group_columns;
   p.timeline = timeline;
-  return tiles_error(p);
+  return tiles_error(p, p.gated);
 }
 
-void complete(ExchangeParams& p, const ExchangeRoom& of_call, const Formats& formats) {
+// `width` is that of the rows that arrive.
+template <class Params>
+void complete_exchange(Params& p, const ExchangeRoom& of_call, const Formats& formats, int64_t width) {
   static_cast<ExchangeArrays<float>&>(p) = of_call.arrays;
   p.room = of_call.room;
   p.timeline = nullptr;
   const int64_t rows = p.room.rows, hidden = p.shape.hidden, slots = p.shape.slots(), local = p.shape.local_experts();
   constexpr int64_t kWord = sizeof(int32_t);
   // Rows in 8 bits and their scales are two arrays; in the arena the scales lie behind the elements.
-  const int64_t scale_bytes = formats.tokens.scale_bytes(rows, hidden);
-  set_result(p, 0, p.rows, formats.tokens.bytes(rows, hidden) - scale_bytes);
+  const int64_t scale_bytes = formats.tokens.scale_bytes(rows, width);
+  set_result(p, 0, p.rows, formats.tokens.bytes(rows, width) - scale_bytes);
   set_result(p, 1, p.scales, scale_bytes);
   set_result(p, 2, p.made_row_sources, rows * kWord);
   set_result(p, 3, p.made_slot_rows, slots * kWord);
@@ -274,6 +277,23 @@ void complete(ExchangeParams& p, const ExchangeRoom& of_call, const Formats& for
   set_result(p, 7, p.y, formats.answers.bytes(p.shape.tokens, hidden));
 }
 
+std::string complete(MatmulParams& p, const ExchangeRoom& of_call, const Formats& formats) {
+  complete_exchange(p, of_call, formats, p.shape.intermediate);
+  if (std::string error = tiles_error(p, false); !error.empty()) return error;
+  const int64_t local = p.shape.local_experts(), hidden = p.shape.hidden, width = p.shape.intermediate;
+  const int64_t ring_rows = int64_t{p.schedule.ring_tiles} * p.schedule.tile.rows;
+  const bool first = p.schedule.is_first_half();
+  const void* const rows = first ? p.arenas[p.rank] + p.layout.rows.offset : p.outputs;
+  const int64_t depth = first ? hidden : width, count = first ? ring_rows : p.room.rows;
+  constexpr int32_t kBox = kBoxWidth, kRows = Tiling::kRows, kFew = kFewRows;
+  MapMaker maker;
+  maker.make(&p.multiplied_rows, "rows", formats.tokens, rows, {depth, count}, {kBox, kRows});
+  maker.make(&p.few_multiplied_rows, "rows", formats.tokens, rows, {depth, count}, {kBox, kFew});
+  maker.make(&p.matrices_map, "matrices", formats.tokens, p.matrices, {first ? width : hidden, depth, local},
+             {kBox, kBox, 1});
+  return maker.error();
+}
+
 }  // namespace
 
 std::string make_launch(const RankParams& rank, Pass pass, const Formats& formats, const LaunchArrays& arrays,
@@ -281,9 +301,14 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
   launch->pass = pass;
   launch->formats = formats;
   if (const auto* of_call = std::get_if<ExchangeRoom>(&arrays)) {
+    if (of_call->arrays.matrices != nullptr) {
+      auto& p = launch->params.emplace<MatmulParams>();
+      static_cast<RankParams&>(p) = rank;
+      return complete(p, *of_call, formats);
+    }
     auto& p = launch->params.emplace<ExchangeParams>();
     static_cast<RankParams&>(p) = rank;
-    complete(p, *of_call, formats);
+    complete_exchange(p, *of_call, formats, p.shape.hidden);
     return "";
   }
   const auto layer = [&](auto& p) {

@@ -30,7 +30,7 @@ std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {
-  std::variant<ForwardParams, BackwardParams, ExchangeParams> params;
+  std::variant<ForwardParams, BackwardParams, ExchangeParams, MatmulParams> params;
   Pass pass;
   Formats formats;
 };

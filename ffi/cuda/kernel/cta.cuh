@@ -24,11 +24,13 @@ struct Cta {
   using Params = typename Variant::Params;
   static constexpr KernelConfig config = Variant::config;
   static constexpr bool kBackward = Variant::kPass == Pass::kBackward;
+  static constexpr bool kFirstHalf = Variant::kPass == Pass::kDispatchMatmul;
+  static constexpr bool kSecondHalf = Variant::kPass == Pass::kMatmulCombine;
   static constexpr bool kDecodes = Variant::Precision::kDecodes;
   static constexpr bool kWeightGradients = kBackward && !kDecodes;
   // Whether columns of gate and up may take turns: in weights that are multiplied as they are. Recording leaves a forward
   // pass no register for it; cuda/host/launch.cu refuses such a call.
-  static constexpr bool kTakesTurns = !kDecodes && !Variant::Precision::kPacked &&
+  static constexpr bool kTakesTurns = !kFirstHalf && !kSecondHalf && !kDecodes && !Variant::Precision::kPacked &&
                                       !Variant::Precision::kTokens.is_scaled() &&
                                       (kBackward || !Variant::config.timeline);
   // Warps that release a task, each for the part it has stored.
@@ -75,7 +77,7 @@ struct Cta {
       const bool has_columns = !narrow || rank < task.column_tiles;
       task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(Tiling::kRows)) : 0;
       task.rows = task.rows < 0 ? 0 : task.rows;
-      task.ring_slot = task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
+      task.ring_slot = kSecondHalf ? task.ring_slot + rows_above : task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
       task.column_tile += narrow ? rank : 0;
     }
     return task;
@@ -89,9 +91,15 @@ struct Cta {
   const uint32_t cta_rank;  // in the cluster
 };
 
-// A row of this block's part of a tile, counted over the ring.
+// The row of the ring that this block's part of a tile begins with; of the caller's array where the rows lie in one, which
+// the producer has put in the place of the slot.
+template <class Variant>
+__device__ __forceinline__ int32_t first_row_of(const Task& task) {
+  return Cta<Variant>::kSecondHalf ? task.ring_slot : task.ring_slot * Tiling::kRows;
+}
 template <class Variant>
 __device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
+  if constexpr (Cta<Variant>::kSecondHalf) return int64_t{task.ring_slot} + tile_row;
   return int64_t{task.ring_slot} * Tiling::kRows + tile_row;
 }
 

@@ -59,9 +59,18 @@ __device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Cop
   }
 }
 
-// Everything before the roles part: the same in both passes.
+// What the roles share in a block, before they part.
 template <class Variant>
-__device__ void prepare(const Cta<Variant>& cta) {
+__device__ __forceinline__ void prepare_stages(const Cta<Variant>& cta) {
+  if (threadIdx.x != 0) return;
+  GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
+  ptx::fence_mbarrier_init();
+  for (int32_t& number : cta.shared.task_numbers) number = -1;
+}
+
+// Everything before the roles part, where tokens are dispatched. also() by the crew, before peers are told.
+template <class Variant, class Also>
+__device__ void prepare(const Cta<Variant>& cta, Also also) {
   const auto track = cta.timeline.template track<1024>(TrackRole::kBlock);
   cta.timeline.begin();
   track.start();
@@ -72,17 +81,32 @@ __device__ void prepare(const Cta<Variant>& cta) {
     track.mark(EventKind::kCopyInputs);
     sort::run(cta);
     track.mark(EventKind::kSort);
+    also();
     publish::tell_peers(cta);
     track.mark(EventKind::kPublish);
   });
-  if (threadIdx.x == 0) {
-    GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
-    ptx::fence_mbarrier_init();
-    for (int32_t& number : cta.shared.task_numbers) number = -1;
-  }
+  prepare_stages(cta);
   ptx::fence_proxy_async_shared();  // the sorter's scratch lies where the stages will
   publish::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
   track.mark(EventKind::kWaitInputs);
+}
+
+// The first worker to start tells all ranks that answers may be written here: the launch before, which read them, has
+// ended. As the first() of enroll().
+template <class Variant>
+__device__ auto allow_answers(const Cta<Variant>& cta) {
+  return [&cta](const crew::Enlisted& self) {
+    // Pairs with the wait for kInputsReady of every rank.
+    if (self.started == 0) cta.signals.release_to_all(Signal::kInputsReady);
+  };
+}
+
+// The same where nothing is dispatched, and what is multiplied lies in the caller's array.
+template <class Variant>
+__device__ void prepare_for_answers(const Cta<Variant>& cta) {
+  enroll<false>(cta, allow_answers(cta), [](Team) {}, [] {});
+  prepare_stages(cta);
+  publish::wait_for_room(cta);
 }
 
 // No task writes the gradients of an expert without rows.

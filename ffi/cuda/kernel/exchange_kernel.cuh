@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch(const __grid_
     }
     publish::tell_all(cta, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
     publish::wait_for_all(cta, Signal::kAnswersReady, Site::kCombine);
-    arrivals::take_slots(cta);
+    arrivals::take_slots(cta, Team{threads_of(cta), thread_of(cta)});
   });
   ends::leave(cta);
 }
@@ -52,13 +52,7 @@ template <class Variant>
 __global__ void __launch_bounds__(Roles::kThreads, 1) moe_combine(const __grid_constant__ ExchangeParams params) {
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   const Cta<Variant> cta(params, *reinterpret_cast<ExchangeStorage*>(shared_bytes));
-  // The first worker to start tells all ranks that answers may be written here: the launch before, which read them, has
-  // ended.
-  const auto allow_answers = [&](const crew::Enlisted& self) {
-    // Pairs with the wait for kInputsReady of every rank, below.
-    if (self.started == 0) cta.signals.release_to_all(Signal::kInputsReady);
-  };
-  ends::enroll<false>(cta, allow_answers, [](Team) {}, [&] {
+  ends::enroll<false>(cta, ends::allow_answers(cta), [](Team) {}, [&] {
     publish::wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
     arrivals::push(cta);
     publish::tell_all(cta, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
   extern __shared__ __align__(1024) std::byte shared_bytes[];
   auto& shared = *reinterpret_cast<KernelStorage<Variant>*>(shared_bytes);
   const Cta<Variant> cta(params, shared);
-  ends::prepare(cta);
+  ends::prepare(cta, [] {});
   if constexpr (Cta<Variant>::kWeightGradients) {
     ends::clear_unused_gradients(cta);
   } else if constexpr (!Cta<Variant>::kBackward) {

@@ -60,6 +60,16 @@ struct BackwardParams : LaunchParams {
   CUtensorMap few_h;            // box {64, 16}
 };
 
+// One half of a layer. Elements of all arrays are those of the variant's format.
+struct MatmulParams : RankParams, ExchangeArrays<float> {
+  Room room;
+  Result results[kMaxResults];  // as above
+  std::byte* timeline;          // none is recorded
+  CUtensorMap multiplied_rows;      // [ring rows, hidden] or the caller's [rows, intermediate], box {64, 128}
+  CUtensorMap few_multiplied_rows;  // the same, box {64, 16}
+  CUtensorMap matrices_map;         // [local_experts, depth, width], box {64, 64, 1}
+};
+
 // A dispatch or a combine on its own. Elements of rows are those of the variant's format.
 struct ExchangeParams : RankParams, ExchangeArrays<float> {
   Room room;

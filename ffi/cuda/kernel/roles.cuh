@@ -19,6 +19,7 @@ struct Roles {
   static constexpr int kFirstMathWarp = 4;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = kMathWarpgroups * kWarpgroupWarps;
+  static constexpr int kMathThreads = kMathWarps * kWarpThreads;  // behind the first warpgroup
   // Of a tile: the products of the tensor cores have 64 rows, those of a warp lie in its own registers.
   static constexpr int kWarpgroupRows = Tiling::kRows / kMathWarpgroups;
   static constexpr int kWarpRows = kWarpgroupRows / kWarpgroupWarps;

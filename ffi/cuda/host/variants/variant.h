@@ -24,7 +24,7 @@ enum class Decoding {
 
 // A kernel as the host starts it.
 struct KernelVariant {
-  Pass pass;                 // by which its parameters are ForwardParams, BackwardParams or ExchangeParams
+  Pass pass;                 // by which its parameters are ForwardParams, BackwardParams, ExchangeParams or MatmulParams
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
   Decoding decoding;
@@ -46,6 +46,10 @@ KernelVariant dispatch_e4m3_bf16();  // rows that are rounded to 8 bits
 KernelVariant dispatch_e4m3_f16();
 KernelVariant combine_bf16();
 KernelVariant combine_f16();
+KernelVariant dispatch_matmul_bf16();  // halves of a layer
+KernelVariant dispatch_matmul_f16();
+KernelVariant matmul_combine_bf16();
+KernelVariant matmul_combine_f16();
 KernelVariant backward_bf16();
 KernelVariant backward_f16();
 KernelVariant backward_decoded_bf16();  // no gradients of weights

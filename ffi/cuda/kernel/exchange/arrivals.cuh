@@ -29,14 +29,14 @@ __device__ void forget_slots(const Cta<Variant>& cta) {
 
 // What peers have told this rank about its slots, after all have raised kAnswersReady.
 template <class Variant>
-__device__ void take_slots(const Cta<Variant>& cta) {
+__device__ void take_slots(const Cta<Variant>& cta, Team team) {
   const auto& p = cta.params;
   const bool gradients = p.weight_gradients != nullptr;
   auto* result = gradients ? reinterpret_cast<uint32_t*>(p.weight_gradients)
                            : reinterpret_cast<uint32_t*>(p.made_slot_rows);
   if (result == nullptr) return;
   const auto* words = cta.template at<uint32_t>(gradients ? p.layout.routing_weight_gradients : p.layout.slot_rows);
-  for (int64_t i = thread_of(cta); i < p.shape.slots(); i += threads_of(cta)) result[i] = __ldcg(words + i);
+  for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) result[i] = __ldcg(words + i);
 }
 
 // Counts the rows of each expert and source and lays them out, in every block alike; the first block also tells the

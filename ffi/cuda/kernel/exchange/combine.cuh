@@ -92,19 +92,30 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t b
 __device__ __forceinline__ void* result_of(const ForwardParams& params) { return params.y; }
 __device__ __forceinline__ void* result_of(const BackwardParams& params) { return params.dx; }
 __device__ __forceinline__ void* result_of(const ExchangeParams& params) { return params.y; }
+__device__ __forceinline__ void* result_of(const MatmulParams& params) { return params.y; }
 
 // Whether a slot has an answer: one that names an expert, or whose row has found room.
 __device__ __forceinline__ bool is_used_slot(const LaunchParams& params, int64_t slot) {
   return params.shape.has_expert(params.topk_ids[slot]);
 }
-__device__ __forceinline__ bool is_used_slot(const ExchangeParams& params, int64_t slot) {
+__device__ __forceinline__ bool is_used_slot(const ExchangeArrays<float>& params, int64_t slot) {
   return params.slot_rows[slot] >= 0;
 }
 __device__ __forceinline__ float routing_weight_of(const LaunchParams& params, int64_t slot) {
   return params.topk_weights[slot];
 }
-__device__ __forceinline__ float routing_weight_of(const ExchangeParams& params, int64_t slot) {
+__device__ __forceinline__ float routing_weight_of(const ExchangeArrays<float>& params, int64_t slot) {
   return params.weights == nullptr ? 1.0f : params.weights[slot];
+}
+
+// Until all ranks have announced. All lanes of every math warp of the crew.
+template <class Variant>
+__device__ __forceinline__ void wait_for_answers(const Cta<Variant>& cta, int math_warp, int lane) {
+  if (math_warp == 0 && lane < cta.params.shape.ranks) {
+    // Pairs with release_to_all(kAnswersReady) in announce() of that source.
+    cta.signals.wait({Signal::kAnswersReady, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
+  }
+  ptx::named_barrier<1, Roles::kMathThreads>();
 }
 
 // All lanes of every math warp.
@@ -114,11 +125,7 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   if (cta.is_latecomer()) return;  // tokens are dealt in advance
   const auto& p = cta.params;
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
-  if (math_warp == 0 && lane < p.shape.ranks) {
-    // Pairs with release_to_all(kAnswersReady) in announce() of that source.
-    cta.signals.wait({Signal::kAnswersReady, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
-  }
-  ptx::named_barrier<1, 32 * kMathWarps>();
+  wait_for_answers(cta, math_warp, lane);
   track.mark(EventKind::kWaitAnswers);
   const uint4* all_answers = cta.template at<uint4>(p.layout.answers);
   const int32_t vectors = p.shape.hidden / 8;

@@ -1,5 +1,5 @@
 // Dispatch: pulls the rows of this rank's experts from the ranks that own the tokens into the ring, sorted by expert,
-// and notes where the answer to each goes. Warps 1 to 3 of every block, each on its own chunks of a tile. Where weights
+// and notes where the answer to each goes, or its product in a first half. Warps 1 to 3 of every block, each on its own chunks of a tile. Where weights
 // have to be decoded, the same warps do that (decode.cuh).
 //
 // A rank has 396 such warps. Each has 2 KiB in flight (copy_row), which together cover NVLink's latency.
@@ -16,6 +16,7 @@
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/decode.cuh"
+#include "cuda/kernel/exchange/places.cuh"
 #include "cuda/kernel/exchange/scaled_rows.cuh"
 
 namespace jaxmoe::dispatch {
@@ -109,6 +110,20 @@ class OverwrittenSegments {
   Segment segment_{};
 };
 
+// Where what is made of each row goes: to its slot, at the rank that it comes from.
+template <class Variant>
+struct Slots {
+  explicit __device__ Slots(const Cta<Variant>&) {}
+
+  // Of a lane's row; a negative slot is none.
+  __device__ __forceinline__ uint32_t place(int32_t, const int32_t*, RowSource from, int32_t slot) const {
+    return slot >= 0 ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
+  }
+  __device__ __forceinline__ void finish(int, int) const {}
+};
+template <class Variant>
+using TargetsOf = std::conditional_t<Cta<Variant>::kFirstHalf, places::Places<Variant>, Slots<Variant>>;
+
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
   const auto& p = cta.params;
@@ -129,6 +144,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
                  cta.shared.crew.dispatchers);
   decode::DecoderOf<Variant> decoder(cta, dispatch_warp);
   OverwrittenSegments overwritten(cta);
+  TargetsOf<Variant> rows_go_to(cta);
   for (Chunk chunk;;) {
     const bool ends = !walk.next(chunk);
     decoder.decode_up_to(ends ? p.shape.local_experts() : chunk.expert);
@@ -155,7 +171,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
 
     // The ring slot is free once the tile that had it has left. Pairs with the releases after down tasks in
     // TaskQueue::announce_stored().
-    const Wait freed = wait_before(p.shape, schedule, chunk);
+    const Wait freed = wait_before<Cta<Variant>::kFirstHalf>(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) {
         cta.signals.wait_for_tasks(freed, Site::kDispatch, kLongNapNs);
@@ -178,7 +194,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     __syncwarp();  // after one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
     if (lane < chunk.rows) {
-      targets[ring_row + lane] = is_row ? RowTarget::of(from.source, slot).packed : RowTarget::kNone;
+      targets[ring_row + lane] = rows_go_to.place(chunk.expert, counts, from, slot);
       if constexpr (Cta<Variant>::kBackward) {
         cta.template at<float>(p.layout.row_routing_weights)[ring_row + lane] =
             is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.routing_weights.offset) + slot) : 0.0f;
@@ -207,9 +223,13 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp) {
     }
     __syncwarp();
     if (kept != kNoToken) ptx::store_release_gpu(kept_states + kept, static_cast<uint32_t>(KeptState::kKept));
-    if (lane == 0) cta.signals.release(release_after(chunk));
+    if (lane == 0) {
+      if constexpr (Cta<Variant>::kFirstHalf) ptx::fence_system();  // rows of slots were written at their owners
+      cta.signals.release(release_after(chunk));
+    }
     track.mark(EventKind::kDispatch, subject);
   }
+  rows_go_to.finish(dispatch_warp, lane);
 }
 
 }  // namespace jaxmoe::dispatch

@@ -103,12 +103,11 @@ __device__ __forceinline__ void wait_for_all(const Cta<Variant>& cta, Signal fla
   __syncthreads();
 }
 
-// Waits for the inputs of all ranks and adds up how many rows each local expert gets. Blocks of a cluster walk the same
-// tasks and wait for each other's stages without a limit of time, so where the wait is given up they all have to know:
-// the first block decides for its cluster. Also the barrier after which blocks use each other's shared memory.
+// Waits for the inputs of all ranks. Returns whether they are there. Blocks of a cluster walk the same tasks and wait for
+// each other's stages without a limit of time, so where the wait is given up they all have to know: the first block
+// decides for its cluster. Also the barrier after which blocks use each other's shared memory.
 template <class Variant>
-__device__ void wait_for_inputs(const Cta<Variant>& cta) {
-  const auto& p = cta.params;
+__device__ __forceinline__ bool are_inputs_usable(const Cta<Variant>& cta) {
   wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
   if (threadIdx.x == 0 && cta.cta_rank == 0) {
     const int32_t usable = !cta.signals.given_up();
@@ -122,8 +121,16 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   } else {
     __syncthreads();
   }
-  // Counts of a rank that never came would be those of another launch. A latecomer without tasks walks none.
-  const bool usable = cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
+  // A latecomer without tasks walks none.
+  return cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
+}
+
+// Waits for the inputs of all ranks and adds up how many rows each local expert gets.
+template <class Variant>
+__device__ void wait_for_inputs(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  // Counts of a rank that never came would be those of another launch.
+  const bool usable = are_inputs_usable(cta);
   const int lane = threadIdx.x % 32;
   const int32_t local = p.shape.local_experts();
   for (int32_t first = threadIdx.x - lane; first < local; first += blockDim.x) {
@@ -140,6 +147,24 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
     const uint32_t with_rows = __ballot_sync(0xffffffff, rows > 0) >> lane;
     const int32_t without = with_rows != 0 ? __ffs(with_rows) - 1 : at_most(local - first, 32) - lane;
     if (expert < local) cta.shared.rows_per_expert[expert] = rows > 0 ? rows : 1 - without;
+  }
+  __syncthreads();
+}
+
+// Waits until answers may be written at all ranks, and takes the rows that each expert has in the caller's array.
+template <class Variant>
+__device__ void wait_for_room(const Cta<Variant>& cta) {
+  const auto& p = cta.params;
+  const bool usable = are_inputs_usable(cta);
+  const int32_t local = p.shape.local_experts();
+  int32_t* const rows = cta.shared.rows_per_expert;
+  for (int32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
+    rows[expert] = usable ? __ldg(p.known_rows_per_expert + expert) : 0;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    keep_rows_with_room(p.room, rows, local);
+    mark_experts_without_rows(rows, local);
   }
   __syncthreads();
 }

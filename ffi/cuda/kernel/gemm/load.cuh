@@ -15,8 +15,8 @@ namespace jaxmoe {
 
 // The row of A that this block's part of a task begins with.
 template <class A, class Variant>
-__device__ __forceinline__ int32_t first_row_of(const Cta<Variant>& cta, const Task& task) {
-  if constexpr (A::kMajor == ptx::Major::kDepth) return task.ring_slot * Tiling::kRows;
+__device__ __forceinline__ int32_t first_row_of_a(const Cta<Variant>& cta, const Task& task) {
+  if constexpr (A::kMajor == ptx::Major::kDepth) return first_row_of<Variant>(task);
   return first_weight_row(cta, task);
 }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   constexpr int kPanels = Stage::A::kPanels;
   static_assert(kPanels == 1 || kInTiles<A>);
   const uint32_t bytes = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
-  const A a{first_row_of<A>(cta, task)};
+  const A a{first_row_of_a<A>(cta, task)};
   const B b = B::columns_of(p, task);
 
   int32_t steps_left = Product::Depth::steps(p, task);

@@ -11,6 +11,7 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/epilogues/across.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
+#include "cuda/kernel/gemm/epilogues/array_rows.cuh"
 #include "cuda/kernel/gemm/epilogues/eight_bit_h.cuh"
 #include "cuda/kernel/gemm/epilogues/h.cuh"
 #include "cuda/kernel/gemm/epilogues/h_gradient.cuh"
@@ -33,19 +34,23 @@ __device__ __forceinline__ int32_t rows_left(const Cta<Variant>& cta, const Task
   return Variant::Precision::kPacked ? rows : rows - Roles::kWarpgroupRows * thread.warpgroup;
 }
 
-// Whether rows go to other ranks.
+// Whether rows go to where each has a target: at other ranks, or in the caller's array.
 template <class Epilogue>
-inline constexpr bool is_answer = std::is_same_v<Epilogue, epilogue::Answers> ||
+inline constexpr bool is_answer = std::is_same_v<Epilogue, epilogue::ArrayRows> ||
+                                  std::is_same_v<Epilogue, epilogue::Answers> ||
                                   std::is_same_v<Epilogue, epilogue::AcrossAnswers> ||
                                   std::is_same_v<Epilogue, epilogue::TokenGradients>;
 
-// The target of this thread's row of a tile whose rows go to the ranks that own the tokens. It was written before
-// rows_arrived was released, which the producer has acquired on the way to this task.
+// The target of this thread's row of a tile whose rows have such. It was written before rows_arrived was released, which
+// the producer has acquired on the way to this task; or the caller has it, whatever it holds.
 template <class Variant>
 __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Task& task, int32_t tile_row) {
   const bool has_target = ProductsOf<Variant>::template with<EpilogueOf>(
       task.gemm, [](auto epilogue) { return is_answer<decltype(epilogue)>; });
   if (!has_target || tile_row >= task.rows) return {RowTarget::kNone};
+  if constexpr (Cta<Variant>::kSecondHalf) {
+    return {static_cast<uint32_t>(cta.params.row_sources[ring_row_of<Variant>(task, tile_row)])};
+  }
   return {__ldcg(cta.template at<uint32_t>(cta.params.layout.row_targets) + ring_row_of<Variant>(task, tile_row))};
 }
 

@@ -4,6 +4,9 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
+#include "common/exchange.h"
 #include "common/scheduler.h"
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
@@ -102,6 +105,30 @@ __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, c
   if (halves) ptx::prefetch_bytes(p.w_up_group_scales + offset, bytes);
 }
 
+// Where the rows of tasks lie that have no ring: in the caller's array, whole tile after whole tile of an expert.
+template <class Variant>
+class ArrayTiles {
+ public:
+  explicit __device__ ArrayTiles(const Cta<Variant>& cta)
+      : walk_(cta.params.room, cta.params.schedule.tile, cta.shared.rows_per_expert) {}
+
+  // Of tasks in stream order.
+  __device__ __forceinline__ void find(Task& task) {
+    walk_.move_to(task.expert);
+    task.ring_slot = walk_.row_of_tile(task.row_tile);
+  }
+
+ private:
+  RoomWalk walk_;
+};
+template <class Variant>
+struct RingTiles {
+  explicit __device__ RingTiles(const Cta<Variant>&) {}
+  __device__ __forceinline__ void find(Task&) {}
+};
+template <class Variant>
+using TilesOf = std::conditional_t<Cta<Variant>::kSecondHalf, ArrayTiles<Variant>, RingTiles<Variant>>;
+
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -115,6 +142,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
   int queued = 0;
   TaskNumbers<Variant> numbers(cta);
+  TilesOf<Variant> tiles(cta);
   int32_t decoded_experts = 0;    // that have rows, and whose weights this thread has seen decoded
   int32_t complete_segment = -1;  // row tile of the segment whose gradients this thread has seen complete
   for (Task task;;) {
@@ -124,7 +152,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
-    if (!is_weight || complete_segment != task.row_tile) {
+    tiles.find(task);
+    // What lies in the caller's array was there before the launch.
+    if (!Cta<Variant>::kSecondHalf && (!is_weight || complete_segment != task.row_tile)) {
       const int32_t waits = is_weight ? num_waits(p.schedule, task) : 1;
       for (int32_t nth = 0; nth < waits; ++nth) {
         const Wait wait = wait_before(p.shape, p.schedule, task, nth);

@@ -76,6 +76,7 @@ struct AcrossAnswers;
 struct Projections;      // gate and up, to their ring
 struct HGradients;       // with gate and up: their gradients and h, to the rings
 struct TokenGradients;   // to the ranks that own the tokens, with the gradients of routing weights
+struct ArrayRows;        // to the caller's array
 struct WeightGradients;  // added up over segments, to the layer's results; with them those of biases
 }  // namespace epilogue
 
@@ -132,6 +133,19 @@ using DecodedProducts = ProductTable<
     Product<Gemm::kHGradient,     ByDepth<OutputGradients>, ByWidth<DownWeights>,                         Hidden,         HGradients>,
     Product<Gemm::kTokenGradient, ByDepth<BothGradients>,   ByWidth<GateUpPlanes>,                        EachProjection, TokenGradients>>;
 }  // namespace backward_pass
+
+// Of one matrix, which the caller has.
+namespace halves {
+using namespace epilogue;
+using Rows = TileRows<&MatmulParams::multiplied_rows, &MatmulParams::few_multiplied_rows>;
+using Matrices = OfExpert<&MatmulParams::matrices_map>;
+using FirstProduct = ProductTable<
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kGateUp,        ByDepth<Rows>,            ByWidth<Matrices>,        Hidden,         ArrayRows>>;
+using SecondProduct = ProductTable<
+    //      task                  A                         B                         depth           sums become
+    Product<Gemm::kDown,          ByDepth<Rows>,            ByWidth<Matrices>,        Intermediate,   Answers>>;
+}  // namespace halves
 // clang-format on
 
 // Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
@@ -145,7 +159,10 @@ template <class Variant>
 using BackwardProductsOf =
     std::conditional_t<Variant::Precision::kDecodes, backward_pass::DecodedProducts, backward_pass::Products>;
 template <class Variant>
-using ProductsOf = std::conditional_t<Variant::kPass == Pass::kBackward, BackwardProductsOf<Variant>,
-                                      ForwardProductsOf<Variant>>;
+using ProductsOf = std::conditional_t<
+    Variant::kPass == Pass::kDispatchMatmul, halves::FirstProduct,
+    std::conditional_t<Variant::kPass == Pass::kMatmulCombine, halves::SecondProduct,
+                       std::conditional_t<Variant::kPass == Pass::kBackward, BackwardProductsOf<Variant>,
+                                          ForwardProductsOf<Variant>>>>;
 
 }  // namespace jaxmoe

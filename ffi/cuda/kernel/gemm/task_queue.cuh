@@ -80,7 +80,8 @@ class TaskQueue {
     wait_rows_stored();
     const Task& before = in_queue(back);
     answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
-    if (thread_.lane == 0) cta_.signals.release(release_after(before));
+    // Without a ring nobody waits for a tile.
+    if (!Cta<Variant>::kSecondHalf && thread_.lane == 0) cta_.signals.release(release_after(before));
     announced_ = true;
   }
 

@@ -37,6 +37,10 @@ __device__ __forceinline__ void store_answers(const Cta<Variant>& cta, const Tas
                             answer_of(cta, target));
 }
 
+// Null where there is none.
+__device__ __forceinline__ const void* answer_bias(const LaunchParams& params) { return params.b_down; }
+__device__ __forceinline__ const void* answer_bias(const MatmulParams&) { return nullptr; }
+
 struct Answers {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
@@ -45,7 +49,7 @@ struct Answers {
     if constexpr (Variant::Precision::kTokens.is_scaled()) {
       multiply_channels<0, Tiling::kColumns>(cta, sums, thread, columns, cta.params.w_down_scales, task.expert);
     }
-    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, cta.params.b_down,
+    add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, answer_bias(cta.params),
                                            int64_t{task.expert} * columns.count);
     store_answers(cta, task, thread, target, sums);
   }
