@@ -16,6 +16,7 @@ from jaxmoe.e4m3_fit import fits_e4m3
 from jaxmoe.exchange.api import combine, dispatch
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.exchange.matmul import dispatch_matmul, matmul_combine
+from jaxmoe.exchange.started import Start, start_combine, start_dispatch
 from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.explain import Explanation, explain
 from jaxmoe.four_bit import MXFP4, NVFP4
@@ -65,6 +66,7 @@ __all__ = [
     "RepeatedWorkWarning",
     "RouterConfig",
     "Routing",
+    "Start",
     "SwiGLU",
     "combine",
     "convert",
@@ -85,6 +87,8 @@ __all__ = [
     "route",
     "router_aux",
     "router_z_loss",
+    "start_combine",
+    "start_dispatch",
     "update_selection_bias",
 ]
 

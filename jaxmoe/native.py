@@ -17,6 +17,7 @@ __all__ = [
     "BACKWARD",
     "COMBINE",
     "DISPATCH",
+    "FINISH",
     "FORWARD",
     "always_built",
     "executor",
@@ -29,6 +30,8 @@ __all__ = [
 # FFI targets: a layer, and its gradients; tokens to experts of the user's own, and their answers back.
 FORWARD, BACKWARD = "jaxmoe_forward", "jaxmoe_backward"
 DISPATCH, COMBINE = "jaxmoe_dispatch", "jaxmoe_combine"
+# On GPUs: the wait for one of the two that runs beside the program.
+FINISH = "jaxmoe_finish"
 
 _REBUILD = (
     "Run `make test` in the project's folder, which builds it into .venv, or `pip install .` to build it into "

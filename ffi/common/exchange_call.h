@@ -21,6 +21,8 @@ namespace jaxmoe {
 
 inline constexpr char kDispatchTarget[] = "jaxmoe_dispatch";
 inline constexpr char kCombineTarget[] = "jaxmoe_combine";
+// Of GPUs: waits for a call of either that runs beside the program.
+inline constexpr char kFinishTarget[] = "jaxmoe_finish";
 
 // Rows of the array, and of an expert, are numbered in 31 bits.
 inline constexpr int32_t kMostAlignment = 1 << 30;

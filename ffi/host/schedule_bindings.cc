@@ -78,11 +78,13 @@ void define_structs(py::module_& module) {
                 Field{"dispatchers_per_worker", &Granularity::dispatchers_per_worker});
   module.def(
       "exchange_schedule",
-      [](const std::string& platform) {
+      [](const std::string& platform, int32_t multiprocessors) {
         const Granularity pieces = granularity(platform, false, false);
-        return exchange_schedule(pieces, pieces.workers);
+        const int32_t asked_for = platform == "gpu" ? multiprocessors / Tiling::kBlocks : 0;
+        return exchange_schedule(pieces, asked_for > 0 ? asked_for : pieces.workers);
       },
-      py::arg("platform"), "Of a dispatch or a combine on its own.");
+      py::arg("platform"), py::arg("multiprocessors") = 0,
+      "Of a dispatch or a combine on its own, on so many multiprocessors of a GPU; 0: on all. A CPU has none.");
   module.def("granularity", &granularity, py::arg("platform"), py::arg("gated"), py::arg("scaled") = false,
              "The pieces of a platform. Gate and up of a column share an accumulator: half the columns where gated. "
              "Columns of h that share a scale share a tile.");

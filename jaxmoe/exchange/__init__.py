@@ -1,7 +1,8 @@
 """Dispatch and combine on their own, for experts that are computed by something else than `moe_layer`.
 
-`api.py` has the two functions, `matmul.py` each with a product. What runs on each rank is in the table below:
-`reference.py` (the truth), `xla.py` (portable) or `kernel.py` (compiled: a launch for each).
+`api.py` has the two functions, `matmul.py` each with a product, `started.py` each as a start and a finish. What runs on
+each rank is in the table below: `reference.py` (the truth), `xla.py` (portable) or `kernel.py` (compiled: a launch for
+each).
 """
 
 from jaxmoe.exchange import kernel, reference, xla
@@ -17,6 +18,9 @@ MEGAKERNEL = Implementation(
     kernel.pull_weighted,
     kernel.send_matmul,
     kernel.matmul_add_up,
+    kernel.start_send,
+    kernel.start_add_up,
+    kernel.finish,
     kernel.check,
     kernel.check_rows,
 )

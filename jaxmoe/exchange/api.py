@@ -131,7 +131,7 @@ def combine(
     """
     outputs, topk_weights, handle = as_jax((outputs, topk_weights, handle))
     call = check_combine(outputs, topk_weights, handle)
-    arrays = _Answers(outputs, topk_weights, handle.row_sources, handle.slot_rows)
+    arrays = Answers(outputs, topk_weights, handle.row_sources, handle.slot_rows)
     return _compiled_combine(call)(jax.tree.map(functools.partial(not_mapped, caller="combine"), arrays))
 
 
@@ -143,7 +143,7 @@ class Tokens(NamedTuple):
     token_valid: Any
 
 
-class _Answers(NamedTuple):
+class Answers(NamedTuple):
     """The arrays of a combine."""
 
     outputs: Any
@@ -159,7 +159,7 @@ def _compiled_dispatch(call: ExchangeCall) -> Callable[[Tokens], Dispatched]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled_combine(call: ExchangeCall) -> Callable[[_Answers], jax.Array]:
+def _compiled_combine(call: ExchangeCall) -> Callable[[Answers], jax.Array]:
     return entered(call, functools.partial(_combine_on_rank, call))
 
 
@@ -212,13 +212,17 @@ def nothing(
     return gradients.vary(call, (arrived, decoded, x))[:2]
 
 
-def _combine_on_rank(call: ExchangeCall, answers: _Answers) -> jax.Array:
-    outputs, weights, row_sources, slot_rows = answers
-    batch, width = slot_rows.shape[:-1], outputs.shape[-1]
+def _combine_on_rank(call: ExchangeCall, answers: Answers) -> jax.Array:
+    batch, width = answers.slot_rows.shape[:-1], answers.outputs.shape[-1]
     if not call.shape.tokens:
-        return jnp.zeros((*batch, width), outputs.dtype)
-    flat = outputs.reshape(-1, width)
-    weights = None if weights is None else weights.reshape(-1, call.shape.top_k)
-    routes = Routes(row_sources, slot_rows.reshape(-1, call.shape.top_k))
-    y = gradients.combine(IMPLEMENTATIONS[call.implementation], call, flat, weights, routes)
+        return jnp.zeros((*batch, width), answers.outputs.dtype)
+    y = gradients.combine(IMPLEMENTATIONS[call.implementation], call, *flat_answers(call, answers))
     return y.reshape(*batch, width)
+
+
+def flat_answers(call: ExchangeCall, answers: Answers) -> tuple[jax.Array, jax.Array | None, Routes]:
+    """Returns outputs, weights and routes of a rank as implementations take them."""
+    outputs, weights, row_sources, slot_rows = answers
+    flat = outputs.reshape(-1, outputs.shape[-1])
+    weights = None if weights is None else weights.reshape(-1, call.shape.top_k)
+    return flat, weights, Routes(row_sources, slot_rows.reshape(-1, call.shape.top_k))

@@ -85,6 +85,7 @@ class ExchangeCall:
       shape: sizes as one rank sees them.
       room: for rows.
       precision: how tokens are rounded to 8 bits before they travel; `None` where they are not.
+      multiprocessors: of a GPU that a kernel takes which is started beside other work; `None`: it is not.
     """
 
     implementation: ImplementationName
@@ -94,6 +95,7 @@ class ExchangeCall:
     shape: ExchangeShape
     room: Room
     precision: ExchangePrecision | None = None
+    multiprocessors: int | None = None
 
     @property
     def group(self) -> ExpertGroup:
@@ -122,6 +124,9 @@ class Arrived(NamedTuple):
     routes: Routes
 
 
+Kept = tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to dispatch and combine, on one rank: flat arrays, ids int32, -1 for every unused slot, some token.
@@ -140,6 +145,10 @@ class Implementation:
         comes before `add_up`.
       matmul_add_up: `(call, rows, matrices, weights or None, routes, rows_per_expert)`, multiplies the rows of each
         expert with its matrix, and adds up as `add_up`.
+      start_send: `(call, x, topk_ids)`, starts to send, beside what follows in the program: returns what will have
+        arrived, and arrays that have to be kept until then. `None`, as of the next two: nothing runs beside others.
+      start_add_up: `(call, outputs, weights or None, routes)`, the same of `add_up`.
+      finish: `(started, kept)`, returns what was started once it is there.
       check: raises where it cannot run a call; before anything runs.
       check_rows: `(call, caller, name, array)`, raises where it cannot take the rows of an array, or of matrices, which
         has a shape and a dtype.
@@ -156,6 +165,9 @@ class Implementation:
     matmul_add_up: (
         Callable[[ExchangeCall, jax.Array, jax.Array, jax.Array | None, Routes, jax.Array], jax.Array] | None
     ) = None
+    start_send: Callable[[ExchangeCall, jax.Array, jax.Array], tuple[Arrived, Kept]] | None = None
+    start_add_up: Callable[[ExchangeCall, jax.Array, jax.Array | None, Routes], tuple[jax.Array, Kept]] | None = None
+    finish: Callable[[Any, Kept], Any] | None = None
     check: Callable[[ExchangeCall], None] = lambda call: None
     check_rows: Callable[[ExchangeCall, str, str, Any], None] = lambda call, caller, name, array: None
 

@@ -30,6 +30,10 @@ from jaxmoe.options import ImplementationName
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import check_token_valid
 
+# Multiprocessors of a kernel beside other work: so few that collectives find some, whatever it waits for itself
+# (kMostWorkersBeside in ffi/cuda/host/call_checks.h).
+MOST_BESIDE = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class DispatchOptions:
@@ -45,6 +49,7 @@ class DispatchOptions:
     mesh: Any = None
     implementation: Any = None
     caller: str = "dispatch"
+    multiprocessors: Any = None  # None: of a call that is not started beside others
 
 
 def check_dispatch(
@@ -83,10 +88,12 @@ def check_dispatch(
     if matrices is not None:
         num_experts = _num_experts(caller, routing, _num_matrices(caller, x, matrices, placement))
     shape = _shape(caller, x, topk_ids, num_experts, placement)
-    room = _room(shape, options)
+    room, multiprocessors = _room(shape, options), _multiprocessors(caller, options.multiprocessors)
 
     def call_of(implementation: Implementation, reason: str) -> ExchangeCall:
-        return ExchangeCall(implementation.name, reason, placement, platform, shape, room, options.precision)
+        return ExchangeCall(
+            implementation.name, reason, placement, platform, shape, room, options.precision, multiprocessors
+        )
 
     return choose(options.implementation, platform, placement.group, options.mesh, call_of, caller, matrices)
 
@@ -126,6 +133,16 @@ def choose(
         return call_of(XLA, f"{otherwise}; {best.name!r} cannot run this call ({str(error).split('. ')[0]})")
     obstacle = reach.obstacle(group, mesh)
     return call_of(XLA, f"{otherwise}; {obstacle}") if obstacle else call
+
+
+def _multiprocessors(caller: str, given: Any) -> int | None:
+    number = integer(given)
+    if given is not None and (number is None or number % 2 or not 2 <= number <= MOST_BESIDE):
+        raise ValueError(
+            f"{caller}: multiprocessors={given!r} must be an even number from 2 to {MOST_BESIDE}, those of a GPU that "
+            "the kernel takes."
+        )
+    return number
 
 
 def _num_matrices(caller: str, x: Any, matrices: Any, placement: sharding.Placement) -> int:
@@ -256,7 +273,12 @@ def _room(shape: ExchangeShape, options: DispatchOptions) -> Room:
 
 
 def check_combine(
-    outputs: Any, topk_weights: Any, handle: Any, caller: str = "combine", name_of_rows: str = "outputs"
+    outputs: Any,
+    topk_weights: Any,
+    handle: Any,
+    caller: str = "combine",
+    name_of_rows: str = "outputs",
+    multiprocessors: Any = None,
 ) -> ExchangeCall:
     """Returns the call of the handle, or raises what is wrong with it or with the arrays."""
     if not isinstance(handle, Handle):
@@ -294,7 +316,7 @@ def check_combine(
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, name_of_rows, outputs)
-    return call
+    return dataclasses.replace(call, multiprocessors=_multiprocessors(caller, multiprocessors))
 
 
 def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: Any) -> ExchangeCall:

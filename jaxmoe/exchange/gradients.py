@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.exchange.base import Arrived, ExchangeCall, Implementation, Routes
+from jaxmoe.exchange.base import Arrived, ExchangeCall, Implementation, Kept, Routes
 from jaxmoe.guard import not_mapped
 from jaxmoe.quantization import dequantize_rows
 from jaxmoe.sharding import vary_alike
@@ -49,6 +49,74 @@ def combine(
     if implementation.pull_weighted is None:
         return implementation.add_up(call, outputs, weights, routes)
     return _add_up(implementation, call, outputs, weights, routes)
+
+
+def start_dispatch(
+    implementation: Implementation,
+    call: ExchangeCall,
+    x: Float[Array, "tokens hidden"],
+    topk_ids: Int[Array, "tokens top_k"],
+) -> tuple[Arrived, Kept]:
+    """Starts `dispatch`: returns what `finish_dispatch` takes beside x, whose gradient it has."""
+    if not runs_beside(implementation, call):
+        if call.precision is None:
+            return dispatch(implementation, call, x, topk_ids)[0], ()
+        x, topk_ids = vary(call, (x, topk_ids))
+        sent: Any = _send_in_8_bits(implementation, call, x, topk_ids)
+        return sent, ()
+    assert implementation.start_send is not None
+    return implementation.start_send(call, *vary(call, jax.lax.stop_gradient((x, topk_ids))))
+
+
+def finish_dispatch(
+    implementation: Implementation,
+    call: ExchangeCall,
+    x: Float[Array, "tokens hidden"],
+    started: tuple[Arrived, Kept],
+) -> tuple[Arrived, Float[Array, "rows hidden"] | None]:
+    """Returns what `dispatch` does, of what was started."""
+    x, (arrived, kept) = vary(call, x), started
+    if kept:
+        arrived = _finish_send(implementation, call, x, arrived, kept)
+    if call.precision is None:
+        return arrived, None
+    decoded: Any = _decode(implementation, call, x, jax.lax.stop_gradient(arrived))
+    return arrived, decoded
+
+
+def start_combine(
+    implementation: Implementation,
+    call: ExchangeCall,
+    outputs: Float[Array, "rows width"],
+    weights: Float[Array, "tokens top_k"] | None,
+    routes: Routes,
+) -> tuple[Float[Array, "tokens width"], Kept]:
+    """Starts `combine`: returns what `finish_combine` takes beside the other arrays, whose gradients it has."""
+    if not runs_beside(implementation, call):
+        return combine(implementation, call, outputs, weights, routes), ()
+    assert implementation.start_add_up is not None
+    return implementation.start_add_up(call, *vary(call, jax.lax.stop_gradient((outputs, weights, routes))))
+
+
+def finish_combine(
+    implementation: Implementation,
+    call: ExchangeCall,
+    outputs: Float[Array, "rows width"],
+    weights: Float[Array, "tokens top_k"] | None,
+    routes: Routes,
+    started: tuple[Float[Array, "tokens width"], Kept],
+) -> Float[Array, "tokens width"]:
+    """Returns what `combine` does, of what was started."""
+    y, kept = started
+    if not kept:
+        return y
+    outputs, weights, routes = vary(call, (outputs, weights, routes))
+    return _finish_add_up(implementation, call, outputs, weights, routes, y, kept)
+
+
+def runs_beside(implementation: Implementation, call: ExchangeCall) -> bool:
+    """Whether a start returns before its kernel has ended: on GPUs."""
+    return implementation.finish is not None and call.platform == "gpu"
 
 
 def vary(call: ExchangeCall, tree: Any) -> Any:
@@ -154,6 +222,68 @@ def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, 
 
 
 _add_up.defvjp(_add_up_fwd, _add_up_bwd)
+
+
+# What is started is not differentiated. Its finish is, as if it were the whole: nothing else may use what is not there
+# yet, or XLA would copy it.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _finish_send(
+    implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived, kept: Kept
+) -> Arrived:
+    assert implementation.finish is not None
+    return implementation.finish(arrived, kept)
+
+
+def _finish_send_fwd(
+    implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived, kept: Kept
+) -> tuple[Arrived, Routes]:
+    finished: Any = _finish_send(implementation, call, x, arrived, kept)
+    return finished, finished.routes
+
+
+def _finish_send_bwd(
+    implementation: Implementation, call: ExchangeCall, routes: Routes, gradients: Arrived
+) -> tuple[Any, None, None]:
+    if call.precision is not None:
+        _send_in_8_bits_bwd()
+    return _send_bwd(implementation, call, routes, gradients)[0], None, None
+
+
+_finish_send.defvjp(_finish_send_fwd, _finish_send_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _finish_add_up(
+    implementation: Implementation,
+    call: ExchangeCall,
+    outputs: jax.Array,
+    weights: jax.Array | None,
+    routes: Routes,
+    y: jax.Array,
+    kept: Kept,
+) -> jax.Array:
+    assert implementation.finish is not None
+    return implementation.finish(y, kept)
+
+
+def _finish_add_up_fwd(
+    implementation: Implementation,
+    call: ExchangeCall,
+    outputs: jax.Array,
+    weights: jax.Array | None,
+    routes: Routes,
+    y: jax.Array,
+    kept: Kept,
+) -> tuple[jax.Array, Any]:
+    saved = (None if weights is None else (weights, outputs)), routes
+    return _finish_add_up(implementation, call, outputs, weights, routes, y, kept), saved
+
+
+def _finish_add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> Any:
+    return *_add_up_bwd(implementation, call, saved, dy), None, None
+
+
+_finish_add_up.defvjp(_finish_add_up_fwd, _finish_add_up_bwd)
 
 
 def of_integers(array: jax.Array) -> np.ndarray:

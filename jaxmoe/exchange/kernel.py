@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import native
-from jaxmoe.exchange.base import Arrived, ExchangeCall, Routes
+from jaxmoe.exchange.base import Arrived, ExchangeCall, Kept, Routes
 from jaxmoe.formats import Formats
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel import plan_defaults
@@ -33,11 +33,13 @@ from jaxmoe.sharding import vary_alike
 
 def send(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> Arrived:
     """Returns the rows of this rank's experts, and where each comes from."""
-    rounded = call.precision is not None
-    results = _arriving(call, x, topk_ids, x.shape[1], jnp.float8_e4m3fn if rounded else x.dtype)
-    if rounded:
-        results["scales"] = _like(x, (call.room.rows, -(-x.shape[1] // ROWS.scale_columns)), jnp.float32)
-    return _arrived(_launch(native.DISPATCH, call, {"x": x, "topk_ids": topk_ids}, results))
+    return _arrived(_launch(native.DISPATCH, call, *_sent(call, x, topk_ids)))
+
+
+def start_send(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> tuple[Arrived, Kept]:
+    """Starts to send: the kernel runs beside what follows in the program."""
+    made, kept = _start(native.DISPATCH, call, *_sent(call, x, topk_ids))
+    return _arrived(made), kept
 
 
 def send_matmul(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array) -> Arrived:
@@ -92,11 +94,28 @@ def pull_weighted(
 
 def add_up(call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes) -> jax.Array:
     """Returns for every token the sum of the rows of its slots, times their weights where there are any."""
-    operands = {"outputs": outputs, "slot_rows": routes.slot_rows, "row_sources": routes.row_sources}
-    if weights is not None:
-        operands["weights"] = _as_sums(weights, outputs)
-    results = {"y": _like(outputs, (call.shape.tokens, outputs.shape[1]), outputs.dtype)}
-    return _launch(native.COMBINE, call, operands, results)["y"]
+    return _launch(native.COMBINE, call, *_added_up(call, outputs, weights, routes))["y"]
+
+
+def start_add_up(
+    call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes
+) -> tuple[jax.Array, Kept]:
+    """Starts to add up: the kernel runs beside what follows in the program."""
+    made, kept = _start(native.COMBINE, call, *_added_up(call, outputs, weights, routes))
+    return made["y"], kept
+
+
+def finish(started: Any, kept: Kept) -> Any:
+    """Returns what was started, once it is there.
+
+    The arrays are those of the start itself, which compiled code checks. It keeps those that the kernel reads as well:
+    XLA has no other reason not to give them away.
+    """
+    arrays, tree = jax.tree.flatten(started)
+    aliases = {number: number for number in range(len(arrays))}
+    call = jax.ffi.ffi_call(native.FINISH, tuple(map(jax.typeof, arrays)), input_output_aliases=aliases)
+    # Else XLA makes two calls of one whose results are used and also stacked by a scan, and copies what both take.
+    return jax.lax.optimization_barrier(jax.tree.unflatten(tree, call(*arrays, *kept)))
 
 
 def check(call: ExchangeCall) -> None:
@@ -168,6 +187,34 @@ def _launch(
     }
     order = native.schedule().EXCHANGE_ARRAY_NAMES
     return launch(target, order, call.group, call.platform, attributes, operands, results)
+
+
+def _start(
+    target: str, call: ExchangeCall, operands: dict[str, jax.Array], results: dict[str, Any]
+) -> tuple[dict[str, jax.Array], Kept]:
+    # The start and the finish have to get the same arrays, not each a slice of its own of what a scan has stacked.
+    operands = jax.lax.optimization_barrier(operands)
+    schedule = native.schedule().exchange_schedule(call.platform, call.multiprocessors or 0)
+    return _launch(target, call, operands, results, schedule), tuple(operands.values())
+
+
+def _sent(call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Operands and types of the results of a dispatch that sorts."""
+    rounded = call.precision is not None
+    results = _arriving(call, x, topk_ids, x.shape[1], jnp.float8_e4m3fn if rounded else x.dtype)
+    if rounded:
+        results["scales"] = _like(x, (call.room.rows, -(-x.shape[1] // ROWS.scale_columns)), jnp.float32)
+    return {"x": x, "topk_ids": topk_ids}, results
+
+
+def _added_up(
+    call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """The same of a combine."""
+    operands = {"outputs": outputs, "slot_rows": routes.slot_rows, "row_sources": routes.row_sources}
+    if weights is not None:
+        operands["weights"] = _as_sums(weights, outputs)
+    return operands, {"y": _like(outputs, (call.shape.tokens, outputs.shape[1]), outputs.dtype)}
 
 
 def _half(call: ExchangeCall, hidden: int, width: int, dtype: Any, half: int) -> Any:

@@ -205,12 +205,15 @@ ffi::Error Arena::launch(const ArenaCall& call) {
     const std::lock_guard state(state_mutex_);
     timeout_seconds_ = call.timeout_seconds;
   }
-  // The program's own kernels come after this one, whatever stream XLA has put it on.
-  cudaError_t status = gpu_.launch(call.stream, program_stream_, [&] {
-    const cudaError_t launched = enqueue(ready, call.stream);
+  const auto enqueue_on = [&](cudaStream_t stream) {
+    const cudaError_t launched = enqueue(ready, stream);
     if (launched != cudaSuccess || call.place == nullptr) return launched;
     return cudaMemcpyAsync(&report_->place, call.place, sizeof(*call.place), cudaMemcpyDeviceToHost, call.stream);
-  });
+  };
+  // The program's own kernels come after this one, whatever stream XLA has put it on, or do not wait for it.
+  cudaError_t status = call.beside.empty()
+                           ? gpu_.launch(call.stream, program_stream_, [&] { return enqueue_on(call.stream); })
+                           : gpu_.start(call.stream, call.beside, enqueue_on);
   launch_blocks_ = timeline_blocks(call.sizes);
   launch_backward_ = schedule.backward();
   ++launches_;

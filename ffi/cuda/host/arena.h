@@ -32,6 +32,8 @@ struct ArenaCall {
   LaunchArrays arrays;
   Activation activation;
   bool power_of_two_scales;
+  // Of a call that runs beside the program (Gpu::start): its arrays; empty: it is a part of the program.
+  std::vector<const void*> beside{};
   double timeout_seconds;
   cudaStream_t stream;
   // On the GPU; its rank is compared with that of the arena when it has been read. Null: it is not compared.
@@ -56,7 +58,7 @@ class Arena {
   xla::ffi::Error reserve(const Link& link, const LaunchSizes& sizes);
 
   // Launches the kernel of a call after the last launch on this GPU, whatever stream that was on. Neither allocates nor
-  // waits. What the program enqueues on its own stream afterwards comes after the kernel.
+  // waits. What the program enqueues on its own stream afterwards comes after the kernel, unless that runs beside.
   xla::ffi::Error launch(const ArenaCall& call);
 
   // What a launch on this arena has found wrong so far; empty where none has. Does not wait.

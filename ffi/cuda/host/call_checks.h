@@ -15,6 +15,10 @@ namespace jaxmoe {
 inline constexpr int64_t kRowMultiple = 8;
 inline constexpr int32_t kMostSlotsOfToken = 32;
 
+// Pairs of multiprocessors that an exchange may take beside other work: so that kernels which wait for their peers find
+// some, whatever it waits for itself (ffi/kernel.md, "Beside other work").
+inline constexpr int32_t kMostWorkersBeside = 32;
+
 // What this kernel cannot do, beyond what no part of jaxmoe can.
 template <class Attributes>
 std::string limits_error(const Attributes& a) {
@@ -53,6 +57,10 @@ inline std::string gpu_call_error(const ExchangeCall& call, const ExchangeAttrib
     return "jaxmoe: hidden=" + std::to_string(hidden) + ", width=" + std::to_string(width) + ", top_k=" + std::to_string(attributes.top_k) +
            "; on GPUs rows are copied in pieces of " + std::to_string(kRowMultiple) +
            " elements, and a token can have " + std::to_string(kMostSlotsOfToken) + " slots.";
+  }
+  if (const int32_t workers = schedule_of(attributes).workers; workers > (call.multiplies() ? 0 : kMostWorkersBeside)) {
+    return "jaxmoe: workers=" + std::to_string(workers) + "; an exchange beside other work can have " +
+           std::to_string(kMostWorkersBeside) + " pairs of multiprocessors, one with a product has all.";
   }
   return element_error(*element_of(call.type(tokens_of(call))));
 }

@@ -24,11 +24,13 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeInstantiateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangePrepareCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeInitializeCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeExchangeCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxmoeFinishCuda);
 
 namespace jaxmoe {
 
 std::vector<Registration> registrations() {
-  std::vector<Registration> all{{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoCuda}};
+  std::vector<Registration> all{{kDeviceInfoTarget, "execute", JaxmoeDeviceInfoCuda},
+                                {kFinishTarget, "execute", JaxmoeFinishCuda}};
   for (const char* target : {kForwardTarget, kBackwardTarget}) {
     all.push_back({target, "instantiate", JaxmoeLayerInstantiateCuda});
     all.push_back({target, "prepare", JaxmoeLayerPrepareCuda});

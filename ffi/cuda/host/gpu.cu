@@ -1,5 +1,6 @@
 #include "cuda/host/gpu.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -68,6 +69,65 @@ cudaError_t Gpu::launch(cudaStream_t stream, cudaStream_t program, const std::fu
   if (status == cudaSuccess) status = cudaStreamWaitEvent(program, last_launch_);
   if (status == cudaSuccess) count_launch(stream);
   return status;
+}
+
+// Of another launch that wrote the same array nobody has waited, nor will: the program has given that array away.
+cudaError_t Gpu::event_of_started(const void* first, cudaEvent_t* event) {
+  const auto forget = [&](auto launch) {
+    events_.push_back(launch->done);
+    started_.erase(launch);
+  };
+  const auto same = std::ranges::find_if(started_, [&](const Started& each) { return each.arrays.front() == first; });
+  if (same != started_.end()) forget(same);
+  if (started_.size() == kMostStarted) forget(started_.begin());
+  if (events_.empty()) return cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  *event = events_.back();
+  events_.pop_back();
+  return cudaSuccess;
+}
+
+cudaError_t Gpu::start(cudaStream_t program, const std::vector<const void*>& arrays,
+                       const std::function<cudaError_t(cudaStream_t)>& enqueue) {
+  const std::lock_guard lock(launches_mutex_);
+  cudaError_t status = cudaSuccess;
+  if (beside_ == nullptr) {
+    // Blocks of a stream of higher priority get the multiprocessors that become free first.
+    int least = 0, greatest = 0;
+    status = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (status == cudaSuccess) status = cudaEventCreateWithFlags(&program_, cudaEventDisableTiming);
+    if (status == cudaSuccess) status = cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, greatest);
+  }
+  Started started{arrays, nullptr};
+  if (status == cudaSuccess) status = event_of_started(arrays.front(), &started.done);
+  if (status == cudaSuccess) status = cudaEventRecord(program_, program);
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(beside_, program_);
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(beside_, last_launch_);
+  // The program goes on when this launch can begin: else what follows, a product on all multiprocessors until it ends,
+  // would have taken them by then.
+  if (status == cudaSuccess) status = cudaEventRecord(program_, beside_);
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(program, program_);
+  if (status == cudaSuccess) status = enqueue(beside_);
+  if (status == cudaSuccess) status = cudaEventRecord(last_launch_, beside_);
+  if (status == cudaSuccess) status = cudaEventRecord(started.done, beside_);
+  if (status != cudaSuccess) return status;
+  count_launch(beside_);
+  started_.push_back(std::move(started));
+  return cudaSuccess;
+}
+
+std::string Gpu::finish(cudaStream_t program, const std::vector<const void*>& arrays) {
+  const std::lock_guard lock(launches_mutex_);
+  const auto has = [&](const void* array) { return std::ranges::find(arrays, array) != arrays.end(); };
+  const auto launch =
+      std::ranges::find_if(started_, [&](const Started& each) { return std::ranges::all_of(each.arrays, has); });
+  if (launch == started_.end()) {
+    return "jaxmoe: a dispatch or a combine is finished whose arrays are not where they were when it was started: XLA "
+           "has copied one of them meanwhile. Start and finish it in the same jax.jit, and in the same turn of a loop.";
+  }
+  const cudaError_t status = cudaStreamWaitEvent(program, launch->done);
+  events_.push_back(launch->done);
+  started_.erase(launch);
+  return status == cudaSuccess ? "" : cuda_text("cudaStreamWaitEvent", status);
 }
 
 // One launch is watched at a time: the next one that is enqueued after it has ended.

@@ -6,7 +6,9 @@
 #include <cuda_runtime.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -42,6 +44,16 @@ class Gpu {
   // GPUs. What the program enqueues on its own stream, `program`, comes after it.
   cudaError_t launch(cudaStream_t stream, cudaStream_t program, const std::function<cudaError_t()>& enqueue);
 
+  // Enqueues a launch beside the program: on a stream of this GPU's own, after all that has been enqueued on `program`
+  // and after all other launches. Nothing of the program waits for it but finish(). `arrays` are those of the program's
+  // that it reads and writes, the first one among those that it writes.
+  cudaError_t start(cudaStream_t program, const std::vector<const void*>& arrays,
+                    const std::function<cudaError_t(cudaStream_t)>& enqueue);
+
+  // What is enqueued on `program` from here on comes after the launch that was started with these arrays; there may be
+  // more. Returns what is wrong, empty where nothing is.
+  std::string finish(cudaStream_t program, const std::vector<const void*>& arrays);
+
   // Waits until all launches of layers on this GPU and all that has been enqueued on the stream of `link` have ended.
   // Returns what went wrong, empty where nothing did.
   std::string await_earlier_work(const Link& link);
@@ -53,7 +65,16 @@ class Gpu {
   cudaError_t await_last_launch();
 
  private:
+  // A launch that nobody has waited for yet.
+  struct Started {
+    std::vector<const void*> arrays;
+    cudaEvent_t done;
+  };
+  // More than any program has at a time. Those of programs that have failed in between stay, the oldest go.
+  static constexpr std::size_t kMostStarted = 64;
+
   void count_launch(cudaStream_t stream);
+  cudaError_t event_of_started(const void* first, cudaEvent_t* event);  // launches_mutex_ is held
   bool is_waiting();  // progress_mutex_ is held
   std::string condemn(const std::string& reason);
 
@@ -62,6 +83,10 @@ class Gpu {
   std::string failure_;
   std::mutex launches_mutex_;
   cudaEvent_t last_launch_ = nullptr;
+  cudaStream_t beside_ = nullptr;   // of the launches that are started, made with the first one
+  cudaEvent_t program_ = nullptr;   // between the two streams
+  std::deque<Started> started_;     // in their order
+  std::vector<cudaEvent_t> events_; // that nobody uses
   // Not launches_mutex_, which a thread may hold that waits for room in a stream.
   std::mutex progress_mutex_;
   cudaEvent_t watched_launch_ = nullptr;

@@ -309,6 +309,7 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     auto& p = launch->params.emplace<ExchangeParams>();
     static_cast<RankParams&>(p) = rank;
     complete_exchange(p, *of_call, formats, p.shape.hidden);
+    p.beside = of_call->beside;
     return "";
   }
   const auto layer = [&](auto& p) {

@@ -39,6 +39,7 @@ struct ReadyLaunch {
 struct ExchangeRoom {
   ExchangeArrays<float> arrays;
   Room room;
+  bool beside = false;  // the program
 };
 using LaunchArrays = std::variant<LayerArrays<void, float>, ExchangeRoom>;
 

@@ -34,6 +34,9 @@ namespace crew {
 // How long the first worker waits for the others: short next to any launch, long next to the start of blocks. Who is
 // later is only a latecomer.
 inline constexpr uint64_t kMusterNs = 20'000;
+// Of a launch beside the program, whose multiprocessors may be taken when it begins: as long as blocks of a product keep
+// theirs.
+inline constexpr uint64_t kMusterBesideNs = 300'000;
 // Added to Control::workers_started once the crew is complete; the bits below count workers.
 inline constexpr uint32_t kComplete = 1u << 16;
 
@@ -53,12 +56,12 @@ __device__ inline Enlisted enlist(Control* control, uint32_t launched) {
 }
 
 // By the same thread: waits until the crew is known.
-__device__ inline Crew await_crew(Control* control, const Enlisted& self) {
+__device__ inline Crew await_crew(Control* control, const Enlisted& self, uint64_t muster_ns) {
   const uint32_t started = self.started;
   uint32_t size = 0;
   // Pairs with the store in enlist() and the one below. It ends, since the first worker has a multiprocessor.
   while ((size = ptx::load_acquire_gpu(&control->crew)) == 0) {
-    if (started != 0 || ptx::nanoseconds() - self.begin_ns < kMusterNs) continue;
+    if (started != 0 || ptx::nanoseconds() - self.begin_ns < muster_ns) continue;
     size = atomicAdd(&control->workers_started, kComplete) % kComplete;
     ptx::store_release_gpu(&control->crew, size);
     break;
@@ -75,8 +78,9 @@ __device__ inline Crew await_crew(Control* control, const Enlisted& self) {
 
 // All threads of all blocks of a worker: after it every block knows the crew. `self` is that of the first thread.
 template <uint32_t kClusterSize, class Signals>
-__device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank, const Enlisted& self) {
-  if (threadIdx.x == 0 && cta_rank == 0) shared = await_crew(signals.control(), self);
+__device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uint32_t cta_rank, const Enlisted& self,
+                                       uint64_t muster_ns) {
+  if (threadIdx.x == 0 && cta_rank == 0) shared = await_crew(signals.control(), self, muster_ns);
   if constexpr (kClusterSize > 1) {
     ptx::cluster_sync();
     if (cta_rank != 0 && threadIdx.x == 0) {

@@ -31,6 +31,11 @@ __device__ void clear_other_bank(const Cta<Variant>& cta) {
   if (thread_of(cta) == 0) cta.signals.control()->tasks_taken[(cta.signals.launch_number() + 1) & 1] = 0;
 }
 
+__device__ __forceinline__ uint64_t muster_ns_of(const RankParams&) { return crew::kMusterNs; }
+__device__ __forceinline__ uint64_t muster_ns_of(const ExchangeParams& params) {
+  return params.beside ? crew::kMusterBesideNs : crew::kMusterNs;
+}
+
 struct DoNothing {
   __device__ __forceinline__ void operator()(const crew::Enlisted&) const {}
 };
@@ -50,7 +55,7 @@ __device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Cop
   if constexpr (kCopiesEarly) {
     copy(Team{int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
   }
-  crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self);
+  crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self, muster_ns_of(cta.params));
   if (!cta.is_latecomer()) {
     const bool is_copied = kCopiesEarly && cta.blocks() == static_cast<int32_t>(gridDim.x);
     if (!is_copied) copy(Team{threads_of(cta), thread_of(cta)});

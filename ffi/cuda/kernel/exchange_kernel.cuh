@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch(const __grid_
     arrivals::forget_slots(cta);
     if (params.topk_ids != nullptr) sort::run(cta);
     publish::tell_peers(cta);
+    ptx::fence_proxy_async_shared();  // the sorter's scratch lies where pieces of rows will
     publish::wait_for_all(cta, Signal::kInputsReady, Site::kWalk);
     if (params.topk_ids != nullptr) {
       arrivals::lay_out(cta);

@@ -73,6 +73,7 @@ struct MatmulParams : RankParams, ExchangeArrays<float> {
 // A dispatch or a combine on its own. Elements of rows are those of the variant's format.
 struct ExchangeParams : RankParams, ExchangeArrays<float> {
   Room room;
+  bool beside;  // the program, on few multiprocessors
   Result results[kMaxResults];  // as above
   std::byte* timeline;          // none is recorded
 };

@@ -1,6 +1,7 @@
 // The shared memory of a block: of the kernels of a layer, and of those that dispatch and combine on their own.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -59,17 +60,28 @@ struct KernelStorage {
   TimelineStorage<Variant::config.timeline> timeline;
 };
 
+// Pieces of rows on their way through shared memory, one of each warp (exchange/row_engine.cuh).
+struct RowPieces {
+  static constexpr int kBytes = 14336;  // all of a row of 7168 elements of 16 bits
+  alignas(128) std::byte bytes[Roles::kWarps][kBytes];
+  uint64_t full[Roles::kWarps];  // mbarriers
+};
+
 // Of a dispatch or a combine. Most of it is idle in a combine, which needs none.
 struct ExchangeStorage {
-  // The sorter is done when this is filled.
   struct Arrivals {
     int32_t first_row[kMaxExperts];    // in the array, of local expert e from rank s at e * ranks + s
     int32_t rows[kMaxExperts];         // before any is dropped, likewise
     int32_t first_place[kMaxExperts];  // in the order of the slots of s, at s * local_experts + e
   };
+  // The sorter is done when this is filled.
+  struct Pulled {
+    Arrivals arrivals;
+    RowPieces pieces;
+  };
   union {
     SortScratch sorter;
-    Arrivals arrivals;
+    Pulled pulled;
   };
   uint32_t launch_number;
   Crew crew;

@@ -53,6 +53,15 @@ __device__ __forceinline__ void load_box_multicast(void* target, const CUtensorM
       : "memory");
 }
 
+// `bytes` bytes of global memory, a peer's mapped memory too, into this block's shared memory; both addresses and the
+// size are multiples of 16.
+__device__ __forceinline__ void load_bytes(void* target, const void* source, uint64_t* barrier, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target)),
+               "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
 // `bytes` bytes of shared memory to global memory; both addresses and the size are multiples of 16.
 __device__ __forceinline__ void store_bytes(void* target, const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(

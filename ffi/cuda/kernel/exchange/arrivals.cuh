@@ -12,6 +12,7 @@
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/dispatch.cuh"
+#include "cuda/kernel/exchange/row_engine.cuh"
 
 namespace jaxmoe::arrivals {
 
@@ -44,7 +45,7 @@ __device__ void take_slots(const Cta<Variant>& cta, Team team) {
 template <class Variant>
 __device__ void lay_out(const Cta<Variant>& cta) {
   const auto& p = cta.params;
-  auto& table = cta.shared.arrivals;
+  auto& table = cta.shared.pulled.arrivals;
   const int32_t ranks = p.shape.ranks, local = p.shape.local_experts(), lane = threadIdx.x % 32;
   // Counts of a rank that never came would be those of another launch.
   const bool usable = !cta.signals.given_up();
@@ -104,7 +105,7 @@ inline constexpr int32_t kNoRow = -1;
 template <class Variant>
 __device__ __forceinline__ int32_t row_of_place(const Cta<Variant>& cta, int32_t source, int32_t place) {
   const auto& p = cta.params;
-  const auto& table = cta.shared.arrivals;
+  const auto& table = cta.shared.pulled.arrivals;
   const int32_t ranks = p.shape.ranks, local = p.shape.local_experts();
   const int32_t* first_places = table.first_place + source * local;
   const int32_t expert = last_at_most(first_places, local, place);
@@ -118,7 +119,7 @@ __device__ __forceinline__ int32_t row_of_place(const Cta<Variant>& cta, int32_t
 // Whether a row of the array is nobody's.
 template <class Variant>
 __device__ __forceinline__ bool is_unused(const Cta<Variant>& cta, int32_t row) {
-  const auto& table = cta.shared.arrivals;
+  const auto& table = cta.shared.pulled.arrivals;
   const int32_t last = last_at_most(table.first_row, cta.params.shape.num_experts, row);  // local experts times ranks
   return row - table.first_row[last] >= table.rows[last];
 }
@@ -226,6 +227,7 @@ __device__ void pull_tokens(const Cta<Variant>& cta) {
   const int32_t sharing = items > 0 && items < warps ? warps / items : 1;
   const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce), sharing);
   const int32_t vectors_of_part = ceil_div(ceil_div(vectors, parts), 32) * 32;
+  RowEngine engine(cta.shared.pulled.pieces, threadIdx.x / 32, lane);
   for (int32_t item = threadIdx.x / 32 * cta.blocks() + cta.block(); item < items * parts; item += warps) {
     const int32_t part = item % parts;
     const int32_t source = (item / parts + cta.peers.rank()) % ranks;
@@ -244,9 +246,18 @@ __device__ void pull_tokens(const Cta<Variant>& cta) {
       cta.peers.template at<int32_t>(source, p.layout.slot_rows.offset)[slot] = row;
     }
     const dispatch::TokenPlace place{source, token};
+    const int32_t begin = part * vectors_of_part, end = at_most(begin + vectors_of_part, vectors);
     const auto spread_elements = [&] {
-      spread(static_cast<uint4*>(p.rows), tokens.at(place), vectors, part * vectors_of_part,
-             at_most((part + 1) * vectors_of_part, vectors), row, there, lane);
+      if (p.beside) {
+        engine.copy(tokens.at(place) + begin, int64_t{end - begin} * kVectorBytes, [&](const auto& store) {
+          for (uint32_t left = there; left != 0; left &= left - 1) {
+            const int64_t target = __shfl_sync(0xffffffff, row, __ffs(left) - 1);
+            store(static_cast<uint4*>(p.rows) + target * vectors + begin);
+          }
+        });
+      } else {
+        spread(static_cast<uint4*>(p.rows), tokens.at(place), vectors, begin, end, row, there, lane);
+      }
     };
     if constexpr (Precision::kTokens.is_scaled()) {
       spread_scales(p.scales, tokens.scales_at(place), part == 0 ? blocks : 0, blocks, row, there, lane,
@@ -255,6 +266,7 @@ __device__ void pull_tokens(const Cta<Variant>& cta) {
       spread_elements();
     }
   }
+  engine.finish();
 }
 
 // By a warp: a row that is nobody's.
@@ -363,17 +375,24 @@ __device__ void push(const Cta<Variant>& cta) {
   const int lane = threadIdx.x % 32;
   const int32_t vectors = p.shape.hidden * static_cast<int32_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
   const uint4* const rows = static_cast<const uint4*>(p.outputs);
+  RowEngine engine(cta.shared.pulled.pieces, threadIdx.x / 32, lane);
   deal_rows(cta, [&](int32_t first, int32_t count) {
     RowTarget to{RowTarget::kNone};
     if (lane < count) to = known_source(cta, first + lane);
     for (uint32_t left = __ballot_sync(0xffffffff, to.packed != RowTarget::kNone); left != 0; left &= left - 1) {
       const int32_t i = __ffs(left) - 1;
       const RowTarget target{__shfl_sync(0xffffffff, to.packed, i)};
-      copy_whole_row(
-          cta.peers.template at<uint4>(target.source(), p.layout.answers.offset) + int64_t{target.slot()} * vectors,
-          rows + int64_t{first + i} * vectors, vectors, count == 1, lane);
+      const uint4* const row = rows + int64_t{first + i} * vectors;
+      uint4* const answer =
+          cta.peers.template at<uint4>(target.source(), p.layout.answers.offset) + int64_t{target.slot()} * vectors;
+      if (p.beside) {
+        engine.copy(row, int64_t{vectors} * kVectorBytes, [&](const auto& store) { store(answer); });
+      } else {
+        copy_whole_row(answer, row, vectors, count == 1, lane);
+      }
     }
   });
+  engine.finish();
 }
 
 }  // namespace jaxmoe::arrivals
