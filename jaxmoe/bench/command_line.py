@@ -112,6 +112,12 @@ _LAYERS = flags.DEFINE_integer(
     "given), one --ep, --dtype of wide weights, one --implementation and --seconds.",
     lower_bound=1,
 )
+_WITH_EXPERTS = flags.DEFINE_boolean(
+    "with_experts", False, "exchange: halves of the layer, and micro-batches in turn, with experts in between."
+)
+_MULTIPROCESSORS = flags.DEFINE_integer(
+    "multiprocessors", None, "exchange --with_experts: of what runs beside experts, an even number of 2 to 64."
+)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
 
 
@@ -199,7 +205,11 @@ def scan_from_flags() -> ScanOptions:
 
 def exchange_from_flags() -> ExchangeOptions:
     """Returns the options of `exchange` on the command line, as `scan_from_flags` does."""
-    return ExchangeOptions(**_in_a_scan("exchange", ExchangeOptions.tokens))
+    return ExchangeOptions(
+        **_in_a_scan("exchange", ExchangeOptions.tokens),
+        with_experts=_WITH_EXPERTS.value,
+        multiprocessors=_MULTIPROCESSORS.value,
+    )
 
 
 def _in_a_scan(what: str, tokens: tuple[int, ...]) -> dict[str, Any]:

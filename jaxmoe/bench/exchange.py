@@ -10,7 +10,7 @@ Rounds of both run in one `jax.lax.scan` with no host in between, each on what t
 
 Before a line is timed its rows are compared, bit for bit, with the tokens that their handles name, each slot's row with
 its expert, and what comes back with the weighted sum of the answers. Of the collective each rank has to get the rows
-that others have for it, and all come back.
+that others have for it, and all come back. With `--with_experts`: `exchange_experts.py`.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.bench import exchange_experts
 from jaxmoe.bench.inputs import AXIS, random_tokens, whole
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.bench.layer import make_mesh
@@ -53,6 +54,8 @@ class ExchangeOptions:
       implementation: of `dispatch` and `combine`; `None` lets them choose.
       seconds: for which a line is timed.
       json: file to which the results are added, one JSON object a line.
+      with_experts: the lines of `exchange_experts.py` instead.
+      multiprocessors: of what runs beside experts there; `None` for the default.
     """
 
     cases: tuple[Case, ...]
@@ -62,6 +65,8 @@ class ExchangeOptions:
     implementation: str | None = None
     seconds: float = 0.3
     json: Path | None = None
+    with_experts: bool = False
+    multiprocessors: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,8 @@ def run(options: ExchangeOptions) -> int:
       ValueError: more ranks than devices, or processes without a rank.
     """
     mesh = make_mesh(options.ranks or jax.device_count())
+    if options.with_experts:
+        return exchange_experts.run(options, mesh)
     say(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
         f"{jnp.dtype(options.dtype).name}, {ROUNDS} rounds of dispatch and combine in a scan. Tokens per rank; us per "

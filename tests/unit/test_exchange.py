@@ -252,12 +252,23 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
 def test_the_examples_of_the_page_run_and_give_what_moe_layer_gives():
     names: dict[str, Any] = {}
     page = (Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
-    layer, in_8_bits = re.findall(r"```python\n(.*?)```", page, re.S)
+    layer, halves, in_turn, in_8_bits = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(compile(layer, "docs/exchange.md", "exec"), names)
     with jax.set_mesh(names["mesh"]):
         routing = jaxmoe.route(names["logits"], jaxmoe.RouterConfig(top_k=4))
         expected = jaxmoe.moe_layer(names["x"], routing, names["experts"], implementation="xla")
-    assert relative_error(names["y"], expected) < 1e-5
+        exec(compile(halves, "docs/exchange.md", "exec"), names)
+        exec(compile(in_turn, "docs/exchange.md", "exec"), names)
+    for name in ("y", "y_of_halves"):
+        assert relative_error(names[name], expected) < 1e-5
+    x, logits, matrices = (
+        jnp.asarray(np.asarray(array)) for array in (names["x"], names["logits"], names["experts"].w_gate[..., :64])
+    )
+    for y, sign in zip(np.asarray(names["ys"]), (1, -1), strict=True):
+        routing = jaxmoe.route(sign * logits, jaxmoe.RouterConfig(top_k=4))
+        sent = jaxmoe.dispatch(sign * x, routing, axis_name=None)
+        outputs = jnp.tanh(jax.lax.ragged_dot(sent.rows, matrices, sent.group_sizes))
+        assert relative_error(y, jaxmoe.combine(outputs, routing.topk_weights, sent.handle)) < 1e-5
     exec(compile(in_8_bits, "docs/exchange.md", "exec"), names)
     dtypes = [names[name].dtype for name in ("rows", "scales", "wide_rows")]
     assert dtypes == [jnp.float8_e4m3fn, jnp.float32, jnp.float32]

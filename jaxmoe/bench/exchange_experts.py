@@ -1,0 +1,194 @@
+"""`python -m jaxmoe.bench exchange --with_experts`: the exchange together with experts.
+
+Rounds in one `jax.lax.scan`, each on what the one before has returned. Lines:
+
+- `layer`: `jaxmoe.moe_layer` of gated experts.
+- `halves`: the same by `jaxmoe.dispatch_matmul`, an activation in JAX, and `jaxmoe.matmul_combine`, with room for all
+  slots. Checked against `layer`.
+- `halves, capacity`: with 1.1 times the balanced rows.
+- `apart`: two micro-batches, one after the other, through `relu(rows @ w1) @ w2` as einsums, between
+  `jaxmoe.dispatch` and `jaxmoe.combine`, with 1.25 times the balanced rows of each expert.
+- `in turn`: the same by `jaxmoe.start_dispatch` and `jaxmoe.start_combine`, one beside the experts of the other.
+  Checked bit for bit against `apart`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe.bench.inputs import AXIS, random_experts, random_tokens, whole
+from jaxmoe.bench.report import append, say
+from jaxmoe.bench.shapes import Case
+from jaxmoe.bench.windows import time_calls
+from jaxmoe.testing import make_ids
+
+Line = Literal["layer", "halves", "halves, capacity", "apart", "in turn"]
+# What a line is compared with, and its time divided by.
+MODELS: dict[Line, Line] = {"halves": "layer", "halves, capacity": "layer", "in turn": "apart"}
+ROUNDS = 8
+ROWS_OVER_BALANCED = 1.1
+ROWS_OF_AN_EXPERT = 1.25
+# Of halves, which round gate and up, against the layer: the largest difference over the largest number.
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line.
+
+    Args:
+      shape: its name.
+      tokens: per rank, of a micro-batch where there are two.
+      ranks: that share the experts.
+      line: which one.
+      failure: what is wrong; `None` where it was timed.
+      microseconds: of a round, median over windows.
+      slowest: of the slowest window.
+      x: its time over that of the line that it is compared with.
+    """
+
+    shape: str
+    tokens: int
+    ranks: int
+    line: Line
+    failure: str | None = None
+    microseconds: float | None = None
+    slowest: float | None = None
+    x: float | None = None
+
+
+def run(options: Any, mesh: Mesh) -> int:
+    """Prints the table of `ExchangeOptions`; returns 1 where a line has no figures."""
+    say(
+        f"Experts in between, {ROUNDS} rounds in a scan. Tokens per rank, of each of two micro-batches in the last two."
+    )
+    say(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "x"))
+    failed = False
+    for case in options.cases:
+        for tokens in (case.tokens,) if case.tokens else options.tokens:
+            for result in measure(options, case, tokens, mesh):
+                failed |= result.failure is not None
+                say(_text(result))
+                append(options.json, json.dumps(dataclasses.asdict(result), allow_nan=False))
+    return int(failed)
+
+
+def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
+    """Checks and times the lines of one shape and number of tokens."""
+    shape, ranks, split = case.shape, mesh.size, NamedSharding(mesh, P(AXIS))
+    x, other = (random_tokens(mesh, (tokens * ranks, shape.hidden), options.dtype, seed) for seed in (0, 1))
+    ids = make_ids(np.random.default_rng(1), tokens * ranks, shape.num_experts, shape.top_k, "uniform")
+    weights = np.full(ids.shape, 1 / shape.top_k, np.float32)
+    experts = random_experts(shape, mesh, options.dtype)
+    assert experts.w_up is not None
+    both = jnp.concatenate([experts.w_gate, experts.w_up], -1)
+    arrays = jax.device_put(ids, split), jax.device_put(weights, split), experts, both
+    done: dict[Line, tuple[Any, float]] = {}
+    for line, function in _lines(options, case, tokens, mesh).items():
+        blank = Result(case.name, tokens, ranks, line)
+        model = done.get(MODELS.get(line, line))
+        results = jax.tree.map(lambda y: whole(y, mesh), jax.jit(function)((x, other), *arrays))
+        if model is not None and (wrong := _difference(line, results, model[0], options.dtype)):
+            yield dataclasses.replace(blank, failure=wrong)
+            continue
+        compiled = _rounds(function).lower((x, other), *arrays).compile()
+        timed, _ = time_calls(lambda _: compiled((x, other), *arrays), options.seconds)  # noqa: B023, in this turn
+        microseconds = timed.median / ROUNDS
+        done[line] = results, microseconds
+        yield dataclasses.replace(
+            blank,
+            microseconds=microseconds,
+            slowest=timed.slowest / ROUNDS,
+            x=None if model is None else microseconds / model[1],
+        )
+
+
+def _lines(options: Any, case: Case, tokens: int, mesh: Mesh) -> dict[Line, Callable[..., tuple[jax.Array, ...]]]:
+    """Returns functions from two micro-batches, ids, weights, experts, and gate and up in one, to what comes back."""
+    shape, ranks = case.shape, mesh.size
+    where: dict[str, Any] = {"mesh": mesh, "implementation": options.implementation}
+    balanced = tokens * shape.top_k
+    of_expert = -(-int(ROWS_OF_AN_EXPERT * balanced * ranks / shape.num_experts) // 64) * 64
+    own: dict[str, Any] = {"num_experts": shape.num_experts, "capacity": of_expert, "per_expert": True, **where}
+
+    def layer(batches: Any, ids: Any, weights: Any, experts: Any, _: Any) -> tuple[jax.Array, ...]:
+        return (jaxmoe.moe_layer(batches[0], ids, weights, experts, **where),)
+
+    def halves(capacity: int | None) -> Any:
+        def function(batches: Any, ids: Any, weights: Any, experts: Any, both: Any) -> tuple[jax.Array, ...]:
+            arrived = jaxmoe.dispatch_matmul(batches[0], ids, both, capacity=capacity, **where)
+            gate, up = jnp.split(arrived.rows.astype(jnp.float32), 2, -1)
+            h = (jax.nn.silu(gate) * up).astype(both.dtype)
+            return (jaxmoe.matmul_combine(h, experts.w_down, weights, arrived.handle),)
+
+        return function
+
+    def compute(sent: jaxmoe.Dispatched, experts: Any) -> jax.Array:
+        h = jax.nn.relu(jnp.einsum("eci,eio->eco", sent.rows, experts.w_gate))
+        return jnp.einsum("eci,eio->eco", h, experts.w_down)
+
+    def apart(batches: Any, ids: Any, weights: Any, experts: Any, _: Any) -> tuple[jax.Array, ...]:
+        sent = [jaxmoe.dispatch(batch, ids, **own) for batch in batches]
+        return tuple(jaxmoe.combine(compute(each, experts), weights, each.handle) for each in sent)
+
+    def in_turn(batches: Any, ids: Any, weights: Any, experts: Any, _: Any) -> tuple[jax.Array, ...]:
+        first = jaxmoe.dispatch(batches[0], ids, **own)
+        start = jaxmoe.start_dispatch(batches[1], ids, **own, **beside)
+        outputs, second = start.beside(compute, first, experts)
+        others, y = jaxmoe.start_combine(outputs, weights, first.handle, **beside).beside(compute, second, experts)
+        return y, jaxmoe.combine(others, weights, second.handle)
+
+    beside = {} if options.multiprocessors is None else {"multiprocessors": options.multiprocessors}
+    capacity = int(ROWS_OVER_BALANCED * balanced) + shape.num_experts // ranks
+    return {
+        "layer": layer,
+        "halves": halves(None),
+        "halves, capacity": halves(capacity),
+        "apart": apart,
+        "in turn": in_turn,
+    }
+
+
+def _rounds(function: Callable[..., tuple[jax.Array, ...]]) -> Any:
+    def rounds(batches: Any, *arrays: Any) -> Any:
+        def one(batches: Any, _: Any) -> tuple[Any, None]:
+            ys = function(batches, *arrays)
+            return tuple(batch + (y * 1e-3).astype(y.dtype) for batch, y in zip(batches, ys, strict=False)) + batches[
+                len(ys) :
+            ], None
+
+        return jax.lax.scan(one, batches, length=ROUNDS)[0]
+
+    return jax.jit(rounds)
+
+
+def _difference(line: Line, results: Any, model: Any, dtype: Any) -> str | None:
+    if line == "in turn":
+        same = all(np.array_equal(*pair) for pair in zip(results, model, strict=True))
+        return None if same else "other bits than one micro-batch after the other"
+    y, truth = (np.asarray(each[0], np.float32) for each in (results, model))
+    error = np.abs(y - truth).max() / np.abs(truth).max()
+    limit = TOLERANCE[jnp.dtype(dtype).name]
+    return None if error <= limit else f"off by {error:.1e} of the layer's largest number; {limit:.0e} is allowed"
+
+
+def _text(result: Result) -> str:
+    number = lambda value, digits: "" if value is None else f"{value:.{digits}f}"  # noqa: E731
+    text = _row(
+        *(result.shape, str(result.tokens), str(result.ranks), result.line, "no" if result.failure else "yes"),
+        *(number(result.microseconds, 1), number(result.slowest, 1), number(result.x, 3)),
+    )
+    return f"{text}\n    {result.failure}" if result.failure else text
+
+
+def _row(*cells: str) -> str:
+    widths = (20, 7, 3, 18, 8, 9, 9, 6)
+    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,0 +1,46 @@
+"""The benchmark of exchanges with experts in between: on CPUs, with small sizes, and what it says of wrong results."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe.bench import exchange, exchange_experts
+from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.shapes import Case, LayerShape
+
+CASE = Case("small", LayerShape(64, 48, 8, 2))
+LINES = ["layer", "halves", "halves, capacity", "apart", "in turn"]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[exchange_experts.Result]:
+    monkeypatch.setattr(exchange_experts, "ROUNDS", 2)
+    monkeypatch.setattr(exchange_experts, "ROWS_OVER_BALANCED", 2.0)
+    monkeypatch.setattr(exchange_experts, "ROWS_OF_AN_EXPERT", 4.0)
+    options = exchange.ExchangeOptions((CASE,), (16,), 2, jnp.bfloat16, "xla", seconds=0.0, with_experts=True)
+    return list(exchange_experts.measure(options, CASE, 16, make_mesh(2)))
+
+
+def test_every_line_is_checked_and_timed_and_compared(monkeypatch):
+    results = measured(monkeypatch)
+    assert [result.line for result in results] == LINES
+    for result in results:
+        assert result.failure is None
+        assert result.microseconds is not None
+        assert result.microseconds > 0
+        assert (result.x is None) == (result.line in ("layer", "apart"))
+        assert f"{result.line:<18} yes" in exchange_experts._text(result)
+        json.dumps(dataclasses.asdict(result), allow_nan=False)
+
+
+def test_what_differs_has_no_figures(monkeypatch):
+    right = jaxmoe.matmul_combine
+    monkeypatch.setattr(jaxmoe, "matmul_combine", lambda *arguments: 1.1 * right(*arguments))
+    start = jaxmoe.start_dispatch
+    monkeypatch.setattr(jaxmoe, "start_dispatch", lambda x, *arguments, **options: start(-x, *arguments, **options))
+    told = {result.line: result.failure for result in measured(monkeypatch)}
+    assert told["layer"] is told["apart"] is None
+    assert all("of the layer's largest number" in (told[line] or "") for line in ("halves", "halves, capacity"))
+    assert told["in turn"] == "other bits than one micro-batch after the other"
