@@ -10,6 +10,9 @@ Rounds in one `jax.lax.scan`, each on what the one before has returned. Lines:
   `jaxmoe.dispatch` and `jaxmoe.combine`, with 1.25 times the balanced rows of each expert.
 - `in turn`: the same by `jaxmoe.start_dispatch` and `jaxmoe.start_combine`, one beside the experts of the other.
   Checked bit for bit against `apart`.
+
+Of the last two a profile on GPUs says how long the kernels take that dispatch and combine, and how much of that lies
+beside other kernels.
 """
 
 import dataclasses
@@ -25,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench.inputs import AXIS, random_experts, random_tokens, whole
+from jaxmoe.bench.kernels import beside_others
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
@@ -33,6 +37,9 @@ from jaxmoe.testing import make_ids
 Line = Literal["layer", "halves", "halves, capacity", "apart", "in turn"]
 # What a line is compared with, and its time divided by.
 MODELS: dict[Line, Line] = {"halves": "layer", "halves, capacity": "layer", "in turn": "apart"}
+# With experts of one's own, whose kernels are others than those of the exchange.
+OWN: tuple[Line, ...] = ("apart", "in turn")
+KERNELS = ("moe_dispatch", "moe_combine")
 ROUNDS = 8
 ROWS_OVER_BALANCED = 1.1
 ROWS_OF_AN_EXPERT = 1.25
@@ -53,6 +60,9 @@ class Result:
       microseconds: of a round, median over windows.
       slowest: of the slowest window.
       x: its time over that of the line that it is compared with.
+      exchange_us: of a round, the time of the kernels that dispatch and combine, on the first GPU; of the last two
+        lines, `None` on CPUs.
+      beside_us: that part of it in which other kernels were running as well.
     """
 
     shape: str
@@ -63,6 +73,8 @@ class Result:
     microseconds: float | None = None
     slowest: float | None = None
     x: float | None = None
+    exchange_us: float | None = None
+    beside_us: float | None = None
 
 
 def run(options: Any, mesh: Mesh) -> int:
@@ -70,7 +82,7 @@ def run(options: Any, mesh: Mesh) -> int:
     say(
         f"Experts in between, {ROUNDS} rounds in a scan. Tokens per rank, of each of two micro-batches in the last two."
     )
-    say(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "x"))
+    say(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "x", "exchange", "beside"))
     failed = False
     for case in options.cases:
         for tokens in (case.tokens,) if case.tokens else options.tokens:
@@ -103,8 +115,14 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
         timed, _ = time_calls(lambda _: compiled((x, other), *arrays), options.seconds)  # noqa: B023, in this turn
         microseconds = timed.median / ROUNDS
         done[line] = results, microseconds
+        exchange_us = beside_us = None
+        if line in OWN and mesh.devices.flat[0].platform != "cpu":
+            kernels = beside_others(lambda: compiled((x, other), *arrays), KERNELS)  # noqa: B023, the same
+            exchange_us, beside_us = (time / ROUNDS for time in kernels)
         yield dataclasses.replace(
             blank,
+            exchange_us=exchange_us,
+            beside_us=beside_us,
             microseconds=microseconds,
             slowest=timed.slowest / ROUNDS,
             x=None if model is None else microseconds / model[1],
@@ -185,10 +203,11 @@ def _text(result: Result) -> str:
     text = _row(
         *(result.shape, str(result.tokens), str(result.ranks), result.line, "no" if result.failure else "yes"),
         *(number(result.microseconds, 1), number(result.slowest, 1), number(result.x, 3)),
+        *(number(result.exchange_us, 1), number(result.beside_us, 1)),
     )
     return f"{text}\n    {result.failure}" if result.failure else text
 
 
 def _row(*cells: str) -> str:
-    widths = (20, 7, 3, 18, 8, 9, 9, 6)
+    widths = (20, 7, 3, 18, 8, 9, 9, 6, 9, 9)
     return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

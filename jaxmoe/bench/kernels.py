@@ -36,16 +36,7 @@ def kernel_times(call: Callable[[], Any], calls: int = 5) -> list[KernelTime]:
       call: runs the function to look at; it has been called before, so that nothing is compiled.
       calls: over which the times are averaged.
     """
-    events: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([call() for _ in range(calls)])
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                if "GPU:0" not in plane.name:
-                    continue
-                for event in (event for line in plane.lines if "Stream" in line.name for event in line.events):
-                    events[event.name].append((event.start_ns, event.start_ns + event.duration_ns))
+    events = launches_of(call, calls)
     of_layer = sorted(time for name, times in events.items() if _is_of_layer(name) for time in times)
     found = [
         KernelTime(
@@ -57,6 +48,42 @@ def kernel_times(call: Callable[[], Any], calls: int = 5) -> list[KernelTime]:
         for name, times in events.items()
     ]
     return sorted(found, key=lambda kernel: kernel.microseconds, reverse=True)
+
+
+def beside_others(call: Callable[[], Any], names: Sequence[str], calls: int = 5) -> tuple[float, float]:
+    """Returns the microseconds of some kernels, and those of them in which others were running as well.
+
+    Args:
+      call: as of `kernel_times`; both are per call.
+      names: parts of the names of the kernels.
+      calls: the same.
+    """
+    own, others = [], []
+    for name, times in launches_of(call, calls).items():
+        (own if any(each in name for each in names) else others).extend(times)
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(others):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    times = sum(end - start for start, end in own), sum(shared(time, merged) for time in own)
+    return times[0] / calls / 1e3, times[1] / calls / 1e3
+
+
+def launches_of(call: Callable[[], Any], calls: int) -> dict[str, list[tuple[float, float]]]:
+    """Returns when the kernels of some calls ran on the first GPU, from start to end in nanoseconds, by their names."""
+    events: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([call() for _ in range(calls)])
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                if "GPU:0" not in plane.name:
+                    continue
+                for event in (event for line in plane.lines if "Stream" in line.name for event in line.events):
+                    events[event.name].append((event.start_ns, event.start_ns + event.duration_ns))
+    return events
 
 
 def _is_of_layer(name: str) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe.bench import exchange, exchange_experts
+from jaxmoe.bench import exchange, exchange_experts, kernels
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.shapes import Case, LayerShape
 
@@ -44,3 +44,16 @@ def test_what_differs_has_no_figures(monkeypatch):
     assert told["layer"] is told["apart"] is None
     assert all("of the layer's largest number" in (told[line] or "") for line in ("halves", "halves, capacity"))
     assert told["in turn"] == "other bits than one micro-batch after the other"
+
+
+def test_time_beside_others_is_counted_once_however_many_run(monkeypatch):
+    launches = {
+        "moe_dispatch<bf16>": [(0.0, 4e3), (20e3, 30e3)],
+        "moe_combine<bf16>": [(40e3, 50e3)],
+        "gemm": [(1e3, 3e3), (22e3, 60e3)],
+        "copy": [(2e3, 3.5e3), (24e3, 25e3)],
+    }
+    monkeypatch.setattr(kernels, "launches_of", lambda call, calls: launches)
+    own, beside = kernels.beside_others(lambda: None, exchange_experts.KERNELS, calls=2)
+    assert own == (4 + 10 + 10) / 2
+    assert beside == (2.5 + 8 + 10) / 2
