@@ -1,5 +1,5 @@
-// Dispatch and combine on their own, or each with a product: the array in which the rows of a rank arrive, and what both
-// passes work with. What is in between is the caller's (jaxmoe/exchange/).
+// Dispatch and combine on their own, or each with a product: the array in which the rows of a rank arrive, and what
+// both passes work with. What is in between is the caller's (jaxmoe/exchange/).
 #pragma once
 
 #include <cstdint>

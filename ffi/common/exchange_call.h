@@ -1,7 +1,7 @@
-// A call of the FFI targets jaxmoe_dispatch and jaxmoe_combine, with a product or without, as it arrives from jaxmoe/exchange/kernel.py: its
-// attributes, its arrays by name, the sizes that follow, and what must hold of it. Python has checked the same before:
-// this keeps a call that does not come from jaxmoe from reading or writing out of bounds. What routes hold is not known
-// here; the kernels pass over those that name no slot.
+// A call of the FFI targets jaxmoe_dispatch and jaxmoe_combine, with a product or without, as it arrives from
+// jaxmoe/exchange/kernel.py: its attributes, its arrays by name, the sizes that follow, and what must hold of it. Python
+// has checked the same before: this keeps a call that does not come from jaxmoe from reading or writing out of bounds.
+// What routes hold is not known here; the kernels pass over those that name no slot.
 #pragma once
 
 #include <cstdint>
@@ -209,8 +209,8 @@ inline std::string types_error(const ExchangeCall& call) {
   expect({Name::kScales}, xla::ffi::F32);
   expect({Name::kWeights, Name::kWeightGradients}, sum);
   if (agree) return "";
-  return "jaxmoe: rows, outputs, matrices and tokens must have one type, or rows be float8_e4m3fn where there are scales; ids, "
-         "routes and counts int32, scales float32, weights and their gradients as wide as sums.";
+  return "jaxmoe: rows, outputs, matrices and tokens must have one type, or rows be float8_e4m3fn where there are "
+         "scales; ids, routes and counts int32, scales float32, weights and their gradients as wide as sums.";
 }
 
 // Of a product: with fewer ring tiles a pull would wait for a tile that waits for it.

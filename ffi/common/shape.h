@@ -93,7 +93,7 @@ struct Schedule {
   int32_t half;  // kFirstHalf or kSecondHalf; 0: a layer, or nothing is multiplied
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
-  // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there are no rings.
+  // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there is no ring.
   JAXMOE_ANY constexpr bool exchanges() const { return ring_tiles == 0; }
   JAXMOE_ANY constexpr bool is_first_half() const { return half == kFirstHalf; }
   JAXMOE_ANY constexpr bool is_second_half() const { return half == kSecondHalf; }

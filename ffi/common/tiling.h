@@ -58,8 +58,8 @@ constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granulari
   return chosen;
 }
 
-// That of one half of a layer, as if of experts without up: there is no other GEMM to lag behind, and where the rows lie
-// in the caller's array no ring.
+// That of one half of a layer, as if of experts without up: there is no other GEMM to lag behind, and where the rows
+// lie in the caller's array no ring.
 constexpr Schedule half_of(Schedule schedule, int32_t half) {
   schedule.half = half;
   schedule.lag_units = 0;

@@ -12,6 +12,7 @@ from jaxmoe.bench.exchange import ExchangeOptions
 from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, ROUNDED, ROUTINGS, BesideOptions, Options, Sweep
 from jaxmoe.bench.passes import PASSES, Pass
 from jaxmoe.bench.scan import ScanOptions
+from jaxmoe.exchange.check import check_multiprocessors
 from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import WAYS, NetworkPlan
@@ -205,6 +206,7 @@ def scan_from_flags() -> ScanOptions:
 
 def exchange_from_flags() -> ExchangeOptions:
     """Returns the options of `exchange` on the command line, as `scan_from_flags` does."""
+    check_multiprocessors("--multiprocessors", _MULTIPROCESSORS.value)
     return ExchangeOptions(
         **_in_a_scan("exchange", ExchangeOptions.tokens),
         with_experts=_WITH_EXPERTS.value,

@@ -47,7 +47,7 @@ class ExchangeOptions:
     """One run of `python -m jaxmoe.bench exchange`.
 
     Args:
-      cases: shapes, of which hidden, num_experts and top_k count.
+      cases: shapes, of which hidden, num_experts and top_k count; with experts intermediate as well.
       tokens: per rank, for the cases that do not bring their own.
       ranks: over which the experts are spread; 0 for all devices.
       dtype: of the tokens.

@@ -17,6 +17,7 @@ beside other kernels.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ import jaxmoe
 from jaxmoe.bench.inputs import AXIS, random_experts, random_tokens, whole
 from jaxmoe.bench.kernels import beside_others
 from jaxmoe.bench.report import append, say
-from jaxmoe.bench.shapes import Case
+from jaxmoe.bench.shapes import Case, LayerShape
 from jaxmoe.bench.windows import time_calls
 from jaxmoe.testing import make_ids
 
@@ -80,7 +81,10 @@ class Result:
 def run(options: Any, mesh: Mesh) -> int:
     """Prints the table of `ExchangeOptions`; returns 1 where a line has no figures."""
     say(
-        f"Experts in between, {ROUNDS} rounds in a scan. Tokens per rank, of each of two micro-batches in the last two."
+        f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
+        f"{jnp.dtype(options.dtype).name}, experts in between, {ROUNDS} rounds in a scan. Tokens per rank, of each of "
+        f"two batches in the last two lines; us per round over {options.seconds:g} s; the exchange by its kernels on "
+        "the first GPU, and how much of it lies beside others."
     )
     say(_row("shape", "tokens", "EP", "line", "checked", "us/round", "slowest", "x", "exchange", "beside"))
     failed = False
@@ -103,18 +107,31 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
     assert experts.w_up is not None
     both = jnp.concatenate([experts.w_gate, experts.w_up], -1)
     arrays = jax.device_put(ids, split), jax.device_put(weights, split), experts, both
-    done: dict[Line, tuple[Any, float]] = {}
+    most = int(np.bincount(ids.reshape(-1)).max())
+    done: dict[Line, tuple[Any, Any, float]] = {}
     for line, function in _lines(options, case, tokens, mesh).items():
         blank = Result(case.name, tokens, ranks, line)
         model = done.get(MODELS.get(line, line))
+        if line in OWN and most > (room := _rows_of_an_expert(case.shape, tokens, ranks)):
+            yield dataclasses.replace(
+                blank, failure=f"an expert has {most} rows, and room for {room}: some are dropped"
+            )
+            continue
         results = jax.tree.map(lambda y: whole(y, mesh), jax.jit(function)((x, other), *arrays))
-        if model is not None and (wrong := _difference(line, results, model[0], options.dtype)):
+        wrong = None if all(y.any() for y in results) else "what comes back is zero"
+        if model is not None:
+            wrong = wrong or _difference(line, results, model[0], options.dtype)
+        if wrong:
             yield dataclasses.replace(blank, failure=wrong)
             continue
         compiled = _rounds(function).lower((x, other), *arrays).compile()
-        timed, _ = time_calls(lambda _: compiled((x, other), *arrays), options.seconds)  # noqa: B023, in this turn
+        timed, last = time_calls(lambda _: compiled((x, other), *arrays), options.seconds)  # noqa: B023, in this turn
         microseconds = timed.median / ROUNDS
-        done[line] = results, microseconds
+        ends = jax.tree.map(lambda y: whole(y, mesh), last)
+        if model is not None and (wrong := _difference(line, ends, model[1], options.dtype)):
+            yield dataclasses.replace(blank, failure=f"the rounds that are timed: {wrong}")
+            continue
+        done[line] = results, ends, microseconds
         exchange_us = beside_us = None
         if line in OWN and mesh.devices.flat[0].platform != "cpu":
             kernels = beside_others(lambda: compiled((x, other), *arrays), KERNELS)  # noqa: B023, the same
@@ -125,7 +142,7 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
             beside_us=beside_us,
             microseconds=microseconds,
             slowest=timed.slowest / ROUNDS,
-            x=None if model is None else microseconds / model[1],
+            x=None if model is None else microseconds / model[2],
         )
 
 
@@ -134,7 +151,7 @@ def _lines(options: Any, case: Case, tokens: int, mesh: Mesh) -> dict[Line, Call
     shape, ranks = case.shape, mesh.size
     where: dict[str, Any] = {"mesh": mesh, "implementation": options.implementation}
     balanced = tokens * shape.top_k
-    of_expert = -(-int(ROWS_OF_AN_EXPERT * balanced * ranks / shape.num_experts) // 64) * 64
+    of_expert = _rows_of_an_expert(shape, tokens, ranks)
     own: dict[str, Any] = {"num_experts": shape.num_experts, "capacity": of_expert, "per_expert": True, **where}
 
     def layer(batches: Any, ids: Any, weights: Any, experts: Any, _: Any) -> tuple[jax.Array, ...]:
@@ -173,6 +190,12 @@ def _lines(options: Any, case: Case, tokens: int, mesh: Mesh) -> dict[Line, Call
         "apart": apart,
         "in turn": in_turn,
     }
+
+
+def _rows_of_an_expert(shape: LayerShape, tokens: int, ranks: int) -> int:
+    """Returns the room of each expert of one's own."""
+    balanced = tokens * ranks * shape.top_k / shape.num_experts
+    return -(-math.ceil(ROWS_OF_AN_EXPERT * balanced) // 64) * 64
 
 
 def _rounds(function: Callable[..., tuple[jax.Array, ...]]) -> Any:

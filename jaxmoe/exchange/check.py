@@ -88,7 +88,7 @@ def check_dispatch(
     if matrices is not None:
         num_experts = _num_experts(caller, routing, _num_matrices(caller, x, matrices, placement))
     shape = _shape(caller, x, topk_ids, num_experts, placement)
-    room, multiprocessors = _room(shape, options), _multiprocessors(caller, options.multiprocessors)
+    room, multiprocessors = _room(shape, options), check_multiprocessors(caller, options.multiprocessors)
 
     def call_of(implementation: Implementation, reason: str) -> ExchangeCall:
         return ExchangeCall(
@@ -135,7 +135,8 @@ def choose(
     return call_of(XLA, f"{otherwise}; {obstacle}") if obstacle else call
 
 
-def _multiprocessors(caller: str, given: Any) -> int | None:
+def check_multiprocessors(caller: str, given: Any) -> int | None:
+    """Returns the number; raises where it is none that a kernel can have beside other work."""
     number = integer(given)
     if given is not None and (number is None or number % 2 or not 2 <= number <= MOST_BESIDE):
         raise ValueError(
@@ -316,7 +317,7 @@ def check_combine(
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, name_of_rows, outputs)
-    return dataclasses.replace(call, multiprocessors=_multiprocessors(caller, multiprocessors))
+    return dataclasses.replace(call, multiprocessors=check_multiprocessors(caller, multiprocessors))
 
 
 def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: Any) -> ExchangeCall:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -44,6 +45,25 @@ def test_what_differs_has_no_figures(monkeypatch):
     assert told["layer"] is told["apart"] is None
     assert all("of the layer's largest number" in (told[line] or "") for line in ("halves", "halves, capacity"))
     assert told["in turn"] == "other bits than one micro-batch after the other"
+
+
+def test_zeros_and_dropped_rows_and_other_timed_rounds_have_no_figures(monkeypatch):
+    told = lambda: {result.line: result.failure for result in measured(monkeypatch)}  # noqa: E731
+    with monkeypatch.context() as planted:
+        planted.setattr(jaxmoe, "combine", lambda outputs, *_: jnp.zeros((32, outputs.shape[-1]), outputs.dtype))
+        assert told()["apart"] == "what comes back is zero"
+    rounds = exchange_experts._rounds
+    with monkeypatch.context() as planted:
+
+        def other(function):
+            right = rounds(function)
+            return jax.jit(lambda *arrays: jax.tree.map(lambda y: y + 1, right(*arrays)))
+
+        planted.setattr(exchange_experts, "_rounds", lambda f: other(f) if f.__name__ == "in_turn" else rounds(f))
+        assert told()["in turn"] == "the rounds that are timed: other bits than one micro-batch after the other"
+    monkeypatch.setattr(exchange_experts, "_rows_of_an_expert", lambda *_: 1)
+    failures = told()
+    assert all("and room for 1: some are dropped" in (failures[line] or "") for line in ("apart", "in turn"))
 
 
 def test_time_beside_others_is_counted_once_however_many_run(monkeypatch):

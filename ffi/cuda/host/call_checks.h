@@ -54,7 +54,8 @@ inline std::string gpu_call_error(const ExchangeCall& call, const ExchangeAttrib
   }
   const int64_t hidden = call.extent(tokens_of(call), 1), width = call.extent(rows_of(call), 1);
   if (hidden % kRowMultiple != 0 || width % kRowMultiple != 0 || attributes.top_k > kMostSlotsOfToken) {
-    return "jaxmoe: hidden=" + std::to_string(hidden) + ", width=" + std::to_string(width) + ", top_k=" + std::to_string(attributes.top_k) +
+    return "jaxmoe: hidden=" + std::to_string(hidden) + ", width=" + std::to_string(width) +
+           ", top_k=" + std::to_string(attributes.top_k) +
            "; on GPUs rows are copied in pieces of " + std::to_string(kRowMultiple) +
            " elements, and a token can have " + std::to_string(kMostSlotsOfToken) + " slots.";
   }

@@ -1,5 +1,5 @@
-// Handlers of jaxmoe_dispatch and jaxmoe_combine on CUDA devices (handler.cuh), and of jaxmoe_finish. Python side: jaxmoe/exchange/kernel.py,
-// which checks sizes before anything is lowered.
+// Handlers of jaxmoe_dispatch and jaxmoe_combine on CUDA devices (handler.cuh), and of jaxmoe_finish. Python side:
+// jaxmoe/exchange/kernel.py, which checks sizes before anything is lowered.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -17,7 +17,8 @@ namespace {
 // Where the arrays of a call lie, results first; those without elements lie nowhere. The place is read at once.
 std::vector<const void*> arrays_to_keep(const ExchangeCall& call) {
   std::vector<const void*> results, operands;
-  for (int32_t i = static_cast<int32_t>(ExchangeArray::kPlace) + 1; i < static_cast<int32_t>(ExchangeArray::kCount); ++i) {
+  constexpr auto kEnd = static_cast<int32_t>(ExchangeArray::kCount);
+  for (int32_t i = static_cast<int32_t>(ExchangeArray::kPlace) + 1; i < kEnd; ++i) {
     const auto name = static_cast<ExchangeArray>(i);
     if (!call.has(name) || call[name]->element_count() == 0) continue;
     (name < ExchangeArray::kRows ? operands : results).push_back(call.data(name));

@@ -34,8 +34,8 @@ namespace crew {
 // How long the first worker waits for the others: short next to any launch, long next to the start of blocks. Who is
 // later is only a latecomer.
 inline constexpr uint64_t kMusterNs = 20'000;
-// Of a launch beside the program, whose multiprocessors may be taken when it begins: as long as blocks of a product keep
-// theirs.
+// Of a launch beside the program, whose multiprocessors may be taken when it begins: as long as blocks of a product
+// keep theirs.
 inline constexpr uint64_t kMusterBesideNs = 300'000;
 // Added to Control::workers_started once the crew is complete; the bits below count workers.
 inline constexpr uint32_t kComplete = 1u << 16;

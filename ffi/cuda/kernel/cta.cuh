@@ -77,7 +77,8 @@ struct Cta {
       const bool has_columns = !narrow || rank < task.column_tiles;
       task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(Tiling::kRows)) : 0;
       task.rows = task.rows < 0 ? 0 : task.rows;
-      task.ring_slot = kSecondHalf ? task.ring_slot + rows_above : task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
+      task.ring_slot =
+          kSecondHalf ? task.ring_slot + rows_above : task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
       task.column_tile += narrow ? rank : 0;
     }
     return task;
@@ -91,8 +92,8 @@ struct Cta {
   const uint32_t cta_rank;  // in the cluster
 };
 
-// The row of the ring that this block's part of a tile begins with; of the caller's array where the rows lie in one, which
-// the producer has put in the place of the slot.
+// The row of the ring that this block's part of a tile begins with; of the caller's array where the rows lie in one,
+// which the producer has put in the place of the slot.
 template <class Variant>
 __device__ __forceinline__ int32_t first_row_of(const Task& task) {
   return Cta<Variant>::kSecondHalf ? task.ring_slot : task.ring_slot * Tiling::kRows;
@@ -100,6 +101,7 @@ __device__ __forceinline__ int32_t first_row_of(const Task& task) {
 template <class Variant>
 __device__ __forceinline__ int64_t ring_row_of(const Task& task, int32_t tile_row) {
   if constexpr (Cta<Variant>::kSecondHalf) return int64_t{task.ring_slot} + tile_row;
+  // Not first_row_of(): with a product of 32 bits the forward kernels that decode weights spill.
   return int64_t{task.ring_slot} * Tiling::kRows + tile_row;
 }
 

@@ -2,7 +2,11 @@
 
 namespace jaxmoe {
 
-KernelVariant dispatch_matmul_bf16() { return variant_of<DispatchMatmul<Bf16>>(moe_dispatch_matmul<DispatchMatmul<Bf16>>); }
-KernelVariant matmul_combine_bf16() { return variant_of<MatmulCombine<Bf16>>(moe_matmul_combine<MatmulCombine<Bf16>>); }
+KernelVariant dispatch_matmul_bf16() {
+  return variant_of<DispatchMatmul<Bf16>>(moe_dispatch_matmul<DispatchMatmul<Bf16>>);
+}
+KernelVariant matmul_combine_bf16() {
+  return variant_of<MatmulCombine<Bf16>>(moe_matmul_combine<MatmulCombine<Bf16>>);
+}
 
 }  // namespace jaxmoe

@@ -24,7 +24,7 @@ enum class Decoding {
 
 // A kernel as the host starts it.
 struct KernelVariant {
-  Pass pass;                 // by which its parameters are ForwardParams, BackwardParams, ExchangeParams or MatmulParams
+  Pass pass;                 // whose parameters are ForwardParams, BackwardParams, ExchangeParams or MatmulParams
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
   Decoding decoding;

@@ -1,6 +1,6 @@
 // Dispatch: pulls the rows of this rank's experts from the ranks that own the tokens into the ring, sorted by expert,
-// and notes where the answer to each goes, or its product in a first half. Warps 1 to 3 of every block, each on its own chunks of a tile. Where weights
-// have to be decoded, the same warps do that (decode.cuh).
+// and notes where the answer to each goes, or its product in a first half. Warps 1 to 3 of every block, each on its own
+// chunks of a tile. Where weights have to be decoded, the same warps do that (decode.cuh).
 //
 // A rank has 396 such warps. Each has 2 KiB in flight (copy_row), which together cover NVLink's latency.
 #pragma once

@@ -61,7 +61,8 @@ class Places {
   // Of rows `begin` to `end` those that are this warp's: dealt by their number, so that all warps have some.
   __device__ __forceinline__ void clear(int32_t begin, int32_t end, int32_t warp, int32_t warps, int lane) {
     const auto& p = cta_.params;
-    const int32_t vectors = p.shape.intermediate * static_cast<int32_t>(sizeof(typename Cta<Variant>::Element)) / kVectorBytes;
+    constexpr auto kElementBytes = static_cast<int32_t>(sizeof(typename Cta<Variant>::Element));
+    const int32_t vectors = p.shape.intermediate * kElementBytes / kVectorBytes;
 #pragma unroll 1
     for (int32_t row = begin + (warp + warps - begin % warps) % warps; row < end; row += warps) {
       if (lane == 0) p.made_row_sources[row] = static_cast<int32_t>(RowTarget::kNone);

@@ -103,8 +103,8 @@ __device__ __forceinline__ void wait_for_all(const Cta<Variant>& cta, Signal fla
   __syncthreads();
 }
 
-// Waits for the inputs of all ranks. Returns whether they are there. Blocks of a cluster walk the same tasks and wait for
-// each other's stages without a limit of time, so where the wait is given up they all have to know: the first block
+// Waits for the inputs of all ranks. Returns whether they are there. Blocks of a cluster walk the same tasks and wait
+// for each other's stages without a limit of time, so where the wait is given up they all have to know: the first block
 // decides for its cluster. Also the barrier after which blocks use each other's shared memory.
 template <class Variant>
 __device__ __forceinline__ bool are_inputs_usable(const Cta<Variant>& cta) {

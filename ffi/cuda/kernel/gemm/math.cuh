@@ -41,8 +41,8 @@ inline constexpr bool is_answer = std::is_same_v<Epilogue, epilogue::ArrayRows> 
                                   std::is_same_v<Epilogue, epilogue::AcrossAnswers> ||
                                   std::is_same_v<Epilogue, epilogue::TokenGradients>;
 
-// The target of this thread's row of a tile whose rows have such. It was written before rows_arrived was released, which
-// the producer has acquired on the way to this task; or the caller has it, whatever it holds.
+// The target of this thread's row of a tile whose rows have such. It was written before rows_arrived was released,
+// which the producer has acquired on the way to this task; or the caller has it, whatever it holds.
 template <class Variant>
 __device__ __forceinline__ RowTarget target_of(const Cta<Variant>& cta, const Task& task, int32_t tile_row) {
   const bool has_target = ProductsOf<Variant>::template with<EpilogueOf>(
