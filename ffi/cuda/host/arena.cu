@@ -208,6 +208,7 @@ ffi::Error Arena::launch(const ArenaCall& call) {
   const auto enqueue_on = [&](cudaStream_t stream) {
     const cudaError_t launched = enqueue(ready, stream);
     if (launched != cudaSuccess || call.place == nullptr) return launched;
+    // On the program's stream in any case: nobody keeps the place for a call that runs beside it.
     return cudaMemcpyAsync(&report_->place, call.place, sizeof(*call.place), cudaMemcpyDeviceToHost, call.stream);
   };
   // The program's own kernels come after this one, whatever stream XLA has put it on, or do not wait for it.
