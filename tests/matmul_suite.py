@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.testing import ROUTING_KINDS, make_ids, make_inputs, relative_error
+from jaxmoe.testing import ROUTING_KINDS, make_ids, make_inputs
 from tests import exchange_model
 from tests.exchange_suite import (
     ALIGNED,
@@ -24,11 +24,7 @@ from tests.exchange_suite import (
     TOKENS,
     TOP_K,
     Setting,
-    own_layers,
-    truth_of_own_layers,
-    with_gradients,
 )
-from tests.layer_calls import mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,30 +244,6 @@ class MatmulSuite:
             jaxmoe.combine(multiplied.rows, None, plain.handle),
             jaxmoe.combine(multiplied.rows, None, multiplied.handle),
         )
-
-    # --- a layer of one's own ---------------------------------------------------------------------------------------
-
-    def test_a_scan_over_checkpointed_layers_around_an_activation_of_ones_own_gives_what_moe_layer_gives(self):
-        if self.dtype != jnp.float32:
-            pytest.skip("a test of its own holds 16 bits to their tolerance")
-        arguments, experts = own_layers(self.hidden)
-
-        def layers(x: Any, ids: Any, weights: Any, experts: Any) -> Any:
-            def layer(x: Any, experts: Any) -> Any:
-                both = jnp.concatenate([experts.w_gate, experts.w_up], -1)
-                arrived = self.dispatch_matmul(x, ids, both, alignment=8)
-                gate, up = jnp.split(arrived.rows, 2, -1)
-                return x + jaxmoe.matmul_combine(jax.nn.silu(gate) * up, experts.w_down, weights, arrived.handle), None
-
-            return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, experts)[0]
-
-        tokens = P(("data", "expert"))
-        specs = tokens, tokens, tokens, P(None, "expert")
-        sharded = jax.shard_map(layers, mesh=mesh_of("data", "expert"), in_specs=specs, out_specs=tokens)
-        for value, truth in zip(
-            jax.tree.leaves(with_gradients(sharded)(arguments, experts)), truth_of_own_layers(self.hidden), strict=True
-        ):
-            assert relative_error(value, truth) < 1e-5
 
     def test_vmap_raises_and_says_what_to_do(self):
         x, first = jnp.ones((8, self.hidden), self.dtype), jnp.ones((EXPERTS, self.hidden, self.inner), self.dtype)

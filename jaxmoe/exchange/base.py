@@ -149,7 +149,7 @@ class Implementation:
         arrived, and arrays that have to be kept until then. `None`, as of the next two: nothing runs beside others.
       start_add_up: `(call, outputs, weights or None, routes)`, the same of `add_up`.
       finish: `(started, kept)`, returns what was started once it is there.
-      check: raises where it cannot run a call; before anything runs.
+      check: `(call, caller)`, raises where it cannot run a call; before anything runs.
       check_rows: `(call, caller, name, array)`, raises where it cannot take the rows of an array, or of matrices, which
         has a shape and a dtype.
     """
@@ -168,7 +168,7 @@ class Implementation:
     start_send: Callable[[ExchangeCall, jax.Array, jax.Array], tuple[Arrived, Kept]] | None = None
     start_add_up: Callable[[ExchangeCall, jax.Array, jax.Array | None, Routes], tuple[jax.Array, Kept]] | None = None
     finish: Callable[[Any, Kept], Any] | None = None
-    check: Callable[[ExchangeCall], None] = lambda call: None
+    check: Callable[[ExchangeCall, str], None] = lambda call, caller: None
     check_rows: Callable[[ExchangeCall, str, str, Any], None] = lambda call, caller, name, array: None
 
 

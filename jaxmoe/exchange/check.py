@@ -72,7 +72,6 @@ def check_dispatch(
             f"{', '.join(map(repr, precisions))} to send tokens in 8 bits, or None for the dtype of x."
         )
     routing, topk_ids = topk_ids, topk_ids.topk_ids if isinstance(topk_ids, Routing) else topk_ids
-    num_experts = 0 if matrices is not None else _num_experts(caller, routing, options.num_experts)
     _check_tokens(caller, x, topk_ids, token_valid)
     if options.precision is not None and x.dtype == jnp.float64:
         raise TypeError(
@@ -85,8 +84,8 @@ def check_dispatch(
     platform = sharding.platform(placement, x)
     if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"{caller}: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
-    if matrices is not None:
-        num_experts = _num_experts(caller, routing, _num_matrices(caller, x, matrices, placement))
+    given = options.num_experts if matrices is None else _num_matrices(caller, x, matrices, placement)
+    num_experts = _num_experts(caller, routing, given)
     shape = _shape(caller, x, topk_ids, num_experts, placement)
     room, multiprocessors = _room(shape, options), check_multiprocessors(caller, options.multiprocessors)
 
@@ -110,7 +109,7 @@ def choose(
     """Returns the call with an implementation: where none is named compiled kernels on GPUs that can run it."""
 
     def check(implementation: Implementation, call: ExchangeCall) -> None:
-        implementation.check(call)
+        implementation.check(call, caller)
         if matrices is not None:
             implementation.check_rows(call, caller, "matrices", matrices)
 

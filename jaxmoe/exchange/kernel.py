@@ -118,7 +118,7 @@ def finish(started: Any, kept: Kept) -> Any:
     return jax.lax.optimization_barrier(jax.tree.unflatten(tree, call(*arrays, *kept)))
 
 
-def check(call: ExchangeCall) -> None:
+def check(call: ExchangeCall, caller: str) -> None:
     """Raises where compiled code cannot run a call.
 
     Raises:
@@ -128,8 +128,8 @@ def check(call: ExchangeCall) -> None:
     """
     shape, platform = call.shape, call.platform
     where = f"implementation='megakernel' on {platform}"
-    check_platform("dispatch", "kernel to dispatch", native.DISPATCH, platform, shape.ranks)
-    _check_rows("dispatch", "x", shape.dtype, shape.hidden, platform)
+    check_platform(caller, "kernel to dispatch", native.DISPATCH, platform, shape.ranks)
+    _check_rows(caller, "x", shape.dtype, shape.hidden, platform)
     limits = (
         (shape.ranks, MOST_RANKS[platform], "ranks"),
         (shape.num_experts, MOST_EXPERTS, "experts"),
@@ -140,12 +140,12 @@ def check(call: ExchangeCall) -> None:
     for number, most, what in limits:
         if number > most:
             raise ValueError(
-                f"dispatch: {number} {what}; {where} takes at most {most}. Pass implementation='xla', which has no "
+                f"{caller}: {number} {what}; {where} takes at most {most}. Pass implementation='xla', which has no "
                 "such limit."
             )
     if call.precision is not None and shape.hidden % ROWS.scale_columns:
         raise ValueError(
-            f"dispatch: hidden={shape.hidden} and precision={call.precision!r}; {where} needs a multiple of "
+            f"{caller}: hidden={shape.hidden} and precision={call.precision!r}; {where} needs a multiple of "
             f"{ROWS.scale_columns}, the columns that share a scale. Pass implementation='xla', or no precision."
         )
 

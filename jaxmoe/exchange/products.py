@@ -7,15 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.exchange.base import ExchangeCall, block_sizes
+from jaxmoe.implementations.xla import grouped_gemm
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
-
-# [rows, inner] x [experts, inner, outer] -> [rows, outer], and [rows, outer] x [experts, inner, outer] -> [rows, inner]
-_TIMES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
-_TIMES_TRANSPOSED = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -40,8 +36,8 @@ def _product(
         out = jnp.einsum("eco,eio->eci" if transposed else "eci,eio->eco", blocks, matrices)
         return out.reshape(rows.shape[0], out.shape[-1]).astype(rows.dtype)
     sizes = block_sizes(call.room, rows_per_expert)
-    kind = _TIMES_TRANSPOSED if transposed else _TIMES
-    out = lax.ragged_dot_general(rows, matrices, sizes, kind, preferred_element_type=rows.dtype)
+    product = grouped_gemm.times_transposed if transposed else grouped_gemm.times
+    out = product(rows, matrices, sizes, "ragged_dot")
     # What lies behind the last expert is not said to be zero.
     return jnp.where((jnp.arange(rows.shape[0]) < sizes.sum())[:, None], out, 0)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -53,14 +52,18 @@ def test_zeros_and_dropped_rows_and_other_timed_rounds_have_no_figures(monkeypat
         planted.setattr(jaxmoe, "combine", lambda outputs, *_: jnp.zeros((32, outputs.shape[-1]), outputs.dtype))
         assert told()["apart"] == "what comes back is zero"
     rounds = exchange_experts._rounds
-    with monkeypatch.context() as planted:
-
-        def other(function):
-            right = rounds(function)
-            return jax.jit(lambda *arrays: jax.tree.map(lambda y: y + 1, right(*arrays)))
-
-        planted.setattr(exchange_experts, "_rounds", lambda f: other(f) if f.__name__ == "in_turn" else rounds(f))
-        assert told()["in turn"] == "the rounds that are timed: other bits than one micro-batch after the other"
+    planted_in = {
+        "in_turn": ("in turn", "other bits than one micro-batch after the other"),
+        "function": ("halves", "of the layer's largest number"),
+    }
+    for name, (line, said) in planted_in.items():
+        with monkeypatch.context() as planted:
+            zeros = lambda function: lambda *arrays: tuple(jnp.zeros_like(y) for y in function(*arrays))  # noqa: E731
+            wrong = lambda f, name=name, zeros=zeros: rounds(zeros(f) if f.__name__ == name else f)  # noqa: E731
+            planted.setattr(exchange_experts, "_rounds", wrong)
+            failure = told()[line] or ""
+            assert failure.startswith("the rounds that are timed: ")
+            assert said in failure
     monkeypatch.setattr(exchange_experts, "_rows_of_an_expert", lambda *_: 1)
     failures = told()
     assert all("and room for 1: some are dropped" in (failures[line] or "") for line in ("apart", "in turn"))

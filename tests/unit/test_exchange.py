@@ -224,7 +224,7 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
     assert call.implementation == "xla"
     assert call.implementation_reason.startswith("implementation=None: 'xla' on cpu")
 
-    def refuse(call: Any) -> None:
+    def refuse(call: Any, caller: str) -> None:
         raise NotImplementedError("dispatch: not this one. Try another.")
 
     def chosen(name: Any, platform: str, check_call: Any) -> Any:
@@ -237,8 +237,8 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
         )
         return check.choose(name, platform, call.group, None, call_of)
 
-    assert chosen(None, "gpu", lambda call: None).implementation == "megakernel"
-    assert chosen(None, "cpu", lambda call: None).implementation == "xla"
+    assert chosen(None, "gpu", lambda call, caller: None).implementation == "megakernel"
+    assert chosen(None, "cpu", lambda call, caller: None).implementation == "xla"
     refused = chosen(None, "gpu", refuse)
     assert refused.implementation == "xla"
     assert "'megakernel' cannot run this call (dispatch: not this one)" in refused.implementation_reason

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe.testing import make_ids
+from jaxmoe.testing import make_ids, relative_error
+from tests.exchange_suite import own_layers, truth_of_own_layers, with_gradients
 from tests.layer_calls import mesh_of
 from tests.matmul_suite import MatmulSuite
 
@@ -42,6 +43,26 @@ class OnCpu(MatmulSuite):
                 )
                 slope = sum(jnp.vdot(gradient, way) for gradient, way in zip(gradients, along, strict=True))
                 np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-6)
+
+    def test_a_scan_over_checkpointed_layers_around_an_activation_of_ones_own_gives_what_moe_layer_gives(self):
+        arguments, experts = own_layers(self.hidden)
+
+        def layers(x: Any, ids: Any, weights: Any, experts: Any) -> Any:
+            def layer(x: Any, experts: Any) -> Any:
+                both = jnp.concatenate([experts.w_gate, experts.w_up], -1)
+                arrived = self.dispatch_matmul(x, ids, both, alignment=8)
+                gate, up = jnp.split(arrived.rows, 2, -1)
+                return x + jaxmoe.matmul_combine(jax.nn.silu(gate) * up, experts.w_down, weights, arrived.handle), None
+
+            return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, experts)[0]
+
+        tokens = P(("data", "expert"))
+        specs = tokens, tokens, tokens, P(None, "expert")
+        sharded = jax.shard_map(layers, mesh=mesh_of("data", "expert"), in_specs=specs, out_specs=tokens)
+        for value, truth in zip(
+            jax.tree.leaves(with_gradients(sharded)(arguments, experts)), truth_of_own_layers(self.hidden), strict=True
+        ):
+            assert relative_error(value, truth) < 1e-5
 
 
 class TestXla(OnCpu):

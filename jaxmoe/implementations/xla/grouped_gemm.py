@@ -2,8 +2,8 @@
 
 Matrices in 4 bits go another way, whatever the kind: `decoded_gemm.py`.
 
-`layer.py` calls it, which differentiates by hand: the product with the transposed matrix is here by name, the
-gradients of the matrices are in `outer_products.py`.
+`layer.py` and `jaxmoe/exchange/products.py` call it, which differentiate by hand: the product with the transposed
+matrix is here by name, the gradients of the matrices are in `outer_products.py`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.four_bit import FourBit
 from jaxmoe.implementations.xla.decoded_gemm import times_decoded
@@ -28,14 +28,18 @@ _ROWS_TIMES_TRANSPOSE = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0
 
 
 def _grouped_gemm(
-    lhs: jax.Array, rhs: jax.Array, batch: Batch, kind: GroupedGemm, dimensions: lax.RaggedDotDimensionNumbers
+    lhs: jax.Array,
+    rhs: jax.Array,
+    rows_per_expert: jax.Array,
+    kind: GroupedGemm,
+    dimensions: lax.RaggedDotDimensionNumbers,
 ) -> jax.Array:
     """Returns one of the three products above in the dtype of `lhs`; what is behind the last row is undefined."""
     if kind == "ragged_dot":
-        return lax.ragged_dot_general(lhs, rhs, batch.rows_per_expert, dimensions, preferred_element_type=lhs.dtype)
+        return lax.ragged_dot_general(lhs, rhs, rows_per_expert, dimensions, preferred_element_type=lhs.dtype)
     tokamax = importlib.import_module("tokamax")  # optional, so that no type checker has to find it
     out = tokamax.ragged_dot_general(
-        lhs, rhs, batch.rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
+        lhs, rhs, rows_per_expert, dimensions, preferred_element_type=lhs.dtype, implementation="mosaic"
     )
     # Its type says that the result is the same on all ranks (tokamax 0.0.17). The cast would be wrong to differentiate
     # through, since its transpose is a sum over the ranks, but no JAX transformation sees these products: layer.py has
@@ -46,25 +50,25 @@ def _grouped_gemm(
 def times(
     rows: Float[Array, "rows inner"],
     weights: Float[Array, "experts inner outer"] | FourBit,
-    batch: Batch,
+    rows_per_expert: Int[Array, "experts"],
     kind: GroupedGemm,
 ) -> Float[Array, "rows outer"]:
     """Returns each row times the matrix of its expert; what is behind the last row is undefined."""
     if isinstance(weights, FourBit):
-        return times_decoded(rows, weights, batch.rows_per_expert)
-    return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_MATRIX)
+        return times_decoded(rows, weights, rows_per_expert)
+    return _grouped_gemm(rows, weights, rows_per_expert, kind, _ROWS_TIMES_MATRIX)
 
 
 def times_transposed(
     rows: Float[Array, "rows outer"],
     weights: Float[Array, "experts inner outer"] | FourBit,
-    batch: Batch,
+    rows_per_expert: Int[Array, "experts"],
     kind: GroupedGemm,
 ) -> Float[Array, "rows inner"]:
     """Returns each row times the transposed matrix of its expert; what is behind the last row is undefined."""
     if isinstance(weights, FourBit):
-        return times_decoded(rows, weights, batch.rows_per_expert, transposed=True)
-    return _grouped_gemm(rows, weights, batch, kind, _ROWS_TIMES_TRANSPOSE)
+        return times_decoded(rows, weights, rows_per_expert, transposed=True)
+    return _grouped_gemm(rows, weights, rows_per_expert, kind, _ROWS_TIMES_TRANSPOSE)
 
 
 def _expert_of_row(batch: Batch, dtype: Any) -> Float[Array, "rows local_experts"]:

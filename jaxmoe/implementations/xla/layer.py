@@ -73,9 +73,9 @@ class GateUp(NamedTuple):
 
 def _gate_up(tokens: jax.Array, experts: AnyExperts, batch: Batch, kind: GroupedGemm) -> GateUp:
     if isinstance(experts, FusedExperts):
-        return GateUp(*experts.columns_of(times(tokens, experts.w_gate_up, batch, kind)))
-    gate = times(tokens, experts.w_gate, batch, kind)
-    up = None if experts.w_up is None else times(tokens, experts.w_up, batch, kind)
+        return GateUp(*experts.columns_of(times(tokens, experts.w_gate_up, batch.rows_per_expert, kind)))
+    gate = times(tokens, experts.w_gate, batch.rows_per_expert, kind)
+    up = None if experts.w_up is None else times(tokens, experts.w_up, batch.rows_per_expert, kind)
     return GateUp(gate, up)
 
 
@@ -99,7 +99,7 @@ def _biases_of_projections(experts: AnyExperts) -> tuple[jax.Array | None, jax.A
 def _down(gate_up: GateUp, experts: AnyExperts, batch: Batch, call: Call) -> Float[Array, "rows hidden"]:
     gate, up = _with_biases(gate_up, experts, batch)
     h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype)
-    out = times(h, experts.w_down, batch, call.plan.grouped_gemm)
+    out = times(h, experts.w_down, batch.rows_per_expert, call.plan.grouped_gemm)
     return out if experts.b_down is None else (out + bias_of_row(experts.b_down, batch)).astype(out.dtype)
 
 
@@ -130,7 +130,7 @@ def _batch_vjp(
     dtype = tokens.dtype
 
     weighted_h = (weight * h).astype(dtype)
-    dh = jnp.where(batch.is_row, times_transposed(dout, experts.w_down, batch, kind).astype(h.dtype), 0)
+    dh = jnp.where(batch.is_row, times_transposed(dout, experts.w_down, batch.rows_per_expert, kind).astype(h.dtype), 0)
     dweight = jnp.sum(dh * h, -1, keepdims=True)
     if experts.b_down is not None:
         dweight += jnp.sum(dout * bias_of_row(experts.b_down, batch).astype(h.dtype), -1, keepdims=True)  # pyright: ignore
@@ -149,14 +149,15 @@ def _batch_vjp(
             b_gate_up=bias_vjp(both, batch, experts.b_gate_up),
             b_down=b_down,
         )
-        return RowCotangents(times_transposed(both, experts.w_gate_up, batch, kind).astype(dtype), dweight, dexperts)
-    dtokens = times_transposed(dgate, experts.w_gate, batch, kind)
+        dtokens = times_transposed(both, experts.w_gate_up, batch.rows_per_expert, kind)
+        return RowCotangents(dtokens.astype(dtype), dweight, dexperts)
+    dtokens = times_transposed(dgate, experts.w_gate, batch.rows_per_expert, kind)
     dw_up = None
     if experts.w_up is not None and dup is not None:
         dup = dup.astype(dtype)
         dw_up = sum_of_outer_products(tokens, dup, batch.rows_per_expert)
         dtokens = dtokens.astype(jnp.promote_types(dtype, jnp.float32))
-        dtokens += times_transposed(dup, experts.w_up, batch, kind)
+        dtokens += times_transposed(dup, experts.w_up, batch.rows_per_expert, kind)
     dexperts = Experts(
         w_gate=sum_of_outer_products(tokens, dgate, batch.rows_per_expert),
         w_up=dw_up,
