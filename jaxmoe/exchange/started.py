@@ -25,7 +25,7 @@ from jaxmoe.options import ImplementationName, as_jax
 from jaxmoe.pytrees import local_pytree
 from jaxmoe.routing.router import Routing
 
-# On two H200 a dispatch and a combine of 4096 tokens take about twice as long on so many as on all.
+# Of 132: what runs beside it keeps most of the GPU. docs/performance.md has figures with 16 and 24.
 MULTIPROCESSORS = 24
 
 Result = TypeVar("Result")

@@ -39,6 +39,8 @@ def start(
     """Runs a worker as all ranks, one for each GPU where `ranks` does not say otherwise; returns what they printed."""
     # Beside the tests' own JAX on the same GPUs.
     environment = {"JAXMOE_TIMEOUT_SECONDS": str(waits_s), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Where times decide which product XLA takes, two programs may have other bits.
+    environment["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     return launch(
         f"tests.multiprocess.workers.{worker}",
         **{"processes": GPUS, "devices_per_process": 1} | ranks,

@@ -12,6 +12,7 @@ Runs on Linux only, and imports no JAX.
 import collections
 import dataclasses
 import os
+import random
 import selectors
 import signal
 import socket
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -248,5 +249,10 @@ def _free_port() -> Iterator[int]:
     """A port that no other program gets while the job runs, but a server that shares ports does: the one of JAX."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
+        # Below the ports that Linux gives to outgoing connections: one of those lay on JAX's, which listens at all
+        # addresses. Too many that are taken end in port 0, where nothing can join.
+        for port in random.sample(range(15_000, 32_000), 100):
+            with suppress(OSError):
+                reserved.bind(("", port))
+                break
         yield reserved.getsockname()[1]

@@ -46,7 +46,8 @@ def make_parameters() -> dict[str, np.ndarray]:
 def layers_of(implementation: str, in_turn: bool) -> Any:
     """Returns a function of one rank, from parameters and two micro-batches to its part of the loss."""
     where: dict[str, Any] = {"axis_name": AXIS, "implementation": implementation}
-    rooms: dict[str, Any] = {"num_experts": EXPERTS, "capacity": TOKENS, "per_expert": True}
+    balanced = jax.device_count() * TOKENS * TOP_K // EXPERTS
+    rooms: dict[str, Any] = {"num_experts": EXPERTS, "capacity": 2 * balanced, "per_expert": True}
 
     def own_experts(sent: Any, parameters: Any) -> Any:
         h = jax.nn.relu(jnp.einsum("eci,eio->eco", sent.rows, parameters["gate"]))
