@@ -26,6 +26,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests import selection  # noqa: E402
+
 # Compiling takes longer than hypothesis' default deadline; the examples are the same in every run.
 settings.register_profile(
     "jaxmoe", deadline=None, derandomize=True, max_examples=20, suppress_health_check=[HealthCheck.differing_executors]
@@ -50,18 +52,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="run the first of each N tests of a file, in their order"
     )
+    parser.addoption(
+        "--cases", type=int, default=1, metavar="N", help="run one of each N cases of a test, and at least one"
+    )
+    parser.addoption("--turn", type=int, default=0, metavar="T", help="which one: T, T + N, ... of them, and so around")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    cases, turn = (int(config.getoption(name) or 0) for name in ("--cases", "--turn"))
+    return f"of the cases of a test one of {cases}: --cases={cases} --turn={turn % cases}" if cases > 1 else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves tests out where `--every` asks for few; skips those of GPUs where JAX has none, and says so."""
-    if (every := int(config.getoption("--every") or 1)) > 1:
-        counts: dict[object, int] = {}
-        kept: list[pytest.Item] = []
-        for item in items:
-            number = counts[item.path] = counts.get(item.path, -1) + 1
-            if number % every == 0:
-                kept.append(item)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    """Leaves tests out where an option asks for few; skips those of GPUs where JAX has none, and says so."""
+    every, cases, turn = (int(config.getoption(name) or 0) for name in ("--every", "--cases", "--turn"))
+    kept = selection.of_every(items, every) if every > 1 else items
+    kept = selection.of_cases(kept, cases, turn) if cases > 1 else kept
+    if kept is not items:
+        left = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = kept
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))

@@ -14,6 +14,8 @@ import pytest
 
 import jaxmoe.machine as machine
 
+pytestmark = pytest.mark.all_cases
+
 ROOT = Path(__file__).parents[2]
 VARIANTS = ROOT / "ffi/cuda/host/variants"
 # Where tools/environment.sh has the extension built.
