@@ -38,7 +38,7 @@ from jaxmoe.bench.options import BesideOptions
 from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import SHAPES, LayerShape
-from jaxmoe.bench.windows import Timed, time_calls
+from jaxmoe.bench.windows import time_again_after_a_pause, time_calls
 from jaxmoe.options import Arguments
 
 WIDTHS = "qwen3-30b-a3b"
@@ -157,7 +157,7 @@ class _Bench:
         hidden = weights.keywords["router"].shape[0]  # pyright: ignore[reportFunctionMemberAccess]
         self.inputs = weights(x=make_tokens(self.split, (tokens * mesh.size, hidden), options.wide))
         self.compiled: dict[tuple[str, str], Any] = {}  # or why that could not be compiled
-        self.layer_times: dict[Pass, Timed] = {}
+        self.layer_times: dict[tuple[Pass, bool], float] = {}  # and whether the host waits for each call
         self.is_right = False  # the layer alone, compared with the reference
 
     def compile(self, progress: Callable[[str], None]) -> None:
@@ -233,12 +233,15 @@ class _Bench:
             jax.block_until_ready(program(self.inputs, None))  # says what the layer has to say of a call that failed
             return dataclasses.replace(result, failure=f"not timed: {wrong}")
 
-        if pass_name not in self.layer_times:
-            self.layer_times[pass_name], _ = time_calls(lambda _: alone(*of_calls[0]), self.options.seconds)
+        layer = self._layer_time(pass_name, PROGRAMS[result.program].asks_host, lambda: alone(*of_calls[0]))
         with self._caller(result.program, work, answers) as call:
             of_work, _ = time_calls(call, self.options.seconds / 2)
+            work_slowest = of_work.slowest
         with self._caller(result.program, program, None) as call:
-            timed, last = time_calls(call, self.options.seconds)
+            timed, paused, last = time_again_after_a_pause(call, self.options.seconds)
+        if paused:  # as long as both runs, to see whether the host pauses without the layer too
+            with self._caller(result.program, work, answers) as call:
+                work_slowest = max(work_slowest, time_calls(call, 2 * self.options.seconds)[0].slowest)
         if wrong := compare_with_layer(last, answers, self.implementation, self.mesh):
             jax.block_until_ready(program(self.inputs, None))
             return dataclasses.replace(result, failure=f"no figures, the last call is wrong: {wrong}")
@@ -247,10 +250,18 @@ class _Bench:
             error=error,
             microseconds=timed.median,
             slowest=timed.slowest,
-            layer=len(outcome.calls) * self.layer_times[pass_name].median,
+            paused=paused,
+            layer=len(outcome.calls) * layer,
             work=of_work.median,
-            work_slowest=of_work.slowest,
+            work_slowest=work_slowest,
         )
+
+    def _layer_time(self, pass_name: Pass, host_waits: bool, call: Callable[[], Any]) -> float:
+        key = pass_name, host_waits
+        if key not in self.layer_times:
+            of_call = (lambda _: jax.block_until_ready(call())) if host_waits else lambda _: call()
+            self.layer_times[key] = time_calls(of_call, self.options.seconds)[0].median
+        return self.layer_times[key]
 
     def _compiled(self, kind: str, name: str) -> Any:
         found = self.compiled[kind, name]

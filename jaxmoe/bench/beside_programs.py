@@ -173,6 +173,7 @@ class Program:
         compiler decides what travels.
       groups: whether the ranks form two groups that share no experts, on a mesh with a data axis.
       prefetches: whether a thread of the host brings the next tokens and reads the last loss while calls run.
+      asks_host: whether it waits for the host ahead of the layer, so that no launch is enqueued early.
       trains: whether experts are differentiated, which those in 8 or 4 bits cannot be.
       compiler_options: for XLA.
     """
@@ -182,6 +183,7 @@ class Program:
     per_rank: bool = False
     groups: bool = False
     prefetches: bool = False
+    asks_host: bool = False
     trains: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -242,7 +244,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "two_layers": Program("two layers that do not wait for each other", _two_layers),
     "groups": Program("two groups with experts of their own, sums over both", _groups, groups=True),
-    "callback": _in_shard_map("the host is asked before and after the layer", _callback),
+    "callback": _in_shard_map("the host is asked before and after the layer", _callback, asks_host=True),
     "prefetch": Program("the host copies the next tokens and reads the last loss", _loss, prefetches=True),
     "gathers_parallel": _in_shard_map(
         "as gathers, up to four collectives in flight", _gathers, compiler_options=_PARALLEL

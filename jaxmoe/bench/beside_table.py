@@ -25,9 +25,12 @@ class Result:
       error: relative error of the other work's results against those of that work alone, the worst of them.
       microseconds: per call, median over windows, see `time_calls`.
       slowest: per call of the slowest window, microseconds.
-      layer: time of all its calls of the layer alone, with the routing given, microseconds.
+      paused: of a program that was timed twice since a window of the first run took three times the median: per call
+        of the slowest window of the run that does not count, microseconds.
+      layer: time of all its calls of the layer alone, with the routing given, microseconds; where the program waits for
+        the host, of calls that the host waits for.
       work: time of the other work alone, the router's among it, microseconds.
-      work_slowest: per call of the slowest window of that, microseconds.
+      work_slowest: per call of the slowest window of that, microseconds; where the program paused, in as much time.
     """
 
     program: str
@@ -41,6 +44,7 @@ class Result:
     error: float | None = None
     microseconds: float | None = None
     slowest: float | None = None
+    paused: float | None = None
     layer: float | None = None
     work: float | None = None
     work_slowest: float | None = None
@@ -84,7 +88,8 @@ def line(result: Result) -> str:
     assert r.error is not None
     checked = "equal" if r.error == 0 else f"{r.error:.0e}"
     figures = [f"{time:.1f}" for time in (r.microseconds, r.slowest, r.layer, r.work)]
-    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", PROGRAMS[r.program].stands_for])
+    stands_for = PROGRAMS[r.program].stands_for + (f"; paused once, {r.paused:.1f}" if r.paused else "")
+    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", stands_for])
 
 
 def _row(cells: list[str]) -> str:

@@ -288,6 +288,27 @@ def test_a_window_of_short_calls_shows_one_that_takes_as_long_as_many(monkeypatc
     assert times.slowest == pytest.approx((4 * 400 + 20_000) / 5)  # windows of 2 ms
 
 
+def test_a_pause_that_does_not_come_again_is_told_and_does_not_count(monkeypatch):
+    clock = Clock(lambda _: 0.1 if len(clock.numbers) == 40 else 0.003, monkeypatch)
+    times, paused, _ = windows.time_again_after_a_pause(clock.call, seconds=0.5)
+    assert times.slowest == pytest.approx(3_000)
+    assert paused == pytest.approx(100_000)
+
+
+def test_a_pause_that_comes_again_counts(monkeypatch):
+    clock = Clock(lambda number: 0.1 if number == 40 else 0.003, monkeypatch)
+    times, paused, _ = windows.time_again_after_a_pause(clock.call, seconds=0.5)
+    assert (times.slowest, paused) == pytest.approx((100_000, 100_000))
+
+
+def test_steady_calls_are_timed_once(monkeypatch):
+    clock = Clock(lambda number: 0.003, monkeypatch)
+    times, paused, _ = windows.time_again_after_a_pause(clock.call, seconds=0.5)
+    assert times.slowest == pytest.approx(3_000)
+    assert paused is None
+    assert clock.now <= 0.8
+
+
 def test_calls_that_have_become_slow_end_in_time(monkeypatch):
     clock = Clock(lambda number: 0.0001 if number < 3 else 0.3, monkeypatch)
     times, _ = windows.time_calls(clock.call, seconds=1.0)

@@ -1,6 +1,7 @@
 """Ranks that train through dispatches, combines, halves and micro-batches in turn, beside losses and a fused layer.
 
     argument 1   the implementation
+    argument 2   how many calls have to give the same bits
 
 One program: two micro-batches go through a router, experts between `dispatch` and `combine` (in turn, one beside the
 experts of the other), halves of a layer, and `moe_layer`; the loss has the balance loss of each and a sum over ranks.
@@ -21,7 +22,7 @@ import jaxmoe
 from jaxmoe.testing import relative_error
 from tests.multiprocess.rank import join, step
 
-CALLS = 300
+IN_FLIGHT = 10
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 384, 16, 4
 CONFIG = jaxmoe.RouterConfig(top_k=TOP_K)
 AXIS = "expert"
@@ -91,7 +92,7 @@ def layers_of(implementation: str, in_turn: bool) -> Any:
 
 def main() -> None:
     join()
-    [implementation] = sys.argv[1:]
+    implementation, calls = sys.argv[1], int(sys.argv[2])
     ranks = jax.device_count()
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"router": P(), "gate": P(AXIS), "up": P(AXIS), "down": P(AXIS)}, P(None, AXIS)
@@ -121,12 +122,12 @@ def main() -> None:
         error = relative_error(one, truth)
         assert error <= ALLOWED_ERROR, f"{name}: error {error:.2e}"
         step(f"{name}: error {error:.1e}")
-    for _ in range(CALLS // 10):
-        results = [trained(*given) for _ in range(10)]
+    for _ in range(calls // IN_FLIGHT):
+        results = [trained(*given) for _ in range(IN_FLIGHT)]
         for result in results:
             for one, other in zip(parts(result), first, strict=True):
                 assert one.tobytes() == other.tobytes(), "other bits than the first call"
-    step(f"{CALLS} calls gave the same bits")
+    step(f"{calls} calls gave the same bits")
 
 
 if __name__ == "__main__":

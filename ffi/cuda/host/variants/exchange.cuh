@@ -1,7 +1,7 @@
 // What makes a kernel of a dispatch or a combine. Included by the files of this folder that compile them.
 #pragma once
 
-#include "cuda/host/variants/variant.h"
+#include "cuda/host/variants/variant_of.cuh"
 #include "cuda/kernel/exchange_kernel.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
@@ -19,13 +19,5 @@ template <class Precision>
 using Dispatch = Exchange<Precision, Pass::kDispatch>;
 template <class Precision>
 using Combine = Exchange<Precision, Pass::kCombine>;
-
-template <class Variant, class Kernel>
-KernelVariant variant_of(Kernel* kernel) {
-  using Precision = typename Variant::Precision;
-  static_assert(sizeof(ExchangeStorage) <= kMaxSharedBytes);
-  return {Variant::kPass,  Precision::kTokens.element,              Precision::Wide::kElement,
-          Decoding::kNone, reinterpret_cast<const void*>(kernel), sizeof(ExchangeStorage), false};
-}
 
 }  // namespace jaxmoe

@@ -1,7 +1,7 @@
 // What makes a kernel of one half of a layer. Included by the files of this folder that compile them.
 #pragma once
 
-#include "cuda/host/variants/variant.h"
+#include "cuda/host/variants/variant_of.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 #include "cuda/kernel/matmul_kernel.cuh"
 
@@ -18,14 +18,5 @@ template <class Precision>
 using DispatchMatmul = Matmul<Precision, Pass::kDispatchMatmul>;
 template <class Precision>
 using MatmulCombine = Matmul<Precision, Pass::kMatmulCombine>;
-
-template <class Variant, class Kernel>
-KernelVariant variant_of(Kernel* kernel) {
-  using Precision = typename Variant::Precision;
-  static_assert(Variant::config.registers.fit());
-  static_assert(sizeof(KernelStorage<Variant>) <= kMaxSharedBytes);
-  return {Variant::kPass,  Precision::kTokens.element,              Precision::Wide::kElement,
-          Decoding::kNone, reinterpret_cast<const void*>(kernel), sizeof(KernelStorage<Variant>), false};
-}
 
 }  // namespace jaxmoe

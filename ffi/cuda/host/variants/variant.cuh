@@ -1,7 +1,7 @@
 // What makes a kernel of a pass and a precision. Included by the files of this folder alone, which compile one each.
 #pragma once
 
-#include "cuda/host/variants/variant.h"
+#include "cuda/host/variants/variant_of.cuh"
 #include "cuda/kernel/gemm/precision/decoded.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/packed.cuh"
@@ -41,16 +41,5 @@ struct Backward {
   static constexpr Pass kPass = Pass::kBackward;
   static constexpr KernelConfig config{.timeline = kTimeline};
 };
-
-template <class Variant, class Kernel>
-KernelVariant variant_of(Kernel* kernel) {
-  static_assert(Variant::config.registers.fit());
-  constexpr std::size_t kSharedBytes = sizeof(KernelStorage<Variant>);
-  static_assert(kSharedBytes <= kMaxSharedBytes);
-  using Precision = typename Variant::Precision;
-  return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
-          Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
-          reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline};
-}
 
 }  // namespace jaxmoe
