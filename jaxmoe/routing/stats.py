@@ -26,7 +26,7 @@ from jaxmoe.pytrees import pytree
 # float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
 _MOST_PER_COLUMN = 2**24
 # Over at most so many parts of the tokens of each device sums are spread, see `sum_over_parts`. A thread adds up one
-# column of one part: of 1024 tokens and 128 experts the kernel took 7.8 us with 128 parts, 3.7 with 512 and 3.1 with 1024
+# column of one part: of 1024 tokens and 128 experts the kernel took 7.8 us with 128 parts, 3.7 with 512, 3.1 with 1024
 # (H200). In a scan each layer stores them: 0.5 MB of 128 experts.
 _PARTS_OF_A_DEVICE = 512
 # So many slots of a token are looked at one by one, in the kernel that sums over tokens. More are a reduction of their
