@@ -46,6 +46,7 @@ class Family:
 
 
 _MIXTRAL = Family("block_sparse_moe", matrices=("w1", "w3", "w2"))
+_MINIMAX_M2 = Family("block_sparse_moe", matrices=("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
 _QWEN = Family("mlp", shared="shared_expert", shared_gate="shared_expert_gate.weight")
 _DEEPSEEK_V3 = Family("mlp", selection_bias="gate.e_score_correction_bias", shared="shared_experts")
 _GPT_OSS = Family("mlp", matrices=(), formats=(), router="router.weight", router_bias="router.bias")
@@ -61,9 +62,13 @@ _DEEPSEEK_V4 = Family(
 
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
+    "minimax_m2": _MINIMAX_M2,
+    "olmoe": _QWEN,
+    "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
     "qwen3_next": _QWEN,
     "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": _GPT_OSS,
     "deepseek_v4": _DEEPSEEK_V4,
@@ -117,7 +122,7 @@ def families_of(tensors: Iterable[str], layer: int) -> list[str]:
     """Returns the families by whose names a layer has a router, experts and, where they have one, a selection bias.
 
     >>> families_of([f"model.layers.0.mlp.{name}.weight" for name in ("gate", "experts.0.up_proj")], 0)
-    ['qwen3_moe', 'qwen3_next']
+    ['olmoe', 'qwen2_moe', 'qwen3_moe', 'qwen3_next']
     """
     names = set(tensors)
     selections = {name for table in FAMILIES.values() for name in (table.selection_bias, table.token_table)}

@@ -42,10 +42,12 @@ def from_hf(
 ) -> MoEWeights:
     """Returns the weights of a Mixture-of-Experts layer of a checkpoint with the names of Hugging Face.
 
-    Experts stay in the bits that the checkpoint has them in: BF16; FP8 in blocks of 128 x 128 as `jaxmoe.BlockScaled`;
-    the MXFP4 of gpt-oss and DeepSeek-V4 as `jaxmoe.MXFP4`; the NVFP4 that NVIDIA's ModelOpt writes, in any family, as
-    `jaxmoe.NVFP4`. `jaxmoe.dequantize` makes wide ones of them. What compressed-tensors packs (INT4, NVFP4), FP8 with a
-    scale for each output or matrix, and gate and up in one tensor (but for gpt-oss) are refused.
+    Experts stay in the bits that the checkpoint has them in: BF16; FP8 as `jaxmoe.BlockScaled`, in blocks of 128 x 128
+    or with a scale for each output or matrix; the MXFP4 of gpt-oss and DeepSeek-V4 as `jaxmoe.MXFP4`; FP8, NVFP4
+    (`jaxmoe.NVFP4`) and MXFP4 also as ModelOpt and compressed-tensors write them, in any family but these two.
+    `jaxmoe.dequantize` makes wide ones of them. Static scales of tokens (`input_scale`) are kept and not used:
+    `moe_layer` has one for each 128 columns of a token. INT4, and gate and up in one tensor (but for gpt-oss), are
+    refused.
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
     from files that are mapped and not loaded, and is on its devices before the next shard is begun. So a process reads
@@ -57,8 +59,10 @@ def from_hf(
     Args:
       tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as
         well: for many layers it opens files once), or a mapping of names to arrays, which several threads ask for.
-      family: `"mixtral"`, `"qwen3_moe"`, `"qwen3_next"`, `"deepseek_v3"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`.
-        `jaxmoe.RouterConfig` has a classmethod for most of their routers.
+      family: `"mixtral"`, `"minimax_m2"`, `"olmoe"`, `"qwen2_moe"`, `"qwen3_moe"`, `"qwen3_next"`, `"deepseek_v3"`,
+        `"glm4_moe"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`. `jaxmoe.RouterConfig` has a classmethod for most of
+        their routers; those of MiniMax-M2 and GLM-4.5 are `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with
+        the `routed_scaling_factor` of the checkpoint.
       layer: its number in the names.
       mesh: where the arrays go; `None` is the mesh that is set by `jax.set_mesh`, or, where none is, JAX's default
         device.
@@ -122,7 +126,9 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
     def experts(field: str, names: Sequence[str], split: bool) -> Experts:
         kind = format_of(block, f"{names[0]}.{family.matrices[0]}", family.formats)
         weight, *_ = kind.parts
-        of_gate = block.shape(f"{names[0]}.{family.matrices[0]}.weight", weight.types, (None, None), weight.words)
+        of_gate = block.shape(
+            f"{names[0]}.{family.matrices[0]}.{weight.suffix}", weight.types, (None, None), weight.words
+        )
         sizes = {"hidden": hidden, "intermediate": of_gate[0]}
         fields: dict[str, Any] = {}
         for name, matrix in zip(SIDES, family.matrices, strict=True):

@@ -39,29 +39,40 @@ class Part:
     Args:
       suffix: behind the name of the matrix.
       types: what it may be in a file, and what becomes of each: bytes are read as that type, numbers converted.
-      block: outputs and inputs of the matrix that share an element; `None` where it is one number.
+      block: outputs and inputs of the matrix that share an element, `None` for all of a side; `None` alone where it is
+        one number that is no matrix in `Experts` either.
       advice: where it is of another type.
       written: what `to_hf` makes of it; `None` leaves it.
+      single: the shape that `to_hf` gives to one number.
+      inverse: whether files have what is divided by, not what is multiplied with.
     """
 
     suffix: str
     types: Mapping[Any, Any]
-    block: tuple[int, int] | None
+    block: tuple[int | None, int | None] | None
     advice: str = ""
     written: Any = None
+    single: tuple[int, ...] = ()
+    inverse: bool = False
 
     def shape(self, out: int, inner: int) -> tuple[int, ...]:
         """Returns the shape that it has for a matrix `[out, in]`."""
-        return () if self.block is None else (-(-out // self.block[0]), -(-inner // self.block[1]))
+        each = zip((out, inner), self.block or (), strict=False)
+        return tuple(1 if shared is None else -(-size // shared) for size, shared in each)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number, however large the matrix is."""
+        return self.block in (None, (None, None))
 
     @property
     def words(self) -> str:
         """The same in words."""
-        if self.block is None:
-            return "[], one number"
+        if self.is_number:
+            return "[] or [1], one number"
         sides = [
-            side if size == 1 else f"ceil({side} / {size})"
-            for side, size in zip(("out", "in"), self.block, strict=True)
+            side if size == 1 else "1" if size is None else f"ceil({side} / {size})"
+            for side, size in zip(("out", "in"), self.block or (), strict=True)
         ]
         return f"[{', '.join(sides)}]"
 
@@ -103,6 +114,23 @@ FP8 = Format(
         ),
     ),
 )
+
+
+def _compressed(name: str, block: tuple[int | None, int | None], unused: Part | None = None) -> Format:
+    """As compressed-tensors and ModelOpt write FP8, in whichever family."""
+    scales = Part("weight_scale", {F32: F32, BF16: F32}, block, written=F32, single=(1,))
+    return Format(name, BlockScaled, (_IN_8_BITS, scales), unused)
+
+
+FP8_COMPRESSED = (
+    _compressed("FP8 with a scale for each output", (1, None)),
+    _compressed(
+        "FP8 with a scale for each matrix",
+        (None, None),
+        Part("input_scale", {F32: F32, BF16: BF16}, None, single=(1,)),
+    ),
+    _compressed("FP8 in blocks, of compressed-tensors", (BLOCK, BLOCK)),
+)
 FP8_E8M0 = Format(
     "FP8 in blocks with powers of two",
     BlockScaled,
@@ -128,30 +156,65 @@ FP4_MODELOPT = Format(
     ),
     unused=Part("input_scale", {F32: F32}, None),
 )
-FLOAT_SCALES = (WIDE, FP8, FP4_MODELOPT)
+# As compressed-tensors writes both, in whichever family. It divides by the scale of a matrix.
+_PACKED = Part("weight_packed", {U8: U8}, (1, 2))
+FP4_COMPRESSED = (
+    Format(
+        "NVFP4, of compressed-tensors",
+        NVFP4,
+        (
+            _PACKED,
+            Part("weight_scale", {E4M3: E4M3}, (1, NVFP4.group), _E4M3_ADVICE),
+            Part("weight_global_scale", {F32: F32}, None, inverse=True),
+        ),
+        unused=Part("input_global_scale", {F32: F32}, None, inverse=True),
+    ),
+    Format("MXFP4", MXFP4, (_PACKED, Part("weight_scale", _E8M0_TYPES, (1, MXFP4.group), E8M0_ADVICE, written=U8))),
+)
+FLOAT_SCALES = (WIDE, FP8, *FP8_COMPRESSED, FP4_MODELOPT, *FP4_COMPRESSED)
 E8M0_SCALES = (WIDE, FP8_E8M0, FP4_E8M0, FP4_MODELOPT)
 
 
 def format_of(block: Block, name: str, formats: Sequence[Format]) -> Format:
-    """Returns the format of a matrix, by the tensors that it has.
+    """Returns the format of a matrix, by the tensors that it has, and where that leaves several by their shapes.
 
     Raises:
       TypeError: its `weight` is of a type that none of them has.
-      ValueError: it has no `weight`.
+      ValueError: it has no `weight`, or scales of a shape that none of them has.
     """
-    dtype = block.dtype(f"{name}.weight", "[out, in]")
     complete = [
         kind for kind in formats if len(kind.parts) > 1 and all(f"{name}.{part.suffix}" in block for part in kind.parts)
     ]
-    for kind in (*complete, *(() if complete else formats)):
-        if dtype in kind.parts[0].types:
-            return kind
+    weight = f"{name}.{complete[0].parts[0].suffix if complete else 'weight'}"
+    dtype = block.dtype(weight, "[out, in]")
+    fitting = [kind for kind in complete or formats if dtype in kind.parts[0].types]
+    # What has more tensors has all of them.
+    fitting = [kind for kind in fitting if not complete or len(kind.parts) == max(len(each.parts) for each in fitting)]
+    if complete and len(fitting) > 1:
+        return _by_shapes(block, name, fitting)
+    if fitting:
+        return fitting[0]
     weights = {str(known) for kind in complete or formats for known in kind.parts[0].types}
     beside = "".join(f"; with {part.suffix}" for kind in complete[:1] for part in kind.parts[1:])
     advice = complete[0].parts[0].advice if complete else ""
     raise TypeError(
-        f"from_hf: tensor {block.name(f'{name}.weight')!r} is {dtype}{beside} it must be "
+        f"from_hf: tensor {block.name(weight)!r} is {dtype}{beside} it must be "
         f"{' or '.join(sorted(weights))}. {advice}".rstrip()
+    )
+
+
+def _by_shapes(block: Block, name: str, kinds: Sequence[Format]) -> Format:
+    of_weight = kinds[0].parts[0]
+    out, inner = block.shape(f"{name}.weight", of_weight.types, (None, None), of_weight.words)
+    scales = f"{name}.{kinds[0].parts[1].suffix}"
+    block.dtype(scales, kinds[0].parts[1].words)
+    for kind in kinds:
+        if block.fits(scales, kind.parts[1].shape(out, inner)):
+            return kind
+    known = "; ".join(f"{kind.parts[1].words}: {kind.name}" for kind in kinds)
+    raise ValueError(
+        f"from_hf: tensor {block.name(scales)!r} has shape {list(block.found_shape(scales))} beside a weight "
+        f"{[out, inner]}; it must be one of {known}."
     )
 
 
@@ -186,13 +249,14 @@ def stacked(
         def element(expert: int) -> np.ndarray:
             array = block.array(f"{names[expert]}.{part.suffix}").reshape(shape)
             array = array.view(becomes) if read else array
+            array = np.asarray(1 / array, array.dtype) if part.inverse else array
             return array.T if kind.type is None else array
 
         # Scales of blocks that a split would cut stay whole.
         sides: list[Dimension] = []
         if part.block is not None:
             each = zip((out, inner), size, part.block, strict=True)
-            sides = [side if count % shared == 0 else None for side, count, shared in each]
+            sides = [side if shared is not None and count % shared == 0 else None for side, count, shared in each]
         order = slice(None, None, -1 if kind.type is None else 1)
         return Stack(
             f"{'experts' if split else 'shared'}.{field}",

@@ -31,7 +31,7 @@ def to_hf(
 
     All of them are on the host at the same time, contiguous, as `safetensors.numpy.save_file` wants them. Nothing is
     rounded. Where a checkpoint may say the same in two ways, the published one is written: scales in E8M0 as such,
-    packed bytes as the family has them.
+    packed bytes as the family has them; blocks in FP8 under DeepSeek's names, NVFP4 under ModelOpt's.
 
     Args:
       weights: of the layer. Experts in 8 or 4 bits have to be in a format that the family has.
@@ -119,12 +119,13 @@ def _experts(
         if matrix is None:
             raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
         kind = _format_of(matrix, f"{field}.{name}", table, family)
-        arrays = dict(zip((part.suffix for part in kind.parts), _parts(matrix, kind, scale_dtype), strict=True))
+        written = list(zip(kind.parts, _parts(matrix, kind, scale_dtype), strict=True))
         if kind.unused is not None and f"{field}.{name}" in input_scales:
-            arrays[kind.unused.suffix] = np.asarray(input_scales[f"{field}.{name}"])
-        for suffix, array in arrays.items():
+            written.append((kind.unused, np.asarray(input_scales[f"{field}.{name}"])))
+        for part, array in written:
             for expert, of_expert in enumerate(names):
-                yield f"{of_expert}.{of_matrix}.{suffix}", array[expert, ...]
+                shape = part.single if part.is_number else array.shape[1:]
+                yield f"{of_expert}.{of_matrix}.{part.suffix}", array[expert, ...].reshape(shape)
 
 
 def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
@@ -139,8 +140,9 @@ def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
             continue
         if kind.type is not BlockScaled:
             return kind
-        in_blocks = "128x128" in matrix.kinds
-        if in_blocks and np.dtype(matrix.scales.dtype) in kind.parts[1].types.values():
+        _, scales = kind.parts
+        shape = scales.shape(*matrix.values.shape[1:])
+        if matrix.scales.shape[1:] == shape and np.dtype(matrix.scales.dtype) in scales.types.values():
             return kind
     what = type(matrix).__name__
     if isinstance(matrix, BlockScaled):

@@ -1,5 +1,6 @@
 """The tensors of one block of a checkpoint: found by name, checked, and counted, so that none is overlooked."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,17 +74,17 @@ class Block:
         """
         allowed = [np.dtype(kind) for kind in types]
         needed = f"{', '.join(map(str, allowed[:-1]))}{' or ' if allowed[1:] else ''}{allowed[-1]} {words}"
-        first = self.dtype(f"{names[0]}.{suffix}", needed)
+        tensors = [f"{name}.{suffix}" if name else suffix for name in names]
+        first = self.dtype(tensors[0], needed)
         if first not in allowed:
             raise TypeError(
-                f"from_hf: tensor {self.name(f'{names[0]}.{suffix}')!r} is {first}; it must be {needed}. "
-                f"{advice}".rstrip()
+                f"from_hf: tensor {self.name(tensors[0])!r} is {first}; it must be {needed}. {advice}".rstrip()
             )
-        for name in names[1:]:
-            if (found := self.dtype(f"{name}.{suffix}", needed)) != first:
+        for tensor in tensors[1:]:
+            if (found := self.dtype(tensor, needed)) != first:
                 raise TypeError(
-                    f"from_hf: tensor {self.name(f'{name}.{suffix}')!r} is {found}, and "
-                    f"{self.name(f'{names[0]}.{suffix}')!r} is {first}; experts of a layer must be alike."
+                    f"from_hf: tensor {self.name(tensor)!r} is {found}, and {self.name(tensors[0])!r} is {first}; "
+                    "experts of a layer must be alike."
                 )
         return first
 
@@ -92,11 +93,20 @@ class Block:
 
         One number may also lie in a dimension of one.
         """
-        found = self._asked[self.name(below)][1]
-        if found != shape and (shape, found) != ((), (1,)):
+        if not self.fits(below, shape):
+            found = list(self.found_shape(below))
             raise ValueError(
-                f"from_hf: tensor {self.name(below)!r} has shape {list(found)}; it must be {list(shape)}: {needed}."
+                f"from_hf: tensor {self.name(below)!r} has shape {found}; it must be {list(shape)}: {needed}."
             )
+
+    def fits(self, below: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor whose dtype is known has a shape, or is one number as that is."""
+        found = self.found_shape(below)
+        return found == shape or (math.prod(shape) == 1 and found in ((), (1,)))
+
+    def found_shape(self, below: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor whose dtype is known."""
+        return self._asked[self.name(below)][1]
 
     def shape(
         self, below: str, types: Iterable[Any], shape: tuple[int | None, ...], words: str, advice: str = ""

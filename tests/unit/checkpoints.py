@@ -43,6 +43,22 @@ def exponents(rng: Any, *shape: int) -> Any:
     return rng.integers(121, 125, shape).astype(np.uint8)
 
 
+def fp8_of_outputs(rng: Any, out: int, inner: int) -> Tensors:
+    scales = rng.uniform(0.5, 2, (out, 1)) * inner**-0.5
+    return {"weight": fp8(rng, out, inner)["weight"], "weight_scale": scales.astype(BF16)}
+
+
+def fp8_of_matrices(rng: Any, out: int, inner: int) -> Tensors:
+    scales = {"weight_scale": rng.uniform(0.5, 2, 1) * inner**-0.5, "input_scale": rng.uniform(0.01, 0.02, 1)}
+    numbers = {name: scale.astype(np.float32) for name, scale in scales.items()}
+    return {"weight": fp8(rng, out, inner)["weight"]} | numbers
+
+
+def mxfp4_compressed(rng: Any, out: int, inner: int) -> Tensors:
+    packed = rng.integers(0, 256, (out, inner // 2)).astype(np.uint8)
+    return {"weight_packed": packed, "weight_scale": exponents(rng, out, inner // 32)}
+
+
 def fp8_e8m0(rng: Any, out: int, inner: int) -> Tensors:
     scales = exponents(rng, -(-out // 128), -(-inner // 128))
     return {"weight": fp8(rng, out, inner)["weight"], "scale": scales.view(E8M0)}
@@ -64,7 +80,7 @@ def nvfp4(rng: Any, out: int, inner: int) -> Tensors:
 
 def numbers(tensors: Tensors, name: str) -> np.ndarray:
     """Returns a matrix [out, in] in float64, each element times the scale of its block."""
-    weight = np.asarray(tensors[f"{name}.weight"])
+    weight = np.asarray(tensors[f"{name}.weight_packed" if f"{name}.weight_packed" in tensors else f"{name}.weight"])
     if weight.dtype in (np.uint8, np.int8):
         codes = weight.view(np.uint8)
         values = np.zeros((codes.shape[0], 2 * codes.shape[1]))
@@ -74,6 +90,14 @@ def numbers(tensors: Tensors, name: str) -> np.ndarray:
     if f"{name}.weight_scale_2" in tensors:
         scales, rows, columns = np.asarray(tensors[f"{name}.weight_scale"]).astype(np.float64), 1, 16
         scales = scales * float(tensors[f"{name}.weight_scale_2"])
+    elif f"{name}.weight_packed" in tensors:
+        scales = 2.0 ** (np.asarray(tensors[f"{name}.weight_scale"]).astype(int) - 127)
+        rows, columns = 1, 32
+    elif f"{name}.weight_scale" in tensors:
+        scales = np.asarray(tensors[f"{name}.weight_scale"]).astype(np.float64)
+        if scales.size == 1:
+            return values * scales
+        rows, columns = (1, values.shape[1]) if scales.shape == (len(values), 1) else (128, 128)
     elif f"{name}.weight_scale_inv" in tensors:
         scales, rows, columns = np.asarray(tensors[f"{name}.weight_scale_inv"]).astype(np.float64), 128, 128
     elif f"{name}.scale" in tensors:
@@ -171,7 +195,9 @@ def feed_forward(tensors: Tensors, names: tuple[str, str, str], activation: Any)
     return expert
 
 
-def mixtral_or_qwen(family: str, matrix: Any, seed: int, with_shared: bool = False, **options: Any) -> Case:
+def mixtral_or_qwen(
+    family: str, matrix: Any, seed: int, with_shared: bool = False, renormalize: bool = True, **options: Any
+) -> Case:
     mixtral = family == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     block = f"model.layers.{LAYER}.{'block_sparse_moe' if mixtral else 'mlp'}."
@@ -185,27 +211,29 @@ def mixtral_or_qwen(family: str, matrix: Any, seed: int, with_shared: bool = Fal
         scores = softmax(x @ tensors[f"{block}gate.weight"].astype(np.float64).T)
         ids = best(scores, 2)
         weights = np.take_along_axis(scores, ids, -1)
-        y = weighted(
-            x, ids, weights / weights.sum(-1, keepdims=True), lambda e, row: expert(f"{block}experts.{e}", row)
-        )
+        if renormalize:
+            weights /= weights.sum(-1, keepdims=True)
+        y = weighted(x, ids, weights, lambda e, row: expert(f"{block}experts.{e}", row))
         if with_shared:
             opened = sigmoid(x @ tensors[f"{block}shared_expert_gate.weight"].astype(np.float64).T)
             y += opened * np.stack([expert(f"{block}shared_expert", row) for row in x])
         return y
 
-    router = RouterConfig.mixtral() if mixtral else dataclasses.replace(RouterConfig.qwen3_moe(), top_k=2)
+    router = RouterConfig.mixtral() if mixtral else RouterConfig.qwen3_moe(top_k=2, renormalize=renormalize)
     return Case(family, tensors, router, compute, options=options)
 
 
-def deepseek_v3(family: str, matrix: Any, seed: int, of_shared: Any = None, prefix: str = "model.") -> Case:
-    names = ("gate_proj", "up_proj", "down_proj")
-    block = f"{prefix}layers.{LAYER}.mlp."
-    tensors = per_expert(seed, block, names, matrix, "shared_experts", of_shared or matrix)
-    bias = f"{block}gate.e_score_correction_bias"
+def sigmoid_router(family: str, matrix: Any, seed: int, of_shared: Any = None, prefix: str = "model.") -> Case:
+    """DeepSeek-V3 and the families that choose as it does, but for groups and scale."""
+    groups, kept = (4, 2) if family == "deepseek_v3" else (1, 1)
+    scale = {"deepseek_v3": 2.5, "kimi_k2": 2.827, "glm4_moe": 1.5, "minimax_m2": 1.0}[family]
+    minimax = family == "minimax_m2"
+    names = ("w1", "w3", "w2") if minimax else ("gate_proj", "up_proj", "down_proj")
+    block = f"{prefix}layers.{LAYER}.{'block_sparse_moe' if minimax else 'mlp'}."
+    tensors = per_expert(seed, block, names, matrix, None if minimax else "shared_experts", of_shared or matrix)
+    bias = f"{block}{'' if minimax else 'gate.'}e_score_correction_bias"
     tensors[bias] = np.random.default_rng(seed + 100).uniform(-0.2, 0.2, EXPERTS).astype(np.float32)
     expert = feed_forward(tensors, names, silu)
-    groups, kept = (4, 2) if family == "deepseek_v3" else (1, 1)
-    scale = 2.5 if family == "deepseek_v3" else 2.827
 
     def compute(x: np.ndarray, _: np.ndarray) -> np.ndarray:
         scores = sigmoid(x @ tensors[f"{block}gate.weight"].astype(np.float64).T)
@@ -220,9 +248,9 @@ def deepseek_v3(family: str, matrix: Any, seed: int, of_shared: Any = None, pref
         weights = np.take_along_axis(scores, ids, -1)
         weights = scale * weights / weights.sum(-1, keepdims=True)
         y = weighted(x, ids, weights, lambda e, row: expert(f"{block}experts.{e}", row))
-        return y + np.stack([expert(f"{block}shared_experts", row) for row in x])
+        return y if minimax else y + np.stack([expert(f"{block}shared_experts", row) for row in x])
 
-    router = RouterConfig.deepseek_v3() if family == "deepseek_v3" else RouterConfig.kimi_k2()
+    router = RouterConfig.deepseek_v3() if family == "deepseek_v3" else RouterConfig.kimi_k2(scaling_factor=scale)
     router = dataclasses.replace(router, top_k=2, num_groups=groups, top_groups=kept)
     return Case(family, tensors, router, compute, options={} if prefix == "model." else {"prefix": prefix})
 
@@ -289,16 +317,23 @@ CASES: dict[str, Callable[[], Case]] = {
     "mixtral": lambda: mixtral_or_qwen("mixtral", wide, 1),
     "qwen3_moe": lambda: mixtral_or_qwen("qwen3_moe", wide, 2),
     "qwen3_moe in FP8": lambda: mixtral_or_qwen("qwen3_moe", fp8_bf16_scales, 3, scale_dtype=BF16),
+    "qwen3_moe in FP8 of outputs": lambda: mixtral_or_qwen("qwen3_moe", fp8_of_outputs, 15, scale_dtype=BF16),
+    "mixtral in FP8 of matrices": lambda: mixtral_or_qwen("mixtral", fp8_of_matrices, 16),
+    "qwen3_moe in MXFP4": lambda: mixtral_or_qwen("qwen3_moe", mxfp4_compressed, 17),
+    "olmoe": lambda: mixtral_or_qwen("olmoe", wide, 20, renormalize=False),
+    "qwen2_moe": lambda: mixtral_or_qwen("qwen2_moe", wide, 21, with_shared=True, renormalize=False),
     "qwen3_next": lambda: mixtral_or_qwen("qwen3_next", wide, 4, with_shared=True),
-    "deepseek_v3": lambda: deepseek_v3("deepseek_v3", wide, 5),
-    "deepseek_v3 in FP8": lambda: deepseek_v3("deepseek_v3", fp8, 6),
-    "kimi_k2 in FP8": lambda: deepseek_v3("kimi_k2", fp8, 7, prefix="language_model.model."),
+    "deepseek_v3": lambda: sigmoid_router("deepseek_v3", wide, 5),
+    "deepseek_v3 in FP8": lambda: sigmoid_router("deepseek_v3", fp8, 6),
+    "kimi_k2 in FP8": lambda: sigmoid_router("kimi_k2", fp8, 7, prefix="language_model.model."),
+    "glm4_moe": lambda: sigmoid_router("glm4_moe", wide, 18),
+    "minimax_m2 in FP8": lambda: sigmoid_router("minimax_m2", fp8, 19),
     "gpt_oss": lambda: gpt_oss(8, packed=True),
     "gpt_oss in BF16": lambda: gpt_oss(9, packed=False),
     "deepseek_v4": lambda: deepseek_v4(10, by_token=False),
     "deepseek_v4, experts by token": lambda: deepseek_v4(11, by_token=True),
     "qwen3_moe in NVFP4": lambda: mixtral_or_qwen("qwen3_moe", nvfp4, 12),
-    "deepseek_v3 in NVFP4": lambda: deepseek_v3("deepseek_v3", nvfp4, 13, of_shared=wide),
+    "deepseek_v3 in NVFP4": lambda: sigmoid_router("deepseek_v3", nvfp4, 13, of_shared=wide),
     "deepseek_v4 in NVFP4": lambda: deepseek_v4(14, by_token=False, matrix=nvfp4),
 }
 

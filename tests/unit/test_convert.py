@@ -83,6 +83,47 @@ def test_scales_that_come_as_bytes_are_the_powers_of_two_they_stand_for():
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+def test_blocks_of_compressed_tensors_are_those_of_deepseek_under_another_name():
+    case = CASES["deepseek_v3 in FP8"]()
+    renamed = {name.replace("weight_scale_inv", "weight_scale"): array for name, array in case.tensors.items()}
+    assert renamed.keys() != case.tensors.keys()
+    leaves = [jax.tree.leaves(from_hf(tensors, "deepseek_v3", LAYER)) for tensors in (case.tensors, renamed)]
+    for found, wanted in zip(*leaves, strict=True):
+        assert (found.dtype, np.asarray(found).tobytes()) == (wanted.dtype, np.asarray(wanted).tobytes())
+    assert to_hf(from_hf(renamed, "deepseek_v3", LAYER), "deepseek_v3", LAYER).keys() < case.tensors.keys()
+
+
+def test_nvfp4_of_compressed_tensors_divides_by_what_modelopt_multiplies_with():
+    case = CASES["qwen3_moe in NVFP4"]()
+    names = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+
+    def renamed(name: str, array: Any) -> tuple[str, Any]:
+        stem, _, suffix = name.rpartition(".")
+        if suffix in names:  # powers of two have exact inverses
+            return f"{stem}.{names[suffix]}", np.exp2(-np.round(np.log2(array))).reshape(1)
+        return (f"{stem}.weight_packed" if suffix == "weight" and array.dtype == np.uint8 else name), array
+
+    powers = {
+        name: np.exp2(np.round(np.log2(array))) if name.rpartition(".")[2] in names else array
+        for name, array in case.tensors.items()
+    }
+    compressed = dict(renamed(name, array) for name, array in case.tensors.items())
+    weights, found = (from_hf(tensors, "qwen3_moe", LAYER) for tensors in (powers, compressed))
+    jax.tree.map(np.testing.assert_array_equal, weights, found)
+    again = to_hf(found, "qwen3_moe", LAYER)
+    assert all(again[name].tobytes() == np.asarray(powers[name]).tobytes() for name in again)
+
+
+def test_a_scale_of_a_matrix_may_lie_in_no_dimension():
+    case = CASES["mixtral in FP8 of matrices"]()
+    numbers = {name: array.reshape(()) if "_scale" in name else array for name, array in case.tensors.items()}
+    weights: Any = from_hf(case.tensors, "mixtral", LAYER)
+    found: Any = from_hf(numbers, "mixtral", LAYER)
+    jax.tree.map(np.testing.assert_array_equal, weights, found)
+    assert found.experts.w_up.kinds == ("expert",)
+    assert found.input_scales["experts.w_up"].shape == (found.experts.num_experts,)
+
+
 def test_experts_that_were_quantised_here_are_written_as_a_checkpoint_has_them():
     case = CASES["deepseek_v3"]()
     weights = from_hf(case.tensors, "deepseek_v3", LAYER)

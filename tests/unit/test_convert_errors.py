@@ -151,11 +151,11 @@ def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, 
         (
             "deepseek_v3",
             "qwen3_moe",
-            ["belong to nothing that family='qwen3_moe' has", "those of 'deepseek_v3' or 'kimi_k2'"],
+            ["belong to nothing that family='qwen3_moe' has", "those of 'deepseek_v3' or 'glm4_moe' or 'kimi_k2'"],
         ),
         ("gpt_oss", "mixtral", ["those of 'gpt_oss'"]),
         ("deepseek_v4", "deepseek_v3", ["those of 'deepseek_v4'"]),
-        ("mixtral", "mistral", ["family='mistral' must be one of 'mixtral', 'qwen3_moe',"]),
+        ("mixtral", "mistral", ["family='mistral' must be one of 'mixtral', 'minimax_m2',"]),
     ],
 )
 def test_the_wrong_family_is_told_by_the_names_that_are_there(case, family, told):
@@ -168,10 +168,10 @@ def test_formats_that_are_not_read_are_refused_with_what_is_there():
     raises(
         packed, "qwen3_moe", ValueError, "experts.0.gate_proj.weight' is missing", "Beside it there are weight_packed."
     )
-    case = CASES["qwen3_moe in FP8"]()
-    per_channel = {name.replace("_scale_inv", "_scale"): array for name, array in case.tensors.items()}
-    told = ["experts.0.gate_proj.weight_scale_inv' is missing", "Beside it there are weight, weight_scale."]
-    raises(per_channel, "qwen3_moe", ValueError, *told)
+    case = CASES["qwen3_moe in FP8 of outputs"]()
+    scales = f"{MLP}experts.0.gate_proj.weight_scale"
+    halved = changed(case.tensors, scales, lambda array: array[::2])
+    raises(halved, "qwen3_moe", ValueError, scales, "[80, 1] beside a weight [160, 192]", "[out, 1]: FP8 with a scale")
 
 
 def test_a_layer_without_experts_is_told_which_layers_have_some():
@@ -209,13 +209,6 @@ def weights_of(name: str) -> Any:
     [
         ("mixtral", "deepseek_v3", {}, ValueError, "selection_bias is None; .* has 'gate.e_score_correction_bias'"),
         ("deepseek_v3", "mixtral", {}, ValueError, "selection_bias is given, and family='mixtral' has no name for it"),
-        (
-            "deepseek_v4",
-            "deepseek_v3",
-            {},
-            TypeError,
-            "experts.w_gate is MXFP4; family='deepseek_v3' has 16 or 32 bits, FP8",
-        ),
         ("gpt_oss", "mixtral", {"router_bias": None}, ValueError, "experts have biases"),
         (
             "mixtral",
@@ -238,8 +231,13 @@ def test_scales_are_not_rounded_on_their_way_back(unchecked_shapes):
     with pytest.raises(ValueError, match="weight_scale_inv cannot be bfloat16 without rounding"):
         to_hf(weights, "deepseek_v3", LAYER, scale_dtype=jnp.bfloat16)
     per_channel = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32), "channel")
-    with pytest.raises(TypeError, match="BlockScaled with a float32 scale for channel"):
-        to_hf(dataclasses.replace(weights, experts=per_channel), "deepseek_v3", LAYER)
+    powers = jax.tree.map(
+        lambda matrix: jaxmoe.BlockScaled(matrix.values, matrix.scales.astype(E8M0)),
+        per_channel,
+        is_leaf=lambda leaf: isinstance(leaf, jaxmoe.BlockScaled),
+    )
+    with pytest.raises(TypeError, match="BlockScaled with a float8_e8m0fnu scale for channel"):
+        to_hf(dataclasses.replace(weights, experts=powers), "deepseek_v3", LAYER)
     with pytest.raises(TypeError, match="weights is a dict; pass the MoEWeights"):
         to_hf({}, "mixtral", 0)  # pyright: ignore[reportArgumentType]
 
