@@ -21,10 +21,13 @@ def of_cases(items: Sequence[pytest.Item], cases: int, turn: int) -> list[pytest
     """Returns one of each `cases` cases of every test: its parameters, and the classes that run it.
 
     What a suite asks of `"xla"` and of `"reference"` is one test, as is what it asks of two kinds of Flax layers; what
-    it asks of compiled code (tests/host) is another. Each case has its turn; a test marked `all_cases` keeps them all.
+    it asks of compiled code (tests/host) is another. All that are marked `slow` are one. Each case has its turn; a test
+    marked `all_cases` keeps them all.
     """
 
     def test_of(item: pytest.Item) -> object:
+        if "slow" in item.keywords:
+            return "slow"
         function = getattr(item, "function", item)
         of_compiled_code = "host" in item.path.parts
         return function, (item.path, getattr(item, "cls", None)) if of_compiled_code else None

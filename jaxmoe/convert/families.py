@@ -1,7 +1,7 @@
 """What the tensors of a Mixture-of-Experts block are called in the checkpoints of each family, as one table.
 
 Names are those of the files, below `{prefix}layers.{layer}.{block}.`. How the tensors of one matrix lie, in which
-number of bits, is in `matrices.py`, but for gpt-oss, whose experts lie in one tensor: `gpt_oss.py`.
+number of bits, is in `matrices.py`; those of experts that lie in one tensor are in `fused.py` and `gpt_oss.py`.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ class Family:
       prefix: before `layers.`, where `to_hf` is not told another one.
       matrices: gate, up and down of an expert; nothing where all experts lie in one tensor.
       formats: what a matrix may be in.
+      fused: whether wide experts are written as two tensors for all of them (`fused.py`), which are read in any family.
       router: `[experts, hidden]`.
       router_bias: added to the logits.
       selection_bias: added to the scores for the selection only.
@@ -32,6 +33,7 @@ class Family:
     prefix: str = "model."
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     formats: tuple[Format, ...] = FLOAT_SCALES
+    fused: bool = False
     router: str = "gate.weight"
     router_bias: str | None = None
     selection_bias: str | None = None
@@ -67,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
     "qwen3_next": _QWEN,
+    "qwen3_5_moe": dataclasses.replace(_QWEN, prefix="model.language_model.", fused=True),
     "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -122,15 +125,15 @@ def families_of(tensors: Iterable[str], layer: int) -> list[str]:
     """Returns the families by whose names a layer has a router, experts and, where they have one, a selection bias.
 
     >>> families_of([f"model.layers.0.mlp.{name}.weight" for name in ("gate", "experts.0.up_proj")], 0)
-    ['olmoe', 'qwen2_moe', 'qwen3_moe', 'qwen3_next']
+    ['olmoe', 'qwen2_moe', 'qwen3_moe', 'qwen3_next', 'qwen3_5_moe']
     """
     names = set(tensors)
     selections = {name for table in FAMILIES.values() for name in (table.selection_bias, table.token_table)}
     fits = []
     for family, table in FAMILIES.items():
         for stem in (stem for stem in _stems(names, table) if _layer(stem) == layer):
-            first = f"experts.0.{table.matrices[1]}." if table.matrices else "experts.gate_up_proj"
-            has_experts = any(name.startswith(f"{stem}{first}") for name in names)
+            first = (f"{stem}experts.0.{table.matrices[1]}.",) if table.matrices else ()
+            has_experts = any(name.startswith((*first, f"{stem}experts.gate_up_proj")) for name in names)
             found = {name for name in selections if f"{stem}{name}" in names}
             own = {table.selection_bias, table.token_table} - {None}
             if has_experts and found <= own and bool(found) == bool(own):

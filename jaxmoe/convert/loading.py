@@ -1,7 +1,7 @@
 """`from_hf`: from the tensors of a checkpoint to the arrays of a layer on their devices. Reads like what it does.
 
 Every tensor of the layer is found and checked by name, type and shape before any is read (`tensors.py`, `matrices.py`,
-`gpt_oss.py`); then one shard after the other is made and sent to its devices (`placing.py`).
+`fused.py`, `gpt_oss.py`); then one shard after the other is made and sent to its devices (`placing.py`).
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxmoe.convert import gpt_oss
+from jaxmoe.convert import fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named, other_families, stem_of
 from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked
 from jaxmoe.convert.placing import Placing, Stack
@@ -46,8 +46,8 @@ def from_hf(
     or with a scale for each output or matrix; the MXFP4 of gpt-oss and DeepSeek-V4 as `jaxmoe.MXFP4`; FP8, NVFP4
     (`jaxmoe.NVFP4`) and MXFP4 also as ModelOpt and compressed-tensors write them, in any family but these two.
     `jaxmoe.dequantize` makes wide ones of them. Static scales of tokens (`input_scale`) are kept and not used:
-    `moe_layer` has one for each 128 columns of a token. INT4, and gate and up in one tensor (but for gpt-oss), are
-    refused.
+    `moe_layer` has one for each 128 columns of a token. Gate and up may be one tensor for all experts, as Qwen3.5 has
+    them, where they are wide. INT4 is refused.
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
     from files that are mapped and not loaded, and is on its devices before the next shard is begun. So a process reads
@@ -59,10 +59,10 @@ def from_hf(
     Args:
       tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as
         well: for many layers it opens files once), or a mapping of names to arrays, which several threads ask for.
-      family: `"mixtral"`, `"minimax_m2"`, `"olmoe"`, `"qwen2_moe"`, `"qwen3_moe"`, `"qwen3_next"`, `"deepseek_v3"`,
-        `"glm4_moe"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`. `jaxmoe.RouterConfig` has a classmethod for most of
-        their routers; those of MiniMax-M2 and GLM-4.5 are `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with
-        the `routed_scaling_factor` of the checkpoint.
+      family: `"mixtral"`, `"minimax_m2"`, `"olmoe"`, `"qwen2_moe"`, `"qwen3_moe"`, `"qwen3_next"`, `"qwen3_5_moe"`,
+        `"deepseek_v3"`, `"glm4_moe"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`. `jaxmoe.RouterConfig` has a
+        classmethod for most of their routers; those of MiniMax-M2 and GLM-4.5 are
+        `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with the `routed_scaling_factor` of the checkpoint.
       layer: its number in the names.
       mesh: where the arrays go; `None` is the mesh that is set by `jax.set_mesh`, or, where none is, JAX's default
         device.
@@ -143,6 +143,8 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
 
     if family.stacked:
         routed = gpt_oss.stacked(block, num_experts, hidden, dtype)
+    elif fused.INTO in block:
+        routed = fused.stacked(block, num_experts, hidden, dtype)
     else:
         routed = experts("experts", [f"experts.{expert}" for expert in range(num_experts)], split=True)
     by_token = family.token_table is not None and family.token_table in block

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmoe.block_scaled import BlockScaled
-from jaxmoe.convert import gpt_oss
+from jaxmoe.convert import fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named
 from jaxmoe.convert.matrices import F32, SIDES, Format
 from jaxmoe.convert.placing import copy
@@ -97,8 +97,11 @@ def _tensors(
         yield from gpt_oss.tensors(experts).items()
         return
     scales = weights.input_scales or {}
-    names = [f"experts.{expert}" for expert in range(experts.num_experts)]
-    yield from _experts("experts", experts, names, table, family, scales, scale_dtype)
+    if table.fused and fused.fits(experts):
+        yield from fused.tensors(experts).items()
+    else:
+        names = [f"experts.{expert}" for expert in range(experts.num_experts)]
+        yield from _experts("experts", experts, names, table, family, scales, scale_dtype)
     if table.shared is not None and weights.shared is not None:
         yield from _experts("shared", weights.shared, [table.shared], table, family, scales, scale_dtype)
 

@@ -64,6 +64,7 @@ def trained(sizes: tuple[int, ...], axis_types: str) -> tuple[Any, np.ndarray, n
         return go_on(trainer, placed(trainer), range(STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [AUTO, EXPLICIT], ids=["Auto", "Explicit"])
 def test_on_four_axes_its_losses_are_those_on_one_device(where):
     _, losses, rows = trained(*where)
@@ -117,6 +118,7 @@ def test_experts_are_gathered_once_in_each_pass_and_their_gradients_scattered(wh
     assert 1 <= len(scatters) <= 3
 
 
+@pytest.mark.slow
 def test_restored_onto_another_mesh_it_goes_on_with_the_same_losses(tmp_path):
     here, there = trainer_on(*AUTO), trainer_on(*WITH_CONTEXT)
     with jax.set_mesh(here.mesh):
@@ -133,6 +135,7 @@ def test_restored_onto_another_mesh_it_goes_on_with_the_same_losses(tmp_path):
     np.testing.assert_array_equal(rows, rows_wanted[2:])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_in_which_the_loss_falls_and_leaves_a_checkpoint(tmp_path):
     options = ["--fsdp=1", "--tensor=1", "--axis-types=explicit", "--steps=6", f"--checkpoint={tmp_path}"]
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / "train_on_a_mesh.py"), *options]

@@ -14,8 +14,6 @@ import pytest
 
 import jaxmoe.machine as machine
 
-pytestmark = pytest.mark.all_cases
-
 ROOT = Path(__file__).parents[2]
 VARIANTS = ROOT / "ffi/cuda/host/variants"
 # Where tools/environment.sh has the extension built.
@@ -55,7 +53,9 @@ def said_of(built: Path) -> Path:
     return built.with_name(f"{built.name}.said")
 
 
-@pytest.fixture(scope="module", params=["without a timeline", "with a timeline"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("without a timeline", marks=pytest.mark.all_cases), "with a timeline"]
+)
 def has_timeline(request) -> bool:
     return request.param == "with a timeline"
 

@@ -120,6 +120,7 @@ def command(*arguments: str, program: tuple[str, ...] = ("-m", "jaxmoe.profiling
 PRODUCTS = {"forward": {"gate_up", "down"}, "backward": {*checks.WAITS} - {"down"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_name", PRODUCTS)
 def test_the_command_records_saves_and_reads_again(tmp_path: Path, pass_name):
     trace, recording, picture = tmp_path / "trace.json", tmp_path / "recording.npz", tmp_path / "picture.svg"

@@ -30,6 +30,7 @@ def test_the_slowest_process_is_the_time_of_all():
     assert min(microseconds) >= 11_000
 
 
+@pytest.mark.slow
 def test_the_first_process_prints_what_all_measured():
     with pytest.raises(LaunchError) as error:  # on CPUs the megakernel runs in one process only, and its line says so
         run("flags")

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multiprocess
 PROGRAMS = ("both", "scatters", "groups", "callback", "prefetch")
 
 
+@pytest.mark.slow
 def test_all_processes_check_and_time_the_programs_alike():
     # Which compiles soonest. What the implementations do in several processes is in test_layer.py.
     options = {

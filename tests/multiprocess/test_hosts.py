@@ -39,6 +39,7 @@ def assert_all_are_told(output: str) -> None:
         assert told[case].endswith(of_hosts), case
 
 
+@pytest.mark.slow
 def test_groups_get_the_megakernel_and_those_across_hosts_levels_where_hosts_are_known_in_all_processes_alike():
     outputs = launch(
         "tests.multiprocess.workers.hosts", processes=4, devices_per_process=1, timeout_s=200, silence_s=120

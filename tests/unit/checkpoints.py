@@ -200,12 +200,13 @@ def mixtral_or_qwen(
 ) -> Case:
     mixtral = family == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    block = f"model.layers.{LAYER}.{'block_sparse_moe' if mixtral else 'mlp'}."
+    prefix = "model.language_model." if family == "qwen3_5_moe" else "model."
+    block = f"{prefix}layers.{LAYER}.{'block_sparse_moe' if mixtral else 'mlp'}."
     tensors = per_expert(seed, block, names, matrix, "shared_expert" if with_shared else None, wide)
     if with_shared:
         gate = np.random.default_rng(seed + 100).standard_normal((1, HIDDEN)).astype(BF16)
         tensors[f"{block}shared_expert_gate.weight"] = gate
-    expert = feed_forward(tensors, names, silu)
+    expert = feed_forward(dict(tensors), names, silu)
 
     def compute(x: np.ndarray, _: np.ndarray) -> np.ndarray:
         scores = softmax(x @ tensors[f"{block}gate.weight"].astype(np.float64).T)
@@ -219,6 +220,10 @@ def mixtral_or_qwen(
             y += opened * np.stack([expert(f"{block}shared_expert", row) for row in x])
         return y
 
+    if family == "qwen3_5_moe":
+        stems = [f"{block}experts.{expert}" for expert in range(EXPERTS)]
+        gate, up, down = (np.stack([tensors.pop(f"{stem}.{name}.weight") for stem in stems]) for name in names)
+        tensors |= {f"{block}experts.gate_up_proj": np.concatenate([gate, up], 1), f"{block}experts.down_proj": down}
     router = RouterConfig.mixtral() if mixtral else RouterConfig.qwen3_moe(top_k=2, renormalize=renormalize)
     return Case(family, tensors, router, compute, options=options)
 
@@ -323,6 +328,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "olmoe": lambda: mixtral_or_qwen("olmoe", wide, 20, renormalize=False),
     "qwen2_moe": lambda: mixtral_or_qwen("qwen2_moe", wide, 21, with_shared=True, renormalize=False),
     "qwen3_next": lambda: mixtral_or_qwen("qwen3_next", wide, 4, with_shared=True),
+    "qwen3_5_moe": lambda: mixtral_or_qwen("qwen3_5_moe", wide, 22, with_shared=True),
     "deepseek_v3": lambda: sigmoid_router("deepseek_v3", wide, 5),
     "deepseek_v3 in FP8": lambda: sigmoid_router("deepseek_v3", fp8, 6),
     "kimi_k2 in FP8": lambda: sigmoid_router("kimi_k2", fp8, 7, prefix="language_model.model."),

@@ -431,6 +431,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
+@pytest.mark.slow
 def test_the_program_measures_what_its_flags_say_and_makes_as_many_devices_as_the_largest_number_of_ranks(tmp_path):
     path = tmp_path / "results"
     done = program(

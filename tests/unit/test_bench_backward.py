@@ -150,6 +150,7 @@ def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
     assert re.search(r"tiny +40 +4 both +megakernel +recompute ", out)
 
 
+@pytest.mark.slow
 def test_gate_and_up_in_one_array_are_measured_beside_two(tmp_path, capsys):
     chosen = options(
         implementations=("megakernel", "xla"), fused=("halves", "interleaved"), passes=("forward", "backward")
@@ -478,6 +479,7 @@ def test_plans_of_the_table_say_their_pass():
     assert table.plan_text(both) == "save"
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_line_for_each_pass(tmp_path):
     path = tmp_path / "results"
     command = [sys.executable, "-m", "jaxmoe.bench", "layer", "--shape=24,16,24,4,2", "--ep=2", "--blocks=2"]

@@ -73,6 +73,7 @@ def assert_equal_to_their_parts(results: list[Result]) -> None:
         assert all(value is not None and value > 0 for value in times)
 
 
+@pytest.mark.slow
 def test_with_the_megakernel_programs_of_every_kind_return_what_layer_and_other_work_return_alone():
     """On four ranks, so that the two groups have peers."""
     results = measured(*DIFFERENT, ranks=4, implementation="megakernel")
@@ -330,6 +331,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_path):
     path = tmp_path / "results"
     arguments = ("--ep=2", "--shape=32,48,8,2", "--tokens=8,16", "--programs=loss,groups", "--seconds=0.01")

@@ -23,6 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[exchange_experts.Result]:
     return list(exchange_experts.measure(options, CASE, 16, make_mesh(2)))
 
 
+@pytest.mark.slow
 def test_every_line_is_checked_and_timed_and_compared(monkeypatch):
     results = measured(monkeypatch)
     assert [result.line for result in results] == LINES

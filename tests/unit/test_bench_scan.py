@@ -21,6 +21,7 @@ def measured(**changes: Any) -> list[scan.Result]:
     return list(scan.measure(options, CASE, 16, make_mesh(2)))
 
 
+@pytest.mark.slow
 def test_every_line_is_checked_and_timed():
     results = measured()
     assert [result.line for result in results] == [*scan.LINES, *scan_gradients.LINES]

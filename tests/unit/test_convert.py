@@ -93,6 +93,15 @@ def test_blocks_of_compressed_tensors_are_those_of_deepseek_under_another_name()
     assert to_hf(from_hf(renamed, "deepseek_v3", LAYER), "deepseek_v3", LAYER).keys() < case.tensors.keys()
 
 
+def test_gate_and_up_in_one_tensor_are_read_in_a_family_that_is_published_without():
+    case = CASES["qwen3_5_moe"]()
+    renamed = {name.replace("language_model.", ""): array for name, array in case.tensors.items()}
+    weights = from_hf(case.tensors, "qwen3_5_moe", LAYER)
+    jax.tree.map(np.testing.assert_array_equal, from_hf(renamed, "qwen3_next", LAYER), weights)
+    apart = to_hf(weights, "qwen3_next", LAYER)
+    jax.tree.map(np.testing.assert_array_equal, from_hf(apart, "qwen3_5_moe", LAYER), weights)
+
+
 def test_nvfp4_of_compressed_tensors_divides_by_what_modelopt_multiplies_with():
     case = CASES["qwen3_moe in NVFP4"]()
     names = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}

@@ -69,6 +69,14 @@ def raises(tensors: Any, family: str, error: type[Exception], *told: str) -> Non
         ),
         ("gpt_oss in BF16", "experts.down_proj", lambda a: a[:4], ValueError, ["[4, 160, 192]", "[8, 160, 192]"]),
         ("mixtral", "gate.weight", lambda a: a[0], ValueError, ["has shape [192]; it must be [experts, hidden]"]),
+        (
+            "qwen3_5_moe",
+            "experts.gate_up_proj",
+            lambda a: a[:, :319],
+            ValueError,
+            ["has 319 rows for gate and up, which must be even"],
+        ),
+        ("qwen3_5_moe", "experts.down_proj", lambda a: a[:, :, :80], ValueError, ["[8, 192, 80]", "hidden, inter"]),
         # Of another type.
         (
             "mixtral",
@@ -139,7 +147,8 @@ def raises(tensors: Any, family: str, error: type[Exception], *told: str) -> Non
 )
 def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, error, told):
     made = CASES[case]()
-    name = f"{'model.' if made.family != 'deepseek_v4' else ''}layers.{LAYER}.{BLOCKS.get(made.family, 'mlp')}.{below}"
+    prefix = {"deepseek_v4": "", "qwen3_5_moe": "model.language_model."}.get(made.family, "model.")
+    name = f"{prefix}layers.{LAYER}.{BLOCKS.get(made.family, 'mlp')}.{below}"
     raises(changed(made.tensors, name, change), made.family, error, name, *told)
 
 

@@ -110,6 +110,7 @@ def trained() -> Trained:
     return train_tiny(None)
 
 
+@pytest.mark.slow
 def test_a_later_byte_does_not_change_earlier_logits(trained):
     with jax.set_mesh(choose_devices().mesh):
         logits = jax.jit(lambda model, tokens: model(tokens)[0])
@@ -159,6 +160,7 @@ def test_through_the_megakernel_it_trains_to_the_same_losses(trained):
     np.testing.assert_allclose(found.held_out_loss, expected.held_out_loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_experts_and_tokens_rounded_to_8_bits_it_trains_to_losses_within_a_percent(monkeypatch):
     wide = train_tiny(None, steps=40).history
     monkeypatch.setattr(model, "MoE", functools.partial(MoE, precision="fp8"))
@@ -286,6 +288,7 @@ def test_a_bad_option_ends_with_one_line(argument, message):
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_an_implementation_that_this_machine_does_not_have_ends_with_one_line():
     program = (
         "import runpy, sys; from jaxmoe import native; native.targets = lambda platform: (); "

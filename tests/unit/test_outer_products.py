@@ -24,6 +24,7 @@ def expected(lhs: jax.Array, rhs: jax.Array, sizes: list[int]) -> np.ndarray:
     return np.stack([a[end - size : end].T @ b[end - size : end] for end, size in zip(ends, sizes, strict=True)])
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9), behind=st.integers(0, 70))
 def test_sums_of_whole_numbers_are_exact_for_every_number_of_rows_and_experts(sizes, behind):
     rows = max(sum(sizes) + behind, 1)

@@ -28,7 +28,8 @@ SUITE = [case_of("unit/a.py", cls, "of the suite", case) for cls in ("Xla", "Ref
 COMPILED = [case_of("host/b.py", cls, "of the suite", case) for cls in ("Bf16", "F16") for case in range(4)]
 ALONE = [case_of("unit/c.py", "", "alone", 0)]
 MARKED = [case_of("unit/d.py", "", "marked", case, "all_cases") for case in range(4)]
-ALL: Any = [*SUITE, *COMPILED, *ALONE, *MARKED]
+SLOW = [case_of(f"unit/{file}.py", "", f"slow {file}", 0, "slow") for file in "efghijk"]
+ALL: Any = [*SUITE, *COMPILED, *ALONE, *MARKED, *SLOW]
 
 
 @pytest.mark.parametrize("cases", [2, 3, 7])
@@ -39,6 +40,7 @@ def test_every_case_has_its_turn_and_no_test_is_left_out_in_any(cases):
         assert kept & set(SUITE)
         assert all(any(item.cls == cls for item in kept & set(COMPILED)) for cls in ("Bf16", "F16"))
         assert kept >= {*ALONE, *MARKED}
+        assert len(kept & set(SLOW)) in (7 // cases, 7 // cases + 1)
 
 
 def test_of_many_cases_it_takes_one_of_that_many_in_their_order():
