@@ -4,7 +4,8 @@ One line for each number of tokens and each of the programs in `beside_programs.
 returns is compared with what its two parts return when each runs for itself: the layer alone, whose output was compared
 with the reference before, and the program with the layer's answers given, its other work alone. Both are timed as the
 program is. What the layer returns has to be the same bit for bit (of `"megakernel"`), also in the last call that was
-timed. Without that no time is printed.
+timed. Without that no time is printed. Where a program takes longer than its parts it is timed once more in rounds
+inside one jit (`beside_rounds.py`), which tells the devices' time from the hosts'.
 
 A program that hangs ends through the layer's own limit, `JAXMOE_TIMEOUT_SECONDS`, which the command sets to 10 s where
 the user has not. No layer of that group can run after it, so the programs that come next are told as not run.
@@ -31,7 +32,8 @@ from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
 from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
 from jaxmoe.bench.beside_layer import Inputs, Outcome, Seen
 from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, where
-from jaxmoe.bench.beside_table import Result, header, line
+from jaxmoe.bench.beside_rounds import in_rounds, time_rounds
+from jaxmoe.bench.beside_table import Result, header, is_longer, line
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import BesideOptions
@@ -183,20 +185,12 @@ class _Bench:
                     progress(f"    {number} of {len(futures)} functions compiled after {now - started:.0f} s")
 
     def _lower(self, name: str) -> dict[tuple[str, str], Any]:
-        program = PROGRAMS[name]
-        # Where whole arrays are seen, results of other work are small and wanted everywhere.
-        of_results = None if program.per_rank else NamedSharding(self.mesh, P())
-        shardings: Any = Outcome(self.split, of_results)  # pyright: ignore[reportArgumentType]
-        jitted = jax.jit(program.on(self.mesh, self.config, self.of_layer), out_shardings=shardings)
+        jitted = jax.jit(self._program(name), out_shardings=self._shardings(name))
         traced = jitted.trace(self.inputs, None)
         first: Seen = traced.out_info.calls[0]
         arguments = first.arguments(self.inputs, 0)
         arguments = self._as_split(arguments._replace(experts=None))._replace(experts=arguments.experts)
-
-        def layer(arguments: Arguments) -> jax.Array:
-            return jaxmoe.moe_layer(*arguments[:4], **self.of_layer, **where(self.mesh))
-
-        alone = jax.jit(function_of(first.pass_name, layer), out_shardings=self.split)
+        alone = jax.jit(self._layer(first.pass_name), out_shardings=self.split)
         traced_alone = alone.trace(arguments, self._as_split(first.dy))
         answers = (self._as_split(traced_alone.out_info),) * len(traced.out_info.calls)
         return {
@@ -204,6 +198,23 @@ class _Bench:
             ("work", name): jitted.trace(self.inputs, answers).lower(),
             ("layer", first.pass_name): traced_alone.lower(),
         }
+
+    def _program(self, name: str) -> Callable[..., Outcome]:
+        return PROGRAMS[name].on(self.mesh, self.config, self.of_layer)
+
+    def _shardings(self, name: str) -> Any:
+        # Where a program sees whole arrays, results of its other work are small and wanted everywhere.
+        of_results: Any = None if PROGRAMS[name].per_rank else NamedSharding(self.mesh, P())
+        of_calls: Any = self.split
+        return Outcome(of_calls, of_results)
+
+    def _layer(self, pass_name: Pass) -> Callable[..., Results]:
+        """The layer alone."""
+
+        def layer(arguments: Arguments) -> jax.Array:
+            return jaxmoe.moe_layer(*arguments[:4], **self.of_layer, **where(self.mesh))
+
+        return function_of(pass_name, layer)
 
     def _as_split(self, tree: Any) -> Any:
         """Shapes of arrays that are split over all ranks."""
@@ -245,7 +256,7 @@ class _Bench:
         if wrong := compare_with_layer(last, answers, self.implementation, self.mesh):
             jax.block_until_ready(program(self.inputs, None))
             return dataclasses.replace(result, failure=f"no figures, the last call is wrong: {wrong}")
-        return dataclasses.replace(
+        result = dataclasses.replace(
             result,
             error=error,
             microseconds=timed.median,
@@ -255,6 +266,31 @@ class _Bench:
             work=of_work.median,
             work_slowest=work_slowest,
         )
+        if PROGRAMS[result.program].is_of_host or not is_longer(timed.median, len(of_calls) * layer, of_work.median):
+            return result
+        return self._in_rounds(result, pass_name, of_calls, answers)
+
+    def _in_rounds(self, result: Result, pass_name: Pass, of_calls: list[Any], answers: tuple[Results, ...]) -> Result:
+        """Returns the line with the times of rounds inside one jit, or why it has no figures at all."""
+        function, inputs, name = self._program(result.program), self.inputs, result.program
+
+        def program(x: jax.Array, inputs: Inputs, answers: Any) -> Outcome:
+            return function(inputs._replace(x=x), answers)
+
+        def layer(x: jax.Array, arguments: Arguments, dy: Any) -> Results:
+            return self._layer(pass_name)(arguments._replace(x=x), dy)
+
+        rounds = in_rounds(program, lambda outcome: outcome.calls[0].topk_weights, self.mesh)
+        jitted, options = jax.jit(rounds, out_shardings=self._shardings(name)), PROGRAMS[name].compiler_options
+        of_program, last = time_rounds(jitted, (inputs.x, inputs, None), self.options.seconds, options)
+        of_work, _ = time_rounds(jitted, (inputs.x, inputs, answers), self.options.seconds, options)
+        first, dy = of_calls[0]
+        jitted = jax.jit(in_rounds(layer, lambda results: results.y, self.mesh), out_shardings=self.split)
+        of_layer, _ = time_rounds(jitted, (first.x, first, dy), self.options.seconds)
+        if wrong := compare_with_layer(last, answers, self.implementation, self.mesh):
+            jax.block_until_ready(self._compiled("program", name)(inputs, None))
+            return dataclasses.replace(result, failure=f"no figures, the last round is wrong: {wrong}")
+        return dataclasses.replace(result, rounds=(of_program, len(of_calls) * of_layer, of_work))
 
     def _layer_time(self, pass_name: Pass, host_waits: bool, call: Callable[[], Any]) -> float:
         key = pass_name, host_waits

@@ -187,6 +187,11 @@ class Program:
     trains: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the host is a part of what the program does."""
+        return self.prefetches or self.asks_host
+
     def on(self, mesh: Mesh, config: jaxmoe.RouterConfig, of_layer: Mapping[str, Any]) -> Callable[..., Outcome]:
         """Returns the program as a function of inputs and answers, without which `moe_layer` runs with `of_layer`."""
         options = {**of_layer, **({"axis_name": AXIS} if self.per_rank else where(mesh))}

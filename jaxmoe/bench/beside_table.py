@@ -8,6 +8,15 @@ import json
 
 from jaxmoe.bench.beside_programs import PROGRAMS
 
+# A call may take this much longer than the layer and the other work one after the other: a tenth, and what one more
+# wait between two streams costs, which shows where both are short.
+SHARE, SLACK_US = 1.10, 20
+
+
+def is_longer(program: float, layer: float, work: float) -> bool:
+    """Whether a program takes longer than the layer and the other work one after the other, all in microseconds."""
+    return program > SHARE * (layer + work) + SLACK_US
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -31,6 +40,8 @@ class Result:
         the host, of calls that the host waits for.
       work: time of the other work alone, the router's among it, microseconds.
       work_slowest: per call of the slowest window of that, microseconds; where the program paused, in as much time.
+      rounds: of a program whose single calls are longer than their parts (`is_longer`), the same in rounds inside one
+        jit (`beside_rounds.py`): of program, layer and work a round, microseconds.
     """
 
     program: str
@@ -48,6 +59,7 @@ class Result:
     layer: float | None = None
     work: float | None = None
     work_slowest: float | None = None
+    rounds: tuple[float, float, float] | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -88,8 +100,14 @@ def line(result: Result) -> str:
     assert r.error is not None
     checked = "equal" if r.error == 0 else f"{r.error:.0e}"
     figures = [f"{time:.1f}" for time in (r.microseconds, r.slowest, r.layer, r.work)]
-    stands_for = PROGRAMS[r.program].stands_for + (f"; paused once, {r.paused:.1f}" if r.paused else "")
-    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", stands_for])
+    remarks = [PROGRAMS[r.program].stands_for]
+    if r.paused is not None:
+        remarks.append(f"paused once, {r.paused:.1f}")
+    if r.rounds is not None:
+        program, layer, work = r.rounds
+        parts = f"layer {layer:.1f}, work {work:.1f}"
+        remarks.append(f"in rounds inside one jit {program:.1f}, {parts}: {program / (layer + work):.3f}")
+    return _row([r.program, str(r.tokens), checked, *figures, f"{r.ratio:.3f}", "; ".join(remarks)])
 
 
 def _row(cells: list[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from jaxmoe import machine
 from jaxmoe.bench.beside import TIMEOUT_SECONDS
 from jaxmoe.bench.beside_programs import PROGRAMS
+from jaxmoe.bench.beside_table import is_longer
 from jaxmoe.bench.options import NARROW
 from tests.multiprocess.launcher import LaunchError, launch
 
@@ -22,9 +23,6 @@ SECONDS = float(os.environ.get("JAXMOE_TEST_SECONDS", "3"))
 CASE_S, START_S, SILENCE_S = 1.5 * SECONDS + 5, 120, 120
 GPUS = jax.device_count()
 
-# A call may take this much longer than the layer and the other work one after the other: a tenth, and what one more
-# wait between two streams costs, which shows where both are short.
-SHARE, SLACK_US = 1.10, 20
 SLOWEST = 3  # times the median
 
 MARKS = [
@@ -101,8 +99,13 @@ def assert_steady(result: dict[str, Any]) -> None:
 
 
 def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
-    """The layer and the other work beside each other are hardly slower than one after the other."""
-    assert result["microseconds"] <= SHARE * (result["layer"] + result["work"]) + SLACK_US
+    """The layer and the other work beside each other are hardly slower than one after the other.
+
+    Where single calls are, hosts may be what bounds them: then in rounds inside one jit, where none stands in between.
+    """
+    if is_longer(result["microseconds"], result["layer"], result["work"]):
+        assert result["rounds"] is not None
+        assert not is_longer(*result["rounds"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxmoe
-from jaxmoe.bench import beside, beside_checks, windows
+from jaxmoe.bench import beside, beside_checks, beside_rounds, beside_table, windows
 from jaxmoe.bench.beside_layer import Inputs, Layer, Outcome
 from jaxmoe.bench.beside_programs import PROGRAMS, Program
 from jaxmoe.bench.beside_table import Result
@@ -315,6 +315,50 @@ def test_calls_that_have_become_slow_end_in_time(monkeypatch):
     times, _ = windows.time_calls(clock.call, seconds=1.0)
     assert times.median == pytest.approx(300_000)
     assert len(clock.numbers) == 3 + 3 * windows.MOST_WINDOW_CALLS
+
+
+def test_a_program_longer_than_its_parts_is_timed_in_rounds_inside_one_jit_too(monkeypatch):
+    monkeypatch.setattr(beside, "is_longer", lambda *_: True)
+    results = measured("train", "groups", "callback")
+    assert_equal_to_their_parts(results)
+    *of_devices, of_host = results
+    for result in of_devices:
+        assert result.rounds is not None
+        assert all(each > 0 for each in result.rounds)
+        assert "; in rounds inside one jit " in beside_table.line(result)
+    assert of_host.rounds is None  # in which the host takes part
+
+
+def test_no_time_is_printed_where_a_later_round_returns_something_else(add, monkeypatch):
+    monkeypatch.setattr(beside, "is_longer", lambda *_: True)
+    is_in_rounds = []
+    monkeypatch.setattr(beside, "in_rounds", lambda *of: is_in_rounds.append(True) or beside_rounds.in_rounds(*of))
+
+    def function(layer: Layer, inputs: Inputs) -> Outcome:
+        call, y, *_ = layer(inputs)
+        return Outcome((call._replace(y=y + len(is_in_rounds)),), {})
+
+    [wrong] = measured(add("other in rounds", function))
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("no figures, the last round is wrong: y of call 0")
+
+
+def test_a_round_follows_another_and_the_results_are_those_of_the_last():
+    seen = []
+
+    def note(x: Any) -> np.ndarray:
+        seen.append(np.asarray(x))
+        return np.float32(len(seen))
+
+    def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * weight, io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), x, ordered=True)
+
+    rounds = beside_rounds.in_rounds(function, lambda results: results[0], beside.make_mesh(1))
+    x = jnp.arange(6.0).reshape(3, 2)
+    y, number = jax.jit(rounds)(x, jnp.float32(3))
+    np.testing.assert_array_equal(y, 3 * x)
+    assert float(number) == len(seen) == beside_rounds.ROUNDS
+    np.testing.assert_array_equal(seen, np.broadcast_to(x, (beside_rounds.ROUNDS, 3, 2)))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
