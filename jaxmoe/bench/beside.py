@@ -232,7 +232,7 @@ class _Bench:
         pass_name = outcome.calls[0].pass_name
         alone = self._compiled("layer", pass_name)
         self._meet()
-        of_calls = [(call.arguments(self.inputs, number), call.dy) for number, call in enumerate(outcome.calls)]
+        of_calls = self._calls_of(outcome)
         answers = tuple(alone(*of_call) for of_call in of_calls)
         error, work_wrong = compare_with_work(outcome, work(self.inputs, answers), self.mesh)
         wrong = (
@@ -270,7 +270,9 @@ class _Bench:
             return result
         return self._in_rounds(result, pass_name, of_calls, answers)
 
-    def _in_rounds(self, result: Result, pass_name: Pass, of_calls: list[Any], answers: tuple[Results, ...]) -> Result:
+    def _in_rounds(
+        self, result: Result, pass_name: Pass, of_calls: list[tuple[Arguments, Any]], answers: tuple[Results, ...]
+    ) -> Result:
         """Returns the line with the times of rounds inside one jit, or why it has no figures at all."""
         function, inputs, name = self._program(result.program), self.inputs, result.program
 
@@ -287,10 +289,16 @@ class _Bench:
         first, dy = of_calls[0]
         jitted = jax.jit(in_rounds(layer, lambda results: results.y, self.mesh), out_shardings=self.split)
         of_layer, _ = time_rounds(jitted, (first.x, first, dy), self.options.seconds)
-        if wrong := compare_with_layer(last, answers, self.implementation, self.mesh):
+        # Rounds are compiled anew: what the program gives its later layers may have been rounded in other places.
+        of_last = tuple(self._compiled("layer", pass_name)(*of_call) for of_call in self._calls_of(last))
+        if wrong := compare_with_layer(last, of_last, self.implementation, self.mesh):
             jax.block_until_ready(self._compiled("program", name)(inputs, None))
             return dataclasses.replace(result, failure=f"no figures, the last round is wrong: {wrong}")
         return dataclasses.replace(result, rounds=(of_program, len(of_calls) * of_layer, of_work))
+
+    def _calls_of(self, outcome: Outcome) -> list[tuple[Arguments, jax.Array | None]]:
+        """What the layer alone is given for the answers of a program's calls."""
+        return [(call.arguments(self.inputs, number), call.dy) for number, call in enumerate(outcome.calls)]
 
     def _layer_time(self, pass_name: Pass, host_waits: bool, call: Callable[[], Any]) -> float:
         key = pass_name, host_waits
