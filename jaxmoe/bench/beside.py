@@ -266,7 +266,8 @@ class _Bench:
             work=of_work.median,
             work_slowest=work_slowest,
         )
-        if PROGRAMS[result.program].is_of_host or not is_longer(timed.median, len(of_calls) * layer, of_work.median):
+        longer = self.options.rounds or is_longer(timed.median, len(of_calls) * layer, of_work.median)
+        if PROGRAMS[result.program].is_of_host or not longer:
             return result
         return self._in_rounds(result, pass_name, of_calls, answers)
 

@@ -40,8 +40,8 @@ class Result:
         the host, of calls that the host waits for.
       work: time of the other work alone, the router's among it, microseconds.
       work_slowest: per call of the slowest window of that, microseconds; where the program paused, in as much time.
-      rounds: of a program whose single calls are longer than their parts (`is_longer`), the same in rounds inside one
-        jit (`beside_rounds.py`): of program, layer and work a round, microseconds.
+      rounds: of a program whose single calls are longer than their parts (`is_longer`), or where the options ask for
+        it, the same in rounds inside one jit (`beside_rounds.py`): of program, layer and work a round, microseconds.
     """
 
     program: str

@@ -119,6 +119,9 @@ _WITH_EXPERTS = flags.DEFINE_boolean(
 _MULTIPROCESSORS = flags.DEFINE_integer(
     "multiprocessors", None, "exchange --with_experts: of what runs beside experts, an even number of 2 to 64."
 )
+_ROUNDS = flags.DEFINE_boolean(
+    "rounds", False, "beside: times every program in rounds inside one jit too, where no host stands in between."
+)
 _JSON = flags.DEFINE_string("json", None, "File to which the results are added, one JSON object a line.")
 
 
@@ -191,6 +194,7 @@ def beside_from_flags() -> BesideOptions:
         implementation=_one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
         network=_one("way, --chunks, --round-tokens", networks) if (networks := _networks()) else None,
         seconds=SECONDS.value,
+        rounds=_ROUNDS.value,
         json=Path(_JSON.value) if _JSON.value else None,
     )
 

@@ -210,6 +210,8 @@ class BesideOptions:
       implementation: of `moe_layer`; `None` lets it choose.
       network: the plan between hosts, as if the ranks were on several; `None` for one host.
       seconds: for which a program is timed.
+      rounds: whether every program is timed in rounds inside one jit too, not only those that take longer than their
+        parts.
       json: file to which the results are added, one JSON object a line.
     """
 
@@ -222,6 +224,7 @@ class BesideOptions:
     implementation: str | None = None
     network: NetworkPlan | None = None
     seconds: float = 0.3
+    rounds: bool = False
     json: Path | None = None
 
     def __post_init__(self) -> None:

@@ -330,7 +330,6 @@ def test_a_program_longer_than_its_parts_is_timed_in_rounds_inside_one_jit_too(m
 
 
 def test_no_time_is_printed_where_a_later_round_returns_something_else(add, monkeypatch):
-    monkeypatch.setattr(beside, "is_longer", lambda *_: True)
     is_in_rounds = []
     monkeypatch.setattr(beside, "in_rounds", lambda *of: is_in_rounds.append(True) or beside_rounds.in_rounds(*of))
 
@@ -338,7 +337,7 @@ def test_no_time_is_printed_where_a_later_round_returns_something_else(add, monk
         call, y, *_ = layer(inputs)
         return Outcome((call._replace(y=y + len(is_in_rounds)),), {})
 
-    [wrong] = measured(add("other in rounds", function))
+    [wrong] = measured(add("other in rounds", function), rounds=True)
     assert wrong.failure is not None
     assert wrong.failure.startswith("no figures, the last round is wrong: y of call 0")
 
@@ -379,7 +378,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_path):
     path = tmp_path / "results"
     arguments = ("--ep=2", "--shape=32,48,8,2", "--tokens=8,16", "--programs=loss,groups", "--seconds=0.01")
-    done = program(*arguments, f"--implementation={IMPLEMENTATION}", f"--json={path}")
+    done = program(*arguments, "--rounds", f"--implementation={IMPLEMENTATION}", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("cpu x 2, 1 process(es), jax ")
     lines = re.findall(r"^(loss|groups) +(8|16) +(?:equal|\de-\d\d) +\d+\.\d .* \d+\.\d{3} [a-z]", done.stdout, re.M)
@@ -388,6 +387,7 @@ def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_pat
     assert [(result["program"], str(result["tokens"])) for result in results] == lines
     for result in results:
         assert result["ratio"] == pytest.approx(result["microseconds"] / (result["layer"] + result["work"]))
+        assert len(result["rounds"]) == 3
 
 
 def test_the_command_says_what_is_wrong_with_its_flags():
