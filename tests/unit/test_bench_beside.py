@@ -347,7 +347,7 @@ def test_a_round_follows_another_and_the_results_are_those_of_the_last():
 
     def note(x: Any) -> np.ndarray:
         seen.append(np.asarray(x))
-        return np.float32(len(seen))
+        return np.array(len(seen), np.float32)
 
     def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x * weight, io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), x, ordered=True)
