@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,6 +30,7 @@ import jaxmoe
 from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
 from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
 from jaxmoe.bench.beside_layer import Inputs, Outcome, Seen
+from jaxmoe.bench.beside_prefetch import Prefetching
 from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, where
 from jaxmoe.bench.beside_rounds import in_rounds, time_rounds
 from jaxmoe.bench.beside_table import Result, header, is_longer, line
@@ -284,12 +284,18 @@ class _Bench:
             return self._layer(pass_name)(arguments._replace(x=x), dy)
 
         rounds = in_rounds(program, lambda outcome: outcome.calls[0].topk_weights, self.mesh)
-        jitted, options = jax.jit(rounds, out_shardings=self._shardings(name)), PROGRAMS[name].compiler_options
-        of_program, last = time_rounds(jitted, (inputs.x, inputs, None), self.options.seconds, options)
-        of_work, _ = time_rounds(jitted, (inputs.x, inputs, answers), self.options.seconds, options)
-        first, dy = of_calls[0]
-        jitted = jax.jit(in_rounds(layer, lambda results: results.y, self.mesh), out_shardings=self.split)
-        of_layer, _ = time_rounds(jitted, (first.x, first, dy), self.options.seconds)
+        in_one_jit = jax.jit(rounds, out_shardings=self._shardings(name))
+        layer_alone = jax.jit(in_rounds(layer, lambda results: results.y, self.mesh), out_shardings=self.split)
+        options, (first, dy) = dict(PROGRAMS[name].compiler_options), of_calls[0]
+        calls = (
+            (in_one_jit, (inputs.x, inputs, None), options),
+            (layer_alone, (first.x, first, dy), {}),
+            (in_one_jit, (inputs.x, inputs, answers), options),
+        )
+        compiled = [jitted.lower(*arguments).compile(compiler_options=of) for jitted, arguments, of in calls]
+        self._meet()
+        timed = [time_rounds(each, call[1], self.options.seconds) for each, call in zip(compiled, calls, strict=True)]
+        (of_program, last), (of_layer, _), (of_work, _) = timed
         # Rounds are compiled anew: what the program gives its later layers may have been rounded in other places.
         of_last = tuple(self._compiled("layer", pass_name)(*of_call) for of_call in self._calls_of(last))
         if wrong := compare_with_layer(last, of_last, self.implementation, self.mesh):
@@ -325,7 +331,7 @@ class _Bench:
             yield lambda _: compiled(self.inputs, answers)
             return
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            yield _Prefetching(compiled, self.inputs, answers, pool, whole(self.inputs.x, self.mesh))
+            yield Prefetching(compiled, self.inputs, answers, pool, whole(self.inputs.x, self.mesh))
 
     def _compare_with_reference(self, arguments: Arguments, answer: Results) -> str:
         """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
@@ -336,38 +342,6 @@ class _Bench:
         error = error_of(answer.y, sample, self.mesh)
         self.is_right = error <= sample.allowed
         return "" if self.is_right else f"the layer alone has an error of {error:.1e}, above {sample.allowed:.1e}"
-
-
-class _Prefetching:
-    """Calls whose next tokens a thread of the host copies to the devices; it reads the last loss too.
-
-    As a loop over batches does: a call takes the newest tokens that are there and waits for none.
-    """
-
-    def __init__(
-        self,
-        compiled: Any,
-        inputs: Inputs,
-        answers: Any,
-        pool: concurrent.futures.ThreadPoolExecutor,
-        tokens: np.ndarray,
-    ) -> None:
-        self.compiled, self.inputs, self.answers, self.pool, self.tokens = compiled, inputs, answers, pool, tokens
-        self.next: concurrent.futures.Future[jax.Array] | None = None
-
-    def __call__(self, _: int) -> Outcome:
-        if self.next is not None and self.next.done():
-            self.inputs, self.next = self.inputs._replace(x=self.next.result()), None
-        outcome = self.compiled(self.inputs, self.answers)
-        if self.next is None:
-            self.next = self.pool.submit(self._bring, outcome.results["loss"])
-        return outcome
-
-    def _bring(self, loss: jax.Array) -> jax.Array:
-        x = self.inputs.x
-        there = jax.make_array_from_callback(x.shape, x.sharding, self.tokens.__getitem__)
-        np.asarray(loss)
-        return there
 
 
 def _hosts_of(options: BesideOptions) -> str:

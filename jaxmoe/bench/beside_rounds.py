@@ -5,7 +5,7 @@ program is as fast as hosts enqueue its pieces and, with several processes, as l
 collective; in rounds what is left is the devices' own time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ ROUNDS = 16
 def in_rounds(function: Callable[..., Any], first_result: Callable[[Any], jax.Array], mesh: Mesh) -> Callable[..., Any]:
     """Returns a function of `(x, *rest)` that calls `function(x, *rest)` `ROUNDS` times and returns the last results.
 
-    Tokens of a round depend on the results of the one before, by a zero: so no round can be left out, nor a part of one
-    moved out of the loop. It costs a kernel for one number.
+    Tokens of a round depend on the results of the one before, by a zero: so no round can be left out, nor what depends
+    on tokens be moved out of the loop. It costs a kernel for one number. What depends on `rest` alone may be moved out:
+    of other work alone a sum over the layer's answers, which then is told too short, and a program's ratio too large.
 
     Args:
       function: a program, or one of its parts.
@@ -49,17 +50,13 @@ def in_rounds(function: Callable[..., Any], first_result: Callable[[Any], jax.Ar
     return rounds
 
 
-def time_rounds(
-    jitted: Any, arguments: tuple[Any, ...], seconds: float, compiler_options: Mapping[str, Any] | None = None
-) -> tuple[float, Any]:
+def time_rounds(compiled: Any, arguments: tuple[Any, ...], seconds: float) -> tuple[float, Any]:
     """Returns microseconds per round, the median over windows of calls, and the results of the last round.
 
     Args:
-      jitted: `in_rounds` under `jax.jit`.
+      compiled: `in_rounds` under `jax.jit`, compiled in all processes.
       arguments: its arguments.
       seconds: approximate time in all.
-      compiler_options: for XLA.
     """
-    compiled = jitted.lower(*arguments).compile(compiler_options=dict(compiler_options or {}))
     timed, last = time_calls(lambda _: compiled(*arguments), seconds)
     return timed.median / ROUNDS, last

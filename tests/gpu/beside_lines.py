@@ -19,7 +19,8 @@ TOKENS = (64, 1024, 8192)
 CASES = [(tokens, program) for tokens in TOKENS for program in PROGRAMS]
 # For which each program is timed.
 SECONDS = float(os.environ.get("JAXMOE_TEST_SECONDS", "3"))
-# A program is timed once, its other work for half as long; compiling and comparing come to about as much as this.
+# A program is timed once, its other work for half as long; compiling and comparing come to about as much as this, and
+# the few that are timed again to less.
 CASE_S, START_S, SILENCE_S = 1.5 * SECONDS + 5, 120, 120
 GPUS = jax.device_count()
 
