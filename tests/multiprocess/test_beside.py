@@ -24,6 +24,7 @@ def test_all_processes_check_and_time_the_programs_alike():
         "tokens": (8,),
         "shape": (16, 24, 8, 2),
         "seconds": 0.05,
+        "rounds": True,
         "implementation": "reference",
     }
     outputs = launch(
@@ -40,3 +41,4 @@ def test_all_processes_check_and_time_the_programs_alike():
     results = [json.loads(text) for text in re.findall(r"^result (.*)$", outputs[0], re.M)]
     assert [(result["program"], result["failure"]) for result in results] == [(name, None) for name in PROGRAMS]
     assert "result" not in outputs[1]
+    assert [result["program"] for result in results if result["rounds"]] == ["both", "scatters", "groups"]
