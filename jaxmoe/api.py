@@ -120,6 +120,8 @@ def moe_layer(
         Gradients are those of the layer in the dtype of `x`, of `x` and of the experts as they were before rounding
         (decoded, where they came in 8 or 4 bits); gate and up are then computed again, unless nothing but experts was
         decoded.
+        Where nothing of the experts is differentiated (they are left out of the argnums of `jax.grad`, or given through
+        `jax.lax.stop_gradient`), the backward pass makes no gradients of them, which is more than a third of its work.
       network: where the experts are spread over several hosts: which ranks are of one host, and how tokens travel
         between hosts, by XLA's collectives, around a layer that each host computes for itself. `None`: as the devices
         of the mesh say, with the choices that `jaxmoe.explain` shows; `jaxmoe.NetworkPlan(ranks_per_host=...)` states

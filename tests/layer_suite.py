@@ -100,6 +100,26 @@ class LayerSuite(LayerChecks):
         for key, value in as_dict(saved).items():
             np.testing.assert_array_equal(value, as_dict(again)[key], key)
 
+    @pytest.mark.parametrize("residuals", ["save", "recompute"])
+    @pytest.mark.parametrize("routing", ["zipf", "one-hot", "unused-slots"])
+    def test_beside_frozen_experts_all_other_gradients_are_the_same(self, routing, residuals):
+        arguments = self.inputs(34, biases=True, token_valid=True, routing=routing)
+        run = layer("data x expert, Auto", **self.options(residuals=residuals))
+
+        def loss(x, weights, experts):
+            y = run(arguments._replace(x=x, topk_weights=weights, experts=experts)).astype(jnp.float32)
+            return jnp.sum(jnp.where(arguments.token_valid[:, None], jnp.sin(y), 0))
+
+        differentiated = arguments.x, arguments.topk_weights, arguments.experts
+        frozen = jax.jit(jax.grad(loss, (0, 1)))(*differentiated)
+        trained = jax.jit(jax.grad(loss, (0, 1, 2)))(*differentiated)
+        for found, expected in zip(frozen, trained[:2], strict=True):
+            assert np.asarray(expected, np.float32).any()
+            if self.implementation == "megakernel":
+                np.testing.assert_array_equal(found, expected)
+            else:
+                self.assert_near(found, expected)
+
     @pytest.mark.parametrize("routing", ["zipf", "one-hot"])
     def test_experts_in_float32_get_gradients_in_float32_that_round_to_those_of_narrow_experts(self, routing):
         arguments = self.inputs(22, biases=True, routing=routing, dtype=jnp.bfloat16)

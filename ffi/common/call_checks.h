@@ -21,9 +21,10 @@ inline std::string attributes_error(const LayerAttributes& a) { return group_err
 inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
-      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0) {
+      s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0 ||
+      s.frozen < 0 || s.frozen > 1) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
-           "dispatcher, nothing of a schedule can be negative, and a layer has no half.";
+           "dispatcher, nothing of a schedule can be negative, a layer has no half, and frozen is 0 or 1.";
   }
   return "";
 }
@@ -66,7 +67,9 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
                                                   {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown},
                                                   {Name::kWGateUp, Name::kDWGateUp}, {Name::kBGateUp, Name::kDBGateUp}};
-  for (const auto& [array, gradient] : kGradients) expect(gradient, backward && !scaled && call.has(array));
+  for (const auto& [array, gradient] : kGradients) {
+    expect(gradient, schedule.has_weight_gradients() && call.has(array));
+  }
   if (missing.empty() && odd.empty()) return "";
   return std::string("jaxmoe: a ") + (backward ? "backward" : "forward") + " pass" +
          (missing.empty() ? "" : " without " + missing) + (odd.empty() ? "" : " with " + odd) +

@@ -88,9 +88,12 @@ struct Schedule {
   int32_t saved_tiles;
   // Experts whose weights a ring holds, decoded from fewer bits than they are multiplied in. 0: there is no ring. What
   // is multiplied is then as the caller has it, but for weights in 4 bits beside wider rows, which the tasks decode that
-  // multiply them. A backward pass that decodes weights makes no gradients of them, nor of biases.
+  // multiply them.
   int32_t weight_slots;
   int32_t half;  // kFirstHalf or kSecondHalf; 0: a layer, or nothing is multiplied
+  // 1: a backward pass makes no gradients of weights and biases, as beside experts that are not trained. One that
+  // decodes weights never does.
+  int32_t frozen;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
   // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there is no ring.
@@ -99,7 +102,7 @@ struct Schedule {
   JAXMOE_ANY constexpr bool is_second_half() const { return half == kSecondHalf; }
   // Ahead of the tasks that multiply them.
   JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
-  JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && !decodes(); }
+  JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && frozen == 0 && !decodes(); }
   // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with
   // rows of zeros to a multiple of this.
   JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows % 4 == 0 ? tile.rows / 4 : 1; }

@@ -26,7 +26,7 @@ class BackwardMemory(Terms):
     """Bytes that a backward pass reads from and writes to the memory of one rank.
 
     `projections` is 2, of experts without an up projection 1; `segments` are those of an expert, pieces of at most
-    `segment_tiles` row tiles.
+    `segment_tiles` row tiles. Beside frozen experts there is no gate_gradient, up_gradient and down_gradient.
 
     Args:
       weights_of_gate_up: `active_experts * projections * matrix_bytes`: w_gate and w_up, from which
@@ -90,8 +90,10 @@ class BackwardMemory(Terms):
     lists_read: Bytes
 
     @classmethod
-    def of_rank(cls, routing: Routing, shape: Shape, rank: int, plan: KernelPlan, tile: Any) -> "BackwardMemory":
-        """Counts the terms of one rank, for a plan of a backward pass."""
+    def of_rank(
+        cls, routing: Routing, shape: Shape, rank: int, plan: KernelPlan, tile: Any, frozen: bool = False
+    ) -> "BackwardMemory":
+        """Counts the terms of one rank, for a plan of a backward pass; beside frozen experts or not."""
         rows, slots, active = routing.rows(rank), routing.used_slots(rank), routing.active_experts(rank)
         to_peers = routing.wanted_tokens(rank) if plan.keep_tokens else routing.remote_slots(rank)
         shape = shape.wide
@@ -100,6 +102,7 @@ class BackwardMemory(Terms):
         gradient_tiles = -(-shape.intermediate // tile.columns)
         segments = -(-routing.rows_of_experts(rank) // (plan.segment_tiles * tile.rows))
         further_segments = int((segments - 1).clip(min=0).sum())
+        trained = 0 if frozen else 1
         sums = (projections + 1) * shape.hidden * shape.intermediate * WORD
         return cls(
             weights_of_gate_up=active * projections * matrix,
@@ -110,15 +113,15 @@ class BackwardMemory(Terms):
             tokens_pulled=2 * (slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=2 * routing.remote_rows(rank) * token if plan.keep_tokens else 0,
             rows_written=2 * rows * token,
-            rows_read=(3 + projections) * rows * token,
+            rows_read=(2 + trained * (1 + projections)) * rows * token,
             projections_written=2 * projections * rows * h,
-            projections_read=3 * projections * rows * h,
+            projections_read=(2 + trained) * projections * rows * h,
             h_written=rows * h,
-            hidden_read=rows * h,
+            hidden_read=trained * rows * h,
             row_numbers_written=WORD * (1 + gradient_tiles) * rows,
             row_numbers_read=WORD * (1 + gradient_tiles) * rows,
-            weight_gradients_written=shape.local_experts * (projections + 1) * matrix,
-            weight_sums=2 * further_segments * sums,
+            weight_gradients_written=trained * shape.local_experts * (projections + 1) * matrix,
+            weight_sums=trained * 2 * further_segments * sums,
             answers_written=slots * (token + WORD),
             answers_read=slots * (token + WORD),
             gradients_written=shape.tokens * (token + WORD * shape.top_k),
@@ -159,11 +162,21 @@ class BackwardLinks(Terms):
         )
 
 
-def of_backward(routings: Sequence[Routing], shape: Shape, plan: KernelPlan, tile: Any) -> Traffic:
-    """Returns what a backward pass of `"megakernel"` moves for these routings with a plan of a backward pass."""
+def of_backward(
+    routings: Sequence[Routing], shape: Shape, plan: KernelPlan, tile: Any, frozen: bool = False
+) -> Traffic:
+    """Returns what a backward pass of `"megakernel"` moves for these routings with a plan of a backward pass.
+
+    Args:
+      routings: of the sets of inputs.
+      shape: of the layer.
+      plan: of the pass.
+      tile: `TileSizes` of the platform.
+      frozen: whether it makes no gradients of experts.
+    """
 
     def memory(routing: Routing, rank: int) -> dict[str, Bytes]:
-        return BackwardMemory.of_rank(routing, shape, rank, plan, tile).items()
+        return BackwardMemory.of_rank(routing, shape, rank, plan, tile, frozen).items()
 
     def links(routing: Routing, rank: int) -> dict[str, Bytes]:
         return BackwardLinks.of_rank(routing, shape, rank, plan.keep_tokens).items()

@@ -19,7 +19,7 @@ import jaxmoe
 from jaxmoe.bench import backward_traffic, baselines, traffic
 from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
-from jaxmoe.bench.passes import Pass
+from jaxmoe.bench.passes import BACKWARD_ALONE, Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
 from jaxmoe.network.plan import NetworkPlan
@@ -64,7 +64,7 @@ class Candidate:
             return {"fused": self.fused}
         if self.plan is None:
             return None
-        if self.pass_name == "backward":
+        if self.pass_name in BACKWARD_ALONE:
             assert self.plan.backward is not None
             return _numbers(self.plan.backward)
         if self.pass_name == "forward" or self.plan.backward is None:
@@ -77,6 +77,8 @@ class Candidate:
 
 # What of a plan between hosts a line names.
 NETWORK_FIELDS = ("ranks_per_host", "way", "chunks", "round_tokens")
+# What the arena has for gradients of experts alone.
+SUMS = "arena: weight_sums"
 
 
 def _numbers(plan: KernelPlan) -> dict[str, Any]:
@@ -223,8 +225,9 @@ def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic |
         return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens, ahead)
     assert backward is not None
     tile = tile_sizes(inputs.shape, _platform(mesh))
-    if candidate.pass_name == "backward":
-        return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, tile)
+    if candidate.pass_name in BACKWARD_ALONE:
+        frozen = candidate.pass_name == "frozen"
+        return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, tile, frozen)
     return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, tile)
 
 
@@ -237,7 +240,8 @@ def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:
         return None
     told = explain(candidate, inputs, mesh)
     forward, backward = _arena(told.memory_bytes), _arena(told.backward_memory_bytes)
-    return {"forward": forward, "backward": backward, "both": max(forward, backward)}[candidate.pass_name]
+    sizes = {"forward": forward, "backward": backward, "both": max(forward, backward)}
+    return (sizes | {"frozen": backward - told.backward_memory_bytes.get(SUMS, 0)})[candidate.pass_name]
 
 
 def _arena(memory_bytes: Mapping[str, int]) -> int:

@@ -50,7 +50,8 @@ _PASS = flags.DEFINE_list(
     "pass",
     ["forward"],
     "What is timed, any of forward; backward: all gradients, from the inputs and the gradient of the output alone; "
-    "both: output and gradients in one call. Plans are swept of forward passes, KernelPlan, and of backward passes, "
+    "both: output and gradients in one call; frozen: as backward, but of tokens and routing weights alone, as where "
+    "adapters or a router are trained. Plans are swept of forward passes, KernelPlan, and of backward passes, "
     "KernelPlan.backward.",
 )
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")

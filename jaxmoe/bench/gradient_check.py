@@ -99,14 +99,13 @@ def make_gradient_inputs(inputs: Inputs, mesh: Mesh) -> GradientInputs:
 
 
 def errors_of(gradients: Gradients, sample: Sample, mesh: Mesh) -> Iterator[tuple[str, float, float]]:
-    """Yields name, relative error and allowed error of every piece of a sample."""
+    """Yields name, relative error and allowed error of every piece of a sample; of frozen experts there is none."""
     of_tokens = take(mesh)((gradients.x, gradients.topk_weights), sample.tokens)
-    of_experts = _take_columns(mesh)(gradients.experts, sample.experts, sample.columns)
-    found = [
-        *map(_wide, of_tokens),
-        *(array for expert in zip(*map(_wide, of_experts), strict=True) for array in expert),
-    ]
-    pieces = [*sample.of_tokens, *(piece for expert in sample.of_experts for piece in expert)]
+    found, pieces = [*map(_wide, of_tokens)], [*sample.of_tokens]
+    if gradients.experts is not None:
+        of_experts = _take_columns(mesh)(gradients.experts, sample.experts, sample.columns)
+        found += [array for expert in zip(*map(_wide, of_experts), strict=True) for array in expert]
+        pieces += [piece for expert in sample.of_experts for piece in expert]
     for piece, value in zip(pieces, found, strict=True):
         yield piece.name, relative_error(value, piece.truth), piece.allowed
 

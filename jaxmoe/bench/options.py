@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
-from jaxmoe.bench.passes import Pass
+from jaxmoe.bench.passes import BACKWARD_ALONE, Pass
 from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
@@ -181,18 +181,18 @@ class Options:
                 "--unit-tiles, --lag-units and --ring-tiles are of the megakernel's plan, and --implementation="
                 f"{','.join(self.implementations)} does not measure it. Add megakernel, or leave them out."
             )
-        if swept and not {"forward", "backward"} & {*self.passes}:
+        if swept and {*self.passes} == {"both"}:
             raise ValueError(
-                "--pass=both takes the default plans of both passes. Sweep --pass=forward or --pass=backward."
+                "--pass=both takes the default plans of both passes. Sweep --pass=forward, backward or frozen."
             )
         if self.residuals and "both" not in self.passes:
             raise ValueError(
                 f"--residuals={self.residuals} is for --pass=both, and --pass={','.join(self.passes)} keeps nothing."
             )
-        if self.sweep.segment_tiles and "backward" not in self.passes:
+        if self.sweep.segment_tiles and not {*BACKWARD_ALONE} & {*self.passes}:
             raise ValueError(
                 f"--segment-tiles is of the plan of a backward pass, and --pass={','.join(self.passes)} does not sweep "
-                "one. Add backward, or leave it out."
+                "one. Add backward or frozen, or leave it out."
             )
 
 

@@ -1,5 +1,7 @@
 """What a line times: a forward pass, a backward pass, or both in one call; and how many operations that counts as.
 
+A backward pass has all gradients, or, where the experts are frozen, those of tokens and routing weights.
+
 `layer.py` compiles `function_of`; `candidates.py` makes the forward function that it is given.
 """
 
@@ -10,8 +12,9 @@ import jax
 
 from jaxmoe.options import Arguments
 
-Pass = Literal["forward", "backward", "both"]
-PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
+Pass = Literal["forward", "backward", "both", "frozen"]
+PASSES: tuple[Pass, ...] = ("forward", "backward", "both", "frozen")
+BACKWARD_ALONE: tuple[Pass, ...] = ("backward", "frozen")
 Layer = Callable[[Arguments], jax.Array]
 
 
@@ -21,7 +24,7 @@ class Gradients(NamedTuple):
     Args:
       x: `[tokens, hidden]`.
       topk_weights: `[tokens, top_k]`.
-      experts: a pytree like the weights that the layer was given.
+      experts: a pytree like the weights that the layer was given; `None` of frozen ones.
     """
 
     x: jax.Array
@@ -55,21 +58,28 @@ def function_of(pass_name: Pass, layer: Layer) -> Callable[[Arguments, jax.Array
         def output(x: jax.Array, topk_weights: jax.Array, experts: Any) -> jax.Array:
             return layer(arguments._replace(x=x, topk_weights=topk_weights, experts=experts))
 
-        y, pullback = jax.vjp(output, arguments.x, arguments.topk_weights, arguments.experts)
+        if pass_name == "frozen":
+            _, pullback = jax.vjp(lambda x, weights: output(x, weights, arguments.experts), *_of_tokens(arguments))
+            return Results(gradients=Gradients(*pullback(dy), experts=None))
+        y, pullback = jax.vjp(output, *_of_tokens(arguments), arguments.experts)
         return Results(y if pass_name == "both" else None, Gradients(*pullback(dy)))
 
     return function
+
+
+def _of_tokens(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    return arguments.x, arguments.topk_weights
 
 
 def flops(pass_name: Pass, *, tokens: int, top_k: int, hidden: int, intermediate: int, gated: bool = True) -> int:
     """Returns the floating-point operations of the products of one rank; what is computed twice counts once.
 
     A forward pass has three products per row, two where the experts have no up projection. A backward pass has two for
-    each of those: the gradients of its rows and of its weights.
+    each of those: the gradients of its rows and of its weights; of frozen experts the former alone.
 
     >>> sizes = dict(tokens=8192, top_k=2, hidden=4096, intermediate=14336)
     >>> [flops(name, **sizes) / 1e12 for name in PASSES]
-    [5.772436045824, 11.544872091648, 17.317308137472]
+    [5.772436045824, 11.544872091648, 17.317308137472, 5.772436045824]
     """
-    products = {"forward": 1, "backward": 2, "both": 3}[pass_name] * (3 if gated else 2)
+    products = {"forward": 1, "backward": 2, "both": 3, "frozen": 1}[pass_name] * (3 if gated else 2)
     return 2 * products * tokens * top_k * hidden * intermediate

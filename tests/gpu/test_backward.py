@@ -127,6 +127,27 @@ def test_five_hundred_backward_passes_give_the_same_bits():
     assert int(different) == 0
 
 
+@pytest.mark.parametrize("segment_tiles", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_hundred_passes_beside_frozen_experts_give_the_bits_of_those_beside_trained_ones(size, segment_tiles):
+    arguments = CHECKS.inputs(39, **SIZES[size], routing="zipf", biases=True)
+    # As few ring slots as can be, so that rows are overwritten as soon as they may be.
+    plan = plan_with(unit_tiles=1, lag_units=1, ring_tiles=segment_tiles + 2, segment_tiles=segment_tiles)
+    run = layer("all devices", implementation="megakernel", plan=plan)
+    dy = jnp.sin(jnp.arange(arguments.x.size, dtype=jnp.float32)).reshape(arguments.x.shape)
+
+    def loss(x: Any, weights: Any, experts: Any) -> jax.Array:
+        y = run(arguments._replace(x=x, topk_weights=weights, experts=experts))
+        return jnp.sum(dy * y.astype(jnp.float32))
+
+    differentiated = arguments.x, arguments.topk_weights, arguments.experts
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*differentiated)[:2]
+    frozen = jax.jit(jax.grad(loss, (0, 1)))
+    assert_same_bits(frozen(*differentiated), expected)
+    differ = jax.jit(lambda a, b: sum(jnp.any(x != y).astype(jnp.int32) for x, y in zip(a, b, strict=True)))
+    assert sum(int(differ(frozen(*differentiated), expected)) for _ in range(100)) == 0
+
+
 def test_debug_nans_finds_none_in_what_is_saved_into_memory_that_held_nan():
     arguments = CHECKS.inputs(36, **SIZES["many experts"], routing="unused-slots", biases=True)
     run = layer("data x expert, Auto", implementation="megakernel", residuals="save")

@@ -31,6 +31,8 @@ TILE_ROWS = st.sampled_from([1, 2, 3, 8, 16])
 FORWARD = st.just(0)  # segment_tiles
 BACKWARD = st.integers(1, 6)
 NOT_DECODED = st.just(0)  # weight_slots
+TRAINED = st.just(0)  # frozen
+TRAINED_OR_FROZEN = st.integers(0, 1)
 both_passes = pytest.mark.parametrize("segment_tiles", [FORWARD, BACKWARD], ids=["forward", "backward"])
 
 
@@ -52,7 +54,7 @@ def with_fields(struct, **changes):
     names = ["ranks", "tokens", "hidden", "intermediate", "num_experts", "top_k", "projections"]
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
-        names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots"]
+        names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots", "frozen"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 
@@ -71,6 +73,7 @@ def schedules(
     tile_rows=TILE_ROWS,
     segment_tiles=FORWARD | BACKWARD,
     weight_slots=NOT_DECODED,
+    frozen=TRAINED,
 ):
     """Any legal schedule for a shape; as many ring tiles as are needed, or a few more. Slots of weights as drawn."""
     rows = draw(tile_rows)
@@ -86,6 +89,7 @@ def schedules(
         keep_tokens=draw(st.integers(0, 1)),
         segment_tiles=draw(segment_tiles),
         weight_slots=draw(weight_slots),
+        frozen=draw(frozen),
     )
     return with_fields(schedule, ring_tiles=least_ring(shape, schedule) + draw(st.integers(0, 3)))
 
@@ -212,7 +216,7 @@ def waits_of(problem: Problem) -> Callable[[Any], list[Any]]:
         if not isinstance(item, steps.Chunk):
             return steps.waits_before(shape, schedule, item)
         wait = steps.wait_before(shape, schedule, item)
-        if wait is None or not schedule.backward or schedule.weight_slots:
+        if wait is None or not schedule.has_weight_gradients:
             return [] if wait is None else [wait]
         return [wait, steps.wait_for_weight_gradients(shape, schedule, segment_of[wait.index])]
 

@@ -75,18 +75,18 @@ def measure(pass_name: Any, routing: Any = "uniform") -> table.Result:
 
 
 @pytest.mark.slow
-def test_every_implementation_has_both_passes_and_they_pass_the_check(tmp_path):
-    chosen = options(implementations=MEASURED, passes=("backward", "both"))
+def test_every_implementation_has_all_passes_and_they_pass_the_check(tmp_path):
+    chosen = options(implementations=MEASURED, passes=("backward", "both", "frozen"))
     status, results = run(chosen, tmp_path / "results")
     assert status == 0
     names = ["xla", "megakernel", "reference", BASELINE]
     assert [(r["pass_name"], r["implementation"]) for r in results] == [
-        (pass_name, name) for pass_name in ("backward", "both") for name in names
+        (pass_name, name) for pass_name in ("backward", "both", "frozen") for name in names
     ]
     for result in results:
         assert result["checked"]
         assert result["relative_error"] <= result["allowed_error"]
-        products = {"backward": 6, "both": 9}[result["pass_name"]]
+        products = {"backward": 6, "both": 9, "frozen": 3}[result["pass_name"]]
         assert result["tflops"] == pytest.approx(2 * products * 40 * 2 * 32 * 80 / result["microseconds"] / 1e6)
         assert (result["hbm_bytes"] is None) == (result["implementation"] != "megakernel")
         assert result["memory_mib"] == pytest.approx(result["temporary_mib"] + (result["arena_mib"] or 0))
@@ -117,11 +117,14 @@ def test_a_backward_pass_computes_no_output_and_both_computes_everything():
         ("forward", {"forward"}),
         ("backward", {"backward"}),
         ("both", {"forward", "backward"}),
+        ("frozen", {"backward"}),
     ):
         found, results = calls(pass_name)
         assert found == targets
         assert (results.y is not None) == ("forward" in targets)
         assert (results.gradients is not None) == ("backward" in targets)
+        if results.gradients is not None:
+            assert (results.gradients.experts is None) == (pass_name == "frozen")
 
 
 def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
@@ -193,6 +196,7 @@ def test_memory_is_that_of_the_pass():
     assert arenas["forward"] == sum(told.memory_bytes.values())
     assert arenas["backward"] == sum(told.backward_memory_bytes.values())
     assert arenas["both"] == arenas["backward"]
+    assert arenas["frozen"] == arenas["backward"] - told.backward_memory_bytes["arena: weight_sums"]
     assert candidates.arena_bytes(candidates.Candidate("xla", pass_name="backward"), made, mesh) is None
 
 
@@ -316,8 +320,8 @@ def test_both_is_refused_for_a_wrong_output_too(monkeypatch):
 def test_operations_are_those_of_the_products():
     sizes: dict[str, Any] = {"tokens": 3, "top_k": 2, "hidden": 5, "intermediate": 7}
     row = 3 * 2 * 5 * 7
-    assert [passes.flops(name, **sizes) for name in passes.PASSES] == [6 * row, 12 * row, 18 * row]
-    assert [passes.flops(name, **sizes, gated=False) for name in passes.PASSES] == [4 * row, 8 * row, 12 * row]
+    assert [passes.flops(name, **sizes) for name in passes.PASSES] == [6 * row, 12 * row, 18 * row, 6 * row]
+    assert [passes.flops(name, **sizes, gated=False) for name in passes.PASSES] == [4 * row, 8 * row, 12 * row, 4 * row]
 
 
 # Two ranks of two tokens. Rank 0 owns the experts 0 and 1, rank 1 owns 2 and 3, and nobody asks for expert 3.
@@ -362,6 +366,15 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
     assert kept.tokens_pulled == 4 * 2 * TOKEN
     one_segment = BackwardMemory.of_rank(routing, SMALL, 1, KernelPlan(1, 0, 4, segment_tiles=2), TILE)
     assert one_segment.weight_sums == 0
+    trained = BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE)
+    assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE, frozen=True) == dataclasses.replace(
+        trained,
+        rows_read=4 * 2 * TOKEN,
+        projections_read=4 * 4 * H,
+        hidden_read=0,
+        weight_gradients_written=0,
+        weight_sums=0,
+    )
 
 
 def test_the_link_terms_of_a_backward_pass_equal_a_count_by_hand():
@@ -497,4 +510,4 @@ def test_the_program_prints_a_line_for_each_pass(tmp_path):
     assert [json.loads(line)["pass_name"] for line in path.read_text().splitlines()] == expected
     done = subprocess.run([*command, "--pass=sideways"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "jaxmoe bench: --pass=sideways is not one of forward, backward, both" in done.stderr
+    assert "jaxmoe bench: --pass=sideways is not one of forward, backward, both, frozen" in done.stderr

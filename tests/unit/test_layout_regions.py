@@ -16,7 +16,7 @@ from tests.unit.layout_model import (
     number_bytes,
     regions_of,
 )
-from tests.unit.schedule_model import Problem, Signal, problems, steps
+from tests.unit.schedule_model import TRAINED_OR_FROZEN, Problem, Signal, problems, steps
 
 
 def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) -> dict[str, int]:
@@ -53,7 +53,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "row_routing_weights": backward * ring_rows * number,
         "row_products": backward * ring_rows * gradient_tiles * number,
         "projections": backward * ring_rows * projections * intermediate * itemsize,
-        "weight_sums": backward * (not decoded) * several_segments * sums * number,
+        "weight_sums": backward * (not decoded) * (not schedule.frozen) * several_segments * sums * number,
         "decoded_weights": (projections + 1) * schedule.weight_slots * hidden * intermediate * itemsize,
     }
 
@@ -63,7 +63,9 @@ def exchange_of(problem: Problem) -> Problem:
     return problem._replace(schedule=steps.exchange_schedule("cpu"))
 
 
-any_problem = problems(weight_slots=st.integers(0, 3)) | large_problems() | problems().map(exchange_of)
+any_problem = (
+    problems(weight_slots=st.integers(0, 3), frozen=TRAINED_OR_FROZEN) | large_problems() | problems().map(exchange_of)
+)
 
 
 @given(problem=any_problem, itemsize=itemsizes)

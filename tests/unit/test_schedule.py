@@ -30,6 +30,10 @@ about = attrgetter(
     "gemm", "expert", "row_tile", "ring_slot", "rows", "weight_row_tile", "part", "sums_tile"
 )  # a task, but for its columns
 
+task_of = attrgetter(
+    "gemm", "expert", "row_tile", "ring_slot", "rows", "column_tile", "column_tiles", "part"
+)  # all that one without a weight gradient has
+
 
 def of_row_tiles(tasks) -> list:
     return [task for task in tasks if task.gemm not in WEIGHT_GRADIENTS]
@@ -85,6 +89,15 @@ def test_the_tiles_of_weight_gradients_are_counted_as_they_are_visited(problem):
     shape, schedule, _ = problem
     assert steps.weight_tasks(shape, schedule) == sum(weight_tiles(shape, schedule).values())
     assert steps.gradient_tiles(shape, schedule) == column_tiles(problem)[Gemm.h_gradient]
+
+
+@given(problem=problems(segment_tiles=BACKWARD))
+@settings(max_examples=100)
+def test_beside_frozen_experts_a_backward_pass_has_the_same_tasks_but_for_those_of_weight_gradients(problem):
+    frozen = problem._replace(schedule=with_fields(problem.schedule, frozen=1))
+    assert [task_of(task) for task in all_tasks(frozen)] == [task_of(task) for task in of_row_tiles(all_tasks(problem))]
+    assert problem.schedule.has_weight_gradients
+    assert not frozen.schedule.has_weight_gradients
 
 
 @given(problem=problems())

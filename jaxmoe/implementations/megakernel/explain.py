@@ -5,7 +5,6 @@ import dataclasses
 from jaxmoe import native
 from jaxmoe.implementations.base import Call
 from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, split_reasons
-from jaxmoe.implementations.megakernel.layer import differentiates_decoded
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, pulls_per_token
 from jaxmoe.implementations.megakernel.schedule import (
@@ -17,8 +16,11 @@ from jaxmoe.implementations.megakernel.schedule import (
     tile_sizes,
 )
 
-# Which compiled code does not differentiate.
-_WITH_BIASES = "implementation='xla' differentiates the layer: experts in 8 or 4 bits have biases"
+# What compiled code does not differentiate.
+_WITH_BIASES = (
+    "where biases of experts in 8 or 4 bits are differentiated too, implementation='xla' does it; "
+    "jax.lax.stop_gradient(experts) leaves them out"
+)
 
 
 def explain(call: Call) -> Explanation:
@@ -27,7 +29,7 @@ def explain(call: Call) -> Explanation:
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
     differentiated = call.decoded if call.freezes else call.wide
     backward = backward_plan(plan, differentiated.shape, call.platform)
-    elsewhere = call.freezes and not differentiates_decoded(call)
+    with_biases = (_WITH_BIASES,) if call.freezes and call.biases else ()
     tile_rows = tile_sizes(shape, call.platform).rows
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
     of_slots, of_ranks = pulls_per_token(shape)
@@ -39,11 +41,11 @@ def explain(call: Call) -> Explanation:
             call.implementation_reason,
             *precision_reasons(call),
             *plan.reasons,
-            *(f"backward pass: {reason}" for reason in ((_WITH_BIASES,) if elsewhere else backward.reasons)),
+            *(f"backward pass: {reason}" for reason in (*backward.reasons, *with_biases)),
             *split_reasons(call),
         ),
         memory_bytes=_arena(call, plan),
-        backward_memory_bytes={} if elsewhere else _arena(differentiated, backward),
+        backward_memory_bytes=_arena(differentiated, backward),
         residual_bytes=residual_bytes(call, saved_row_tiles(shape, call.platform) * tile_rows),
         worst_case_bytes=sum(_arena(call, dataclasses.replace(plan, ring_tiles=most)).values()),
         # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.

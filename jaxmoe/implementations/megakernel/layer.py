@@ -8,19 +8,22 @@ The inputs of the activation are either kept from the forward pass (`residuals="
 
 In 8 or 4 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales
 are operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the
-same call as without 8 bits, those that came in fewer bits to one that decodes them, a few at a time, and makes no
-gradients of them. With biases, which do have gradients, another implementation's backward pass decodes all of them.
+same call as without 8 bits, those that came in fewer bits to one that decodes them, a few at a time. Where nothing of
+the experts is differentiated, as beside adapters or a router that are trained alone, a backward pass makes no gradients
+of them. Biases of experts in fewer bits do have gradients: where they are asked for, another implementation's backward
+pass decodes all experts.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float
 
 from jaxmoe import native
@@ -66,40 +69,50 @@ def _once(result: Any) -> Any:
     return jax.lax.optimization_barrier(result)
 
 
-class SavedForward(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("inputs", "gate_up"), meta_fields=("trains_experts",))
+@dataclasses.dataclass(frozen=True)
+class SavedForward:
     """What the backward pass gets beside the gradient of the output."""
 
     inputs: Inputs
     gate_up: Float[Array, "rows projections intermediate"] | None  # in the kernels' own order
+    trains_experts: bool  # something of the experts is differentiated, if only a bias
 
 
 def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
+    """Gets the inputs with whether JAX differentiates with respect to each: all of them are `CustomVJPPrimal`."""
     del backward_of_decoded
+    trains_experts = any(leaf.perturbed for leaf in _with_perturbed(inputs.experts))
+    inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=_is_with_perturbed)
     y, gate_up = _forward(call, inputs)
-    return _once(y), SavedForward(inputs, None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1]))
+    kept = None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1])
+    return _once(y), SavedForward(inputs, kept, trains_experts)
+
+
+def _is_with_perturbed(leaf: Any) -> bool:
+    return isinstance(leaf, CustomVJPPrimal)
+
+
+def _with_perturbed(tree: Any) -> list[CustomVJPPrimal]:
+    return jax.tree.leaves(tree, is_leaf=_is_with_perturbed)
 
 
 def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
     dy = not_mapped(dy)  # jax.jacrev maps the backward pass alone
     inputs = saved.inputs
     dy = dy.astype(inputs.x.dtype)
-    if not call.freezes:
-        dx, dweights, dexperts = _backward(call.wide, saved, dy)
-    elif differentiates_decoded(call):
-        dx, dweights, dexperts = _backward(call.decoded, saved, dy)
-    else:
+    if call.freezes and saved.trains_experts:
         dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
+    else:
+        dx, dweights, dexperts = _backward(call.decoded if call.freezes else call.wide, saved, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
 
 
-_layer.defvjp(_layer_fwd, _layer_bwd)
-
-
-def differentiates_decoded(call: Call) -> bool:
-    """Whether compiled code has the backward pass beside experts in 8 bits: it makes no gradients of biases there."""
-    return call.freezes and not call.biases
+# With symbolic zeros the forward pass is told what is differentiated. The one result has a gradient that is not zero
+# where the backward pass is called at all.
+_layer.defvjp(_layer_fwd, _layer_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -118,19 +131,18 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
-    inputs, gate_up = saved
+    inputs, gate_up = saved.inputs, saved.gate_up
     operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
-    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands. Those in 8
-    # bits have none.
-    trained = [] if call.freezes else list(present(inputs.experts))
+    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
+    trained = list(present(inputs.experts)) if saved.trains_experts else []
     wide = {name: operands[name].astype(inputs.experts.matrix.dtype) for name in trained}
     differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
     results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
     saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
     plan = backward_plan(call.plan, call.shape, call.platform)
-    schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
+    schedule = schedule_of(call.shape, call.platform, plan, saved_tiles, frozen=not trained)
     made = _launch(BACKWARD, call, schedule, operands, results, inputs.experts)
     gradients = {name: made.get(f"d{name}") for name in present(inputs.experts)}
     return *_once((made["dx"], made["dtopk_weights"])), dataclasses.replace(inputs.experts, **gradients)

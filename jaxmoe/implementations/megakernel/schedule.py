@@ -81,7 +81,7 @@ def native_formats(formats: Formats) -> Any:
     )
 
 
-def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> Any:
+def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0, *, frozen: bool = False) -> Any:
     """Returns the schedule of a plan; without workers on a GPU, which has as many as the device has room for.
 
     Args:
@@ -89,6 +89,7 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
       platform: it is compiled for.
       plan: of one pass.
       saved_tiles: row tiles whose gate and up are kept for the backward pass.
+      frozen: a backward pass makes no gradients of experts.
     """
     return native.schedule().schedule_for(
         native_shape(shape),
@@ -97,6 +98,7 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
         saved_tiles,
         _scaled(shape),
         weight_slots(shape, platform, plan, saved_tiles),
+        frozen,
     )
 
 

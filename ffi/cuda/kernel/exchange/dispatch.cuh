@@ -96,6 +96,7 @@ class OverwrittenSegments {
 
   // By one thread.
   __device__ __forceinline__ void wait(int32_t row_tile) {
+    if (!cta_.params.schedule.has_weight_gradients()) return;
     bool moved = false;
     while (segment_.first_tile + segment_.tiles <= row_tile && walk_.next(segment_)) moved = true;
     if (!moved) return;  // it has waited for that segment before
