@@ -104,7 +104,7 @@ class LayerSuite(LayerChecks):
     @pytest.mark.parametrize("routing", ["zipf", "one-hot", "unused-slots"])
     def test_beside_frozen_experts_all_other_gradients_are_the_same(self, routing, residuals):
         arguments = self.inputs(34, biases=True, token_valid=True, routing=routing)
-        run = layer("data x expert, Auto", **self.options(residuals=residuals))
+        run = layer("data x expert, Auto", residuals=residuals, **self.options())
 
         def loss(x, weights, experts):
             y = run(arguments._replace(x=x, topk_weights=weights, experts=experts)).astype(jnp.float32)
