@@ -98,7 +98,7 @@ struct ArenaLayout {
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
   Region h;             // [ring_tiles, tile rows, intermediate]       gate_up -> down; see below
   // Of a backward pass; empty in a forward one. There `h` holds h times the routing weight of its row, from
-  // h_gradient to down_gradient.
+  // h_gradient to down_gradient; where there are no weight gradients it is empty.
   Region row_routing_weights;  // [ring_tiles, tile rows] number       dispatch -> h_gradient
   Region row_products;    // [ring_tiles, tile rows, gradient tiles]   h_gradient -> token_gradient
                           //   number: h times its gradient, summed over the columns of one task
@@ -197,7 +197,8 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(tokens(ring_rows));
-  l.h = pack.take(first_half ? 0 : formats.h.bytes(ring_rows, shape.intermediate));
+  const bool keeps_h = !first_half && (!schedule.backward() || schedule.has_weight_gradients());
+  l.h = pack.take(keeps_h ? formats.h.bytes(ring_rows, shape.intermediate) : 0);
   l.row_routing_weights = pack.take(sums(ring_rows));
   l.row_products = pack.take(sums(ring_rows * gradient_tiles(shape, schedule.tile)));
   l.projections = pack.take(formats.h.bytes(backward * ring_rows * shape.projections, shape.intermediate));

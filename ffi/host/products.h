@@ -272,7 +272,10 @@ class Products {
         const Storage* dy = m_.ring_row(m_.layout.rows, task.ring_slot, i, m_.row_width()) + m_.shape.hidden;
         Storage* gate = m_.projection_row(task.ring_slot, i, 0);
         Storage* up = m_.shape.projections > 1 ? m_.projection_row(task.ring_slot, i, 1) : nullptr;
-        Storage* h = m_.ring_row(m_.layout.h, task.ring_slot, i, m_.shape.intermediate);
+        // For down_gradient. Beside frozen experts there is none, and the region is empty.
+        Storage* h = m_.schedule.has_weight_gradients()
+                         ? m_.ring_row(m_.layout.h, task.ring_slot, i, m_.shape.intermediate)
+                         : nullptr;
         const Number routing_weight = *m_.routing_weight_of(task.ring_slot, i);
         Number product = 0;
         const bool saved = task.part == kSavedPart;
@@ -284,7 +287,7 @@ class Products {
           const Slopes<Number> slopes = slopes_of(m_.launch.activation, Precision::load(gate_value[c]),
                                                   up == nullptr ? Number{1} : Precision::load(up_value[c]));
           product += slopes.h * gradient;
-          h[c] = Precision::store(routing_weight * slopes.h);
+          if (h != nullptr) h[c] = Precision::store(routing_weight * slopes.h);
           gate[c] = Precision::store(routing_weight * gradient * slopes.gate);
           if (up != nullptr) up[c] = Precision::store(routing_weight * gradient * slopes.up);
         }

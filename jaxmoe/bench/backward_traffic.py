@@ -1,7 +1,7 @@
 """Bytes that a backward pass of `"megakernel"` moves, term by term; what counts is said in `traffic.py`.
 
 The steps are the GEMMs of ffi/common/scheduler.h. Rows hold a token and behind it the gradient of its output. Nothing
-has 8 bits there: sizes are those of `Shape.wide`.
+has 8 bits there: sizes are those of `Shape.wide`, but for experts that came in fewer bits, which are decoded.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ class BackwardMemory(Terms):
     `segment_tiles` row tiles. Beside frozen experts there is no gate_gradient, up_gradient and down_gradient.
 
     Args:
+      weights_decoded: of experts in 8 or 4 bits, `active_experts` times their bytes and those in the dtype of x: read
+        and written by dispatch. What the GEMMs then read are decoded ones, much of that in L2.
       weights_of_gate_up: `active_experts * projections * matrix_bytes`: w_gate and w_up, from which
         gate and up are computed again. An expert without rows is not read.
       weights_of_h_gradient: `active_experts * matrix_bytes`: w_down.
@@ -65,6 +67,7 @@ class BackwardMemory(Terms):
       lists_read: the same, by dispatch and by token_gradient.
     """
 
+    weights_decoded: Bytes
     weights_of_gate_up: Bytes
     weights_of_h_gradient: Bytes
     weights_of_token_gradient: Bytes
@@ -96,7 +99,7 @@ class BackwardMemory(Terms):
         """Counts the terms of one rank, for a plan of a backward pass; beside frozen experts or not."""
         rows, slots, active = routing.rows(rank), routing.used_slots(rank), routing.active_experts(rank)
         to_peers = routing.wanted_tokens(rank) if plan.keep_tokens else routing.remote_slots(rank)
-        shape = shape.wide
+        packed, shape = shape.expert_bytes, shape.wide
         token, h = shape.token_bytes, shape.h_bytes
         projections, matrix = shape.projections, shape.matrix_bytes
         gradient_tiles = -(-shape.intermediate // tile.columns)
@@ -105,6 +108,7 @@ class BackwardMemory(Terms):
         trained = 0 if frozen else 1
         sums = (projections + 1) * shape.hidden * shape.intermediate * WORD
         return cls(
+            weights_decoded=active * (packed + shape.expert_bytes) if packed < shape.expert_bytes else 0,
             weights_of_gate_up=active * projections * matrix,
             weights_of_h_gradient=active * matrix,
             weights_of_token_gradient=active * projections * matrix,
@@ -116,7 +120,7 @@ class BackwardMemory(Terms):
             rows_read=(2 + trained * (1 + projections)) * rows * token,
             projections_written=2 * projections * rows * h,
             projections_read=(2 + trained) * projections * rows * h,
-            h_written=rows * h,
+            h_written=trained * rows * h,
             hidden_read=trained * rows * h,
             row_numbers_written=WORD * (1 + gradient_tiles) * rows,
             row_numbers_read=WORD * (1 + gradient_tiles) * rows,

@@ -77,8 +77,8 @@ class Candidate:
 
 # What of a plan between hosts a line names.
 NETWORK_FIELDS = ("ranks_per_host", "way", "chunks", "round_tokens")
-# What the arena has for gradients of experts alone.
-SUMS = "arena: weight_sums"
+# What the arena of a backward pass has for gradients of experts alone.
+OF_TRAINED = ("arena: weight_sums", "arena: h")
 
 
 def _numbers(plan: KernelPlan) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def candidates(
     if pass_name == "forward":
         default, with_plan = plan, lambda swept: swept
     else:
-        default = backward_plan(plan, inputs.shape, _platform(mesh))
+        default = backward_plan(plan, inputs.shape.decoded, _platform(mesh))
         with_plan = lambda swept: dataclasses.replace(plan, backward=swept)  # noqa: E731
     swept_plans = [
         Candidate(
@@ -241,7 +241,9 @@ def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:
     told = explain(candidate, inputs, mesh)
     forward, backward = _arena(told.memory_bytes), _arena(told.backward_memory_bytes)
     sizes = {"forward": forward, "backward": backward, "both": max(forward, backward)}
-    return (sizes | {"frozen": backward - told.backward_memory_bytes.get(SUMS, 0)})[candidate.pass_name]
+    # Experts that came in fewer bits are always frozen, and have none of these.
+    trained = sum(told.backward_memory_bytes.get(name, 0) for name in OF_TRAINED)
+    return (sizes | {"frozen": backward - trained})[candidate.pass_name]
 
 
 def _arena(memory_bytes: Mapping[str, int]) -> int:

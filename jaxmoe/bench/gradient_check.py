@@ -65,7 +65,7 @@ class Sample:
       experts: of all ranks, whose weight gradients are compared.
       columns: of h, at which they are.
       of_tokens: pieces `x` and `topk_weights`.
-      of_experts: pieces `w_gate`, `w_up` and `w_down` of each expert.
+      of_experts: pieces `w_gate`, `w_up` and `w_down` of each expert; none where they are frozen.
     """
 
     tokens: Int[np.ndarray, "sample"]
@@ -88,13 +88,19 @@ class GradientInputs:
     samples: tuple[Sample, ...]
 
 
-def make_gradient_inputs(inputs: Inputs, mesh: Mesh) -> GradientInputs:
-    """Returns random cotangents for all sets of inputs, and the truth of samples of their gradients."""
+def make_gradient_inputs(inputs: Inputs, mesh: Mesh, *, trained: bool = True) -> GradientInputs:
+    """Returns random cotangents for all sets of inputs, and the truth of samples of their gradients.
+
+    Args:
+      inputs: whose gradients they are.
+      mesh: of one axis.
+      trained: whether gradients of experts are asked for. Those in 8 or 4 bits have none.
+    """
     cotangents, samples = [], []
     for seed, (arguments, sample) in enumerate(zip(inputs.sets, inputs.samples, strict=True)):
         dy = random_tokens(mesh, arguments.x.shape, arguments.x.dtype, seed=1000 + seed)
         cotangents.append(dy)
-        samples.append(_sample(arguments._replace(experts=inputs.experts), dy, sample.tokens, mesh))
+        samples.append(_sample(arguments._replace(experts=inputs.experts), dy, sample.tokens, mesh, trained))
     return GradientInputs(tuple(cotangents), tuple(samples))
 
 
@@ -137,10 +143,10 @@ def _take_columns(mesh: Mesh) -> Any:
 # --- the truth --------------------------------------------------------------------------------------------------------
 
 
-def _sample(arguments: Arguments, dy: jax.Array, tokens: np.ndarray, mesh: Mesh) -> Sample:
-    dtype, experts = arguments.experts.w_down.dtype, arguments.experts
+def _sample(arguments: Arguments, dy: jax.Array, tokens: np.ndarray, mesh: Mesh, trained: bool) -> Sample:
+    dtype, experts = arguments.x.dtype, arguments.experts
     ids, weights = (np.asarray(array) for array in _whole(mesh)((arguments.topk_ids, arguments.topk_weights)))
-    chosen = _sampled_experts(ids, mesh.size, experts.num_experts)
+    chosen = _sampled_experts(ids, mesh.size, experts.num_experts)[:, : None if trained else 0]
     columns = _spread(experts.intermediate, SAMPLED_COLUMNS)
 
     x_taken, dy_taken = take(mesh)((arguments.x, dy), tokens)
@@ -199,7 +205,7 @@ def _pullback(compute_dtype: Any, x: Any, ids: Any, weights: Any, expert: jaxmoe
         options: dict[str, Any] = {"activation": resolve("silu"), "group": ExpertGroup()}
         return reference(x, ids, weights, expert, compute_dtype=compute_dtype, **options)
 
-    wide = x.astype(jnp.float32), weights, expert.astype(jnp.float32)
+    wide = x.astype(jnp.float32), weights, jaxmoe.dequantize(expert, jnp.float32)
     return Gradients(*jax.vjp(output, *wide)[1](dy.astype(jnp.float32)))
 
 

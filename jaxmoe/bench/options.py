@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmoe.bench import shapes
 from jaxmoe.bench.beside_programs import PROGRAMS
-from jaxmoe.bench.passes import BACKWARD_ALONE, Pass
+from jaxmoe.bench.passes import BACKWARD_ALONE, UNTRAINED, Pass
 from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
@@ -37,7 +37,7 @@ class Narrow(NamedTuple):
     precision: Precision
 
 
-# Only a forward pass is measured in these.
+# A forward pass is measured in these, and the gradients beside frozen experts.
 NARROW = {
     "fp8-block": Narrow("128x128", "fp8"),
     "fp8-channel": Narrow("channel", "fp8"),
@@ -160,10 +160,10 @@ class Options:
                 f"--fused is of wide experts of moe_layer, and this is --dtype={self.dtype}, --implementation="
                 f"{','.join(self.implementations)}. Leave it out, or measure {' or '.join(DTYPES)} without {BASELINE}."
             )
-        if self.dtype in NARROW and self.passes != ("forward",):
+        if self.dtype in NARROW and {*self.passes} - UNTRAINED:
             raise ValueError(
-                f"--dtype={self.dtype} is of a forward pass, and --pass={','.join(self.passes)} asks for gradients, "
-                "which are those of wide experts. Measure --pass=forward, or the gradients with --dtype=bf16."
+                f"--dtype={self.dtype} is of experts that are not trained, and --pass={','.join(self.passes)} asks for "
+                "their gradients. Measure --pass=forward, --pass=frozen, or all gradients with --dtype=bf16."
             )
         for name in self.implementations:
             if name not in MEASURED:

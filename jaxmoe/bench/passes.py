@@ -15,6 +15,8 @@ from jaxmoe.options import Arguments
 Pass = Literal["forward", "backward", "both", "frozen"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both", "frozen")
 BACKWARD_ALONE: tuple[Pass, ...] = ("backward", "frozen")
+# Those without gradients of experts.
+UNTRAINED: frozenset[Pass] = frozenset(("forward", "frozen"))
 Layer = Callable[[Arguments], jax.Array]
 
 

@@ -196,7 +196,9 @@ def test_memory_is_that_of_the_pass():
     assert arenas["forward"] == sum(told.memory_bytes.values())
     assert arenas["backward"] == sum(told.backward_memory_bytes.values())
     assert arenas["both"] == arenas["backward"]
-    assert arenas["frozen"] == arenas["backward"] - told.backward_memory_bytes["arena: weight_sums"]
+    assert arenas["frozen"] == arenas["backward"] - sum(
+        told.backward_memory_bytes[name] for name in ("arena: weight_sums", "arena: h")
+    )
     assert candidates.arena_bytes(candidates.Candidate("xla", pass_name="backward"), made, mesh) is None
 
 
@@ -337,6 +339,7 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
     routing = Routing.of(IDS, ranks=2, num_experts=4)
     # Rank 1 has the rows of slots 0:1, 2:0, 2:1 and 3:1; its tokens use four slots.
     assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE) == BackwardMemory(
+        weights_decoded=0,
         weights_of_gate_up=2 * MATRIX,
         weights_of_h_gradient=MATRIX,
         weights_of_token_gradient=2 * MATRIX,
@@ -371,6 +374,7 @@ def test_the_memory_terms_of_a_backward_pass_equal_a_count_by_hand():
         trained,
         rows_read=4 * 2 * TOKEN,
         projections_read=4 * 4 * H,
+        h_written=0,
         hidden_read=0,
         weight_gradients_written=0,
         weight_sums=0,

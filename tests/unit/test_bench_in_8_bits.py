@@ -91,6 +91,39 @@ def test_where_weights_alone_are_rounded_the_error_beside_it_is_theirs(dtype, ro
     assert result["hbm_bytes"]["weights"] == experts * 3 * 256 * 128 * bits / 8
 
 
+@pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "w8a16", "mxfp4-a16", "nvfp4-a16"])
+def test_gradients_of_tokens_beside_frozen_experts_are_checked_and_timed(dtype, tmp_path):
+    chosen = dataclasses.replace(options(dtype, "xla", "megakernel"), passes=("frozen",))
+    status, results = run(chosen, tmp_path / "results")
+    assert status == 0
+    for result in results:
+        assert result["checked"]
+        assert result["worst_piece"] in ("x", "topk_weights")
+        assert result["unrounded_error"] is None
+    experts, matrices = SHAPE.num_experts // RANKS, 3 * 256 * 128
+    bits = {"mxfp4-a16": 4.25, "nvfp4-a16": 4.5 + 32 / (256 * 128)}.get(dtype, 8 + 32 / 128**2)
+    bits = 8 + 32 * (2 / 256 + 1 / 128) / 3 if dtype == "fp8-channel" else bits  # a scale for each output
+    terms = results[1]["hbm_bytes"]
+    assert terms["weights_decoded"] == pytest.approx(experts * matrices * (bits / 8 + 2))
+    assert terms["weight_gradients_written"] == terms["h_written"] == 0
+
+
+def test_wrong_gradients_beside_frozen_experts_get_no_time(monkeypatch, tmp_path):
+    right = layer.program
+
+    def program(candidate: Any, mesh: Any) -> Any:
+        function, prepare = right(candidate, mesh)
+        # Right as an output, with gradients 3 % too large.
+        return lambda arguments: (y := function(arguments)) + 0.03 * (y - jax.lax.stop_gradient(y)), prepare
+
+    monkeypatch.setattr(layer, "program", program)
+    chosen = dataclasses.replace(options("fp8-block", "megakernel"), passes=("frozen",))
+    status, [result] = run(chosen, tmp_path / "results")
+    assert status == 1
+    assert not result["checked"]
+    assert result["microseconds"] is None
+
+
 def test_experts_are_the_same_in_every_format_and_on_every_number_of_ranks():
     mesh = mesh_of("expert")
     shape = dataclasses.replace(SHAPE, num_experts=mesh.size)
@@ -177,9 +210,7 @@ def test_a_layer_that_rounds_tokens_otherwise_is_not_timed(precision, monkeypatc
 
 def test_options_in_8_bits_that_cannot_be_say_why():
     for passes in (("backward",), ("forward", "both")):
-        with pytest.raises(
-            ValueError, match=r"--dtype=fp8-block is of a forward pass, and --pass=.* asks for gradients"
-        ):
+        with pytest.raises(ValueError, match=r"--dtype=fp8-block is of experts that are not trained, and --pass="):
             options("fp8-block", passes=passes)
     with pytest.raises(ValueError, match=r"--dtype=fp4 is not one of bf16, f16, fp8-block, fp8-channel, w8a16"):
         options("fp4")

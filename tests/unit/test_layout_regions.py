@@ -49,7 +49,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "kept_states": kept * 4,
         "row_targets": ring_rows * 4,
         "rows": ring_rows * token_bytes,
-        "h": ring_rows * shape.intermediate * itemsize,
+        "h": ring_rows * shape.intermediate * itemsize * (not (backward and (decoded or schedule.frozen))),
         "row_routing_weights": backward * ring_rows * number,
         "row_products": backward * ring_rows * gradient_tiles * number,
         "projections": backward * ring_rows * projections * intermediate * itemsize,

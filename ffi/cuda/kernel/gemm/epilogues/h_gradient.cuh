@@ -59,10 +59,10 @@ __device__ __forceinline__ void store_pairs(std::byte* projections, const uint32
   }
 }
 
-// The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them. `products` are
-// sums over columns of h times its gradient, of the thread's two rows; `routing_weights` theirs. One Tile has gate, the
-// next up, or both have columns of both in turn; a third one has room for h.
-template <ActivationKind kKind, class Precision, int kStep, class Tile>
+// The 64 columns of one stage: gate and up become their gradients where they lie, h goes behind them for down_gradient
+// (kKeepsH). `products` are sums over columns of h times its gradient, of the thread's two rows; `routing_weights`
+// theirs. One Tile has gate, the next up, or both have columns of both in turn; a third one has room for h.
+template <ActivationKind kKind, class Precision, int kStep, class Tile, bool kKeepsH>
 __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, const Activation& activation,
                                               std::byte* gate, bool gated, bool interleaved,
                                               const float (&routing_weights)[2], float (&products)[2], int lane) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
       ptx::store_tiles(gate_row, gates);
       if (gated) ptx::store_tiles(up_row, ups);
     }
-    ptx::store_tiles(h_row, h_values);
+    if constexpr (kKeepsH) ptx::store_tiles(h_row, h_values);
   }
 }
 
@@ -136,7 +136,7 @@ struct HGradients {
       ring.wait(position);
       std::byte* gate = reinterpret_cast<std::byte*>(&ring.stage(position)) + first_row * Stage::A::kLineBytes;
       with_activation_kind(p.activation.kind, [&](auto kind) {
-        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A>(
+        differentiate<decltype(kind)::value, Precision, kStep, typename Stage::A, Cta<Variant>::kWeightGradients>(
             sums, p.activation, gate, p.gated, cta.interleaved(), routing_weights, products, thread.lane);
       });
       ptx::fence_proxy_async_shared();
@@ -150,7 +150,10 @@ struct HGradients {
         if (p.gated) {
           ptx::store_box(&p.few_projections, gate + kColumnsBytes, at.second_column, at.second_plane, row);
         }
-        ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
+        // For down_gradient. Beside frozen experts there is none, and the region is empty.
+        if (Cta<Variant>::kWeightGradients && p.schedule.has_weight_gradients()) {
+          ptx::store_box(&p.few_h, gate + 2 * kColumnsBytes, column, row);
+        }
         ptx::commit_stores();
         ptx::wait_stores_read<1>();
       }
