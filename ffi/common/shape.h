@@ -25,6 +25,18 @@ JAXMOE_ANY constexpr int32_t few_parts(int32_t count, int32_t size) {
   return count <= size ? (count > 0 ? 1 : 0) : ceil_div(count, size);
 }
 
+// Quotients of numbers up to 2^31 - 1 by one divisor that is not known when this is compiled, without a division for each.
+struct Quotient {
+  uint32_t divisor;
+  uint32_t inverse;  // of 2^32, rounded down: a quotient found with it is right or one too small
+
+  JAXMOE_ANY constexpr explicit Quotient(uint32_t divisor) : divisor(divisor), inverse(UINT32_MAX / divisor) {}
+  JAXMOE_ANY constexpr uint32_t of(uint32_t number) const {
+    const auto found = static_cast<uint32_t>(uint64_t{number} * inverse >> 32);
+    return found + (number - found * divisor >= divisor ? 1 : 0);
+  }
+};
+
 template <class Integer>
 JAXMOE_ANY constexpr Integer at_most(Integer value, Integer limit) {
   return value < limit ? value : limit;

@@ -38,6 +38,8 @@ void define_names(py::module_& module) {
   module.attr("ARRAY_NAMES") = std::vector<std::string>(std::begin(kArrayNames), std::end(kArrayNames));
   module.attr("EXCHANGE_ARRAY_NAMES") =
       std::vector<std::string>(std::begin(kExchangeArrayNames), std::end(kExchangeArrayNames));
+  module.def("quotient", [](uint32_t number, uint32_t divisor) { return Quotient(divisor).of(number); },
+             py::arg("number"), py::arg("divisor"), "As Quotient finds it.");
   module.def("is_per_tile", &is_per_tile, py::arg("signal"));
   module.def("is_from_peers", &is_from_peers, py::arg("signal"));
 }

@@ -23,7 +23,8 @@ RESULTS = {"frozen": 2, "trained": 2 + len(jax.tree.leaves(INPUTS.experts))}
 
 
 def loss(x: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> jax.Array:
-    y = jaxmoe.moe_layer(x, IDS, weights, experts, implementation="megakernel", **{"axis_name": None} | options)
+    chosen: dict[str, Any] = {"axis_name": None} | options
+    y = jaxmoe.moe_layer(x, IDS, weights, experts, implementation="megakernel", **chosen)
     return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
 

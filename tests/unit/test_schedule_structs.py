@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from tests.unit.schedule_model import steps, with_fields
 
@@ -83,3 +83,15 @@ def test_what_common_would_divide_by_or_run_over_is_refused_with_its_value(ask, 
     with pytest.raises(ValueError, match="schedule: ") as caught:
         ask()
     assert complaint in str(caught.value)
+
+
+numbers = st.integers(0, 2**31 - 1)
+
+
+@given(number=numbers, divisor=st.integers(1, 2**16) | st.integers(1, 2**31 - 1), multiple=numbers)
+@example(number=2**31 - 1, divisor=1, multiple=0)
+@example(number=2**31 - 1, divisor=2**31 - 1, multiple=1)
+def test_quotients_that_are_found_without_a_division_are_those_of_one(number, divisor, multiple):
+    at_limit = min(multiple * divisor, (2**31 - 1) // divisor * divisor)
+    for dividend in (number, at_limit, max(at_limit - 1, 0)):
+        assert steps.quotient(dividend, divisor) == dividend // divisor

@@ -16,6 +16,7 @@
 #include "common/protocol.h"
 #include "common/scheduler.h"
 #include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/tma.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 
@@ -28,34 +29,12 @@ struct Matrix {
   const float* scales;
   std::byte* decoded;
   int32_t width, depth;
-  int32_t scale_rows, scale_columns;  // that share a float32 scale
+  // Of elements that have no groups, 16 of them make a vector. A division takes a GPU some forty cycles, and to find the
+  // scale of a vector by three of them took most of the time of decoding it.
+  Quotient row_of_vector;
+  int32_t rows_shift, vectors_shift;  // rows, and vectors of a row, that share a float32 scale, as powers of two
+  int32_t blocks;                     // scales of a row
 };
-
-// Number `which` of gate, up and down of an expert, for slot `weight_slot` of the ring.
-template <class Variant>
-__device__ __forceinline__ Matrix matrix_of(const Cta<Variant>& cta, int32_t which, int32_t expert,
-                                            int32_t weight_slot) {
-  using Element = typename Variant::Precision::Element;
-  const auto& p = cta.params;
-  const bool is_down = which == p.shape.projections;
-  const int32_t width = is_down ? p.shape.hidden : p.shape.intermediate;
-  const int32_t depth = is_down ? p.shape.intermediate : p.shape.hidden;
-  const int32_t scale_rows = p.weight_scale_rows, scale_columns = scale_rows == kScaleColumns ? kScaleColumns : depth;
-  const int32_t scales = (scale_rows == kAllOfThem ? 1 : ceil_div(width, scale_rows)) * ceil_div(depth, scale_columns);
-  const int32_t group = p.weight_group_columns;
-  const int64_t size = int64_t{width} * depth;
-  const void* const elements = is_down ? p.w_down : which == 0 ? p.w_gate : p.w_up;
-  const float* const all_scales = is_down ? p.w_down_scales : which == 0 ? p.w_gate_scales : p.w_up_scales;
-  const uint8_t* const groups = is_down      ? p.w_down_group_scales
-                                : which == 0 ? p.w_gate_group_scales
-                                             : p.w_up_group_scales;
-  Element* const ring = cta.template at<Element>(p.layout.decoded_weights);
-  return {static_cast<const std::byte*>(elements) + expert * (group > 0 ? size / 2 : size),
-          group > 0 ? groups + expert * (size / group) : nullptr,
-          all_scales + int64_t{expert} * scales,
-          reinterpret_cast<std::byte*>(ring + (int64_t{which} * p.schedule.weight_slots + weight_slot) * size),
-          width, depth, scale_rows, scale_columns};
-}
 
 // Formats of weights. A lane takes 16 bytes of a matrix at a time, elements as they lie whatever row they are of:
 // group_scale() is what it loads beside them, and decode() makes kElements numbers of both.
@@ -63,10 +42,9 @@ struct EightBits {
   static constexpr int kElements = 16;
   using GroupScale = float;  // that of the block
   static __device__ __forceinline__ GroupScale group_scale(const Matrix& matrix, int32_t vector) {
-    const auto in_row = static_cast<uint32_t>(matrix.depth) / kElements;
-    const uint32_t row = static_cast<uint32_t>(vector) / in_row, block = static_cast<uint32_t>(vector) % in_row *
-                                                                         kElements / matrix.scale_columns;
-    return __ldg(matrix.scales + row / matrix.scale_rows * ceil_div(matrix.depth, matrix.scale_columns) + block);
+    const uint32_t row = matrix.row_of_vector.of(vector);
+    const uint32_t block = (vector - row * matrix.row_of_vector.divisor) >> matrix.vectors_shift;
+    return __ldg(matrix.scales + (row >> matrix.rows_shift) * matrix.blocks + block);
   }
   template <class Precision>
   static __device__ __forceinline__ void decode(uint4* target, const uint4& elements, GroupScale scale, float) {
@@ -141,18 +119,57 @@ struct Nvfp4 {
   }
 };
 
+// Number `which` of gate, up and down of an expert, for slot `weight_slot` of the ring.
+template <class Variant>
+__device__ __forceinline__ Matrix matrix_of(const Cta<Variant>& cta, int32_t which, int32_t expert,
+                                            int32_t weight_slot) {
+  using Element = typename Variant::Precision::Element;
+  const auto& p = cta.params;
+  const bool is_down = which == p.shape.projections;
+  const int32_t width = is_down ? p.shape.hidden : p.shape.intermediate;
+  const int32_t depth = is_down ? p.shape.intermediate : p.shape.hidden;
+  // Blocks of 128 x 128, or a scale for each row, or one for all.
+  const bool in_blocks = p.weight_scale_rows == kScaleColumns;
+  constexpr int32_t kAll = 31, kRowsShift = 7, kVectorsShift = 3;
+  static_assert(1 << kRowsShift == kScaleColumns && EightBits::kElements << kVectorsShift == kScaleColumns);
+  const int32_t rows_shift = in_blocks ? kRowsShift : p.weight_scale_rows == 1 ? 0 : kAll;
+  const int32_t blocks = in_blocks ? ceil_div(depth, kScaleColumns) : 1;
+  const int32_t scales = (((width - 1) >> rows_shift) + 1) * blocks;
+  const int32_t group = p.weight_group_columns;
+  const int64_t size = int64_t{width} * depth;
+  const void* const elements = is_down ? p.w_down : which == 0 ? p.w_gate : p.w_up;
+  const float* const all_scales = is_down ? p.w_down_scales : which == 0 ? p.w_gate_scales : p.w_up_scales;
+  const uint8_t* const groups = is_down      ? p.w_down_group_scales
+                                : which == 0 ? p.w_gate_group_scales
+                                             : p.w_up_group_scales;
+  Element* const ring = cta.template at<Element>(p.layout.decoded_weights);
+  return {static_cast<const std::byte*>(elements) + expert * (group > 0 ? size / 2 : size),
+          group > 0 ? groups + expert * (size / group) : nullptr,
+          all_scales + int64_t{expert} * scales,
+          reinterpret_cast<std::byte*>(ring + (int64_t{which} * p.schedule.weight_slots + weight_slot) * size),
+          width, depth, Quotient(depth / EightBits::kElements), rows_shift,
+          in_blocks ? kVectorsShift : kAll, blocks};
+}
+
 // By a warp: every `parts`th piece of a matrix, from number `piece` on, which it leaves at that of the next matrix.
 // Elements are read once, and results are left to L2.
 template <class Format, class Precision>
 __device__ __forceinline__ void decode_pieces(const Matrix& matrix, int32_t& piece, const int32_t& parts) {
   constexpr int kLoadsInFlight = 4;
   constexpr int kPiece = 32 * kLoadsInFlight;
+  constexpr int kPiecesAhead = 2;
   const int32_t vectors = matrix.width * (matrix.depth / 16) / (Format::kElements / 16);
   const auto* const source = reinterpret_cast<const uint4*>(matrix.elements);
   auto* const target = reinterpret_cast<uint4*>(matrix.decoded);
   const float scale = __ldg(matrix.scales);  // of all, where elements have others too
 #pragma unroll 1
   for (; piece * kPiece < vectors; piece += parts) {
+    // There are no registers for more loads in flight, so that a warp would wait for memory as long as it decodes. What it
+    // takes next comes to L2 meanwhile.
+    const int32_t next = (piece + kPiecesAhead * parts) * kPiece;
+    if (next < vectors && ptx::read_lane() == 0) {
+      ptx::prefetch_bytes(source + next, at_most(vectors - next, kPiece) * sizeof(uint4));
+    }
     const int32_t first = piece * kPiece + ptx::read_lane();
     uint4 elements[kLoadsInFlight];
     typename Format::GroupScale groups[kLoadsInFlight];
