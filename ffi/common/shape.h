@@ -25,7 +25,8 @@ JAXMOE_ANY constexpr int32_t few_parts(int32_t count, int32_t size) {
   return count <= size ? (count > 0 ? 1 : 0) : ceil_div(count, size);
 }
 
-// Quotients of numbers up to 2^31 - 1 by one divisor that is not known when this is compiled, without a division for each.
+// Quotients of numbers up to 2^31 - 1 by one divisor that is not known when this is compiled, without a division for
+// each.
 struct Quotient {
   uint32_t divisor;
   uint32_t inverse;  // of 2^32, rounded down: a quotient found with it is right or one too small

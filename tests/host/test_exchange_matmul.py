@@ -80,12 +80,13 @@ def test_rows_per_expert_that_no_dispatch_returned_write_nowhere_else():
         ("lag_units", 1, "lag_units=1"),
         ("ring_tiles", 0, "a ring of at least unit_tiles"),
         ("unit_tiles", 0, "positive sizes"),
+        ("frozen", 1, "no gradients"),
     ],
 )
 def test_compiled_code_refuses_a_schedule_that_python_would_not_make(monkeypatch, field, value, told):
     right = kernel.launch
     names = ["rows", "h_columns", "columns", "unit_tiles", "lag_units", "ring_tiles"]
-    place = {name: number for number, name in enumerate(names)} | {"half": -1}
+    place = {name: number for number, name in enumerate(names)} | {"half": -2, "frozen": -1}
 
     def launch(target, order, group, platform, attributes, *arrays):
         numbers = attributes["schedule"].copy()
