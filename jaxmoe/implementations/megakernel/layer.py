@@ -82,19 +82,12 @@ class SavedForward:
 def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
     """Gets the inputs with whether JAX differentiates with respect to each: all of them are `CustomVJPPrimal`."""
     del backward_of_decoded
-    trains_experts = any(leaf.perturbed for leaf in _with_perturbed(inputs.experts))
-    inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=_is_with_perturbed)
+    is_leaf = lambda leaf: isinstance(leaf, CustomVJPPrimal)  # noqa: E731
+    trains_experts = any(leaf.perturbed for leaf in jax.tree.leaves(inputs.experts, is_leaf=is_leaf))
+    inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=is_leaf)
     y, gate_up = _forward(call, inputs)
     kept = None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1])
     return _once(y), SavedForward(inputs, kept, trains_experts)
-
-
-def _is_with_perturbed(leaf: Any) -> bool:
-    return isinstance(leaf, CustomVJPPrimal)
-
-
-def _with_perturbed(tree: Any) -> list[CustomVJPPrimal]:
-    return jax.tree.leaves(tree, is_leaf=_is_with_perturbed)
 
 
 def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
