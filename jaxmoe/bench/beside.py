@@ -214,7 +214,7 @@ class _Bench:
         def layer(arguments: Arguments) -> jax.Array:
             return jaxmoe.moe_layer(*arguments[:4], **self.of_layer, **where(self.mesh))
 
-        return function_of(pass_name, layer)
+        return function_of(pass_name, layer, with_output=True)
 
     def _as_split(self, tree: Any) -> Any:
         """Shapes of arrays that are split over all ranks."""

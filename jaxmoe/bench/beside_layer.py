@@ -47,7 +47,7 @@ class Seen(NamedTuple):
       topk_weights: of the routing.
       y: output; `None` from other work alone, which was given it.
       dy: cotangent of `y`; `None` in a program without a backward pass.
-      dexperts: gradients of the experts; `None` as `y` and as `dy`.
+      dexperts: gradients of the experts; `None` as `y` and as `dy`, and of experts that are frozen.
     """
 
     x: jax.Array | None
@@ -59,8 +59,10 @@ class Seen(NamedTuple):
 
     @property
     def pass_name(self) -> Pass:
-        """What the layer alone does for the same answer."""
-        return "forward" if self.dy is None else "both"
+        """What the layer alone does for the same answer, beside its output."""
+        if self.dy is None:
+            return "forward"
+        return "frozen" if self.dexperts is None else "both"
 
     def arguments(self, inputs: Inputs, number: int) -> Arguments:
         """Returns the arrays with which the layer alone gives the same answer; this is the n-th call of its program."""

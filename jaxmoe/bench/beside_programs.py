@@ -100,6 +100,17 @@ def _train_norm(layer: Layer, inputs: Inputs) -> Outcome:
     return outcome._replace(results=outcome.results | {"norm": jnp.sqrt(_sum_of_squares(gradients))})
 
 
+def _train_router(layer: Layer, inputs: Inputs) -> Outcome:
+    def loss(router: jax.Array, x: jax.Array, tap: jax.Array) -> tuple[jax.Array, Seen]:
+        call, y, routing, _ = layer(inputs, x=x, router=router, tap=tap)
+        return _sum_of_squares(y) / y.size + LOSS_WEIGHT * jaxmoe.load_balancing_loss(routing), call
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    (value, call), (drouter, dx, dy) = gradient(inputs.router, inputs.x, inputs.x)
+    norm = jnp.sqrt(_sum_of_squares((drouter, dx)))
+    return Outcome((call._replace(x=None, dy=dy),), {"loss": value, "drouter": drouter, "norm": norm})
+
+
 def _gathers(layer: Layer, inputs: Inputs) -> Outcome:
     h, calls = inputs.x, []
     for number, dense in enumerate(inputs.dense):
@@ -232,6 +243,7 @@ PROGRAMS: dict[str, Program] = {
     "norm_after": Program("global sum over what the layer returns", _norm_after),
     "train": Program("gradients of router and experts, with the balance loss", _train, trains=True),
     "train_norm": Program("the same and the norm of all gradients, as for clipping", _train_norm, trains=True),
+    "train_router": Program("gradients of router and tokens beside frozen experts, their norm", _train_router),
     "gathers": _in_shard_map(
         "three layers, weights of dense ones gathered meanwhile (FSDP)", _gathers, compiler_options=_OVERLAP
     ),

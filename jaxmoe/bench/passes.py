@@ -41,7 +41,9 @@ class Results(NamedTuple):
     gradients: Gradients | None = None
 
 
-def function_of(pass_name: Pass, layer: Layer) -> Callable[[Arguments, jax.Array | None], Results]:
+def function_of(
+    pass_name: Pass, layer: Layer, *, with_output: bool = False
+) -> Callable[[Arguments, jax.Array | None], Results]:
     """Returns the function that is compiled and timed, of a call's arrays and the cotangent of its output.
 
     A backward pass starts from the inputs alone, as the part of a training step does whose forward pass has kept
@@ -52,19 +54,24 @@ def function_of(pass_name: Pass, layer: Layer) -> Callable[[Arguments, jax.Array
     Args:
       pass_name: what is timed.
       layer: the forward pass, differentiable in tokens, routing weights and experts.
+      with_output: whether the output is returned too where the pass does not say so.
     """
     if pass_name == "forward":
         return lambda arguments, dy: Results(y=layer(arguments))
+
+    with_output |= pass_name == "both"
 
     def function(arguments: Arguments, dy: jax.Array | None) -> Results:
         def output(x: jax.Array, topk_weights: jax.Array, experts: Any) -> jax.Array:
             return layer(arguments._replace(x=x, topk_weights=topk_weights, experts=experts))
 
         if pass_name == "frozen":
-            _, pullback = jax.vjp(lambda x, weights: output(x, weights, arguments.experts), *_of_tokens(arguments))
-            return Results(gradients=Gradients(*pullback(dy), experts=None))
-        y, pullback = jax.vjp(output, *_of_tokens(arguments), arguments.experts)
-        return Results(y if pass_name == "both" else None, Gradients(*pullback(dy)))
+            y, pullback = jax.vjp(lambda x, weights: output(x, weights, arguments.experts), *_of_tokens(arguments))
+            gradients = Gradients(*pullback(dy), experts=None)
+        else:
+            y, pullback = jax.vjp(output, *_of_tokens(arguments), arguments.experts)
+            gradients = Gradients(*pullback(dy))
+        return Results(y if with_output else None, gradients)
 
     return function
 
