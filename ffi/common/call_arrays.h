@@ -28,13 +28,24 @@ inline std::optional<Element> element_of(xla::ffi::DataType type) {
   }
 }
 
+// The names of a call, and of those that come before one, as bits. All of them fill a word, by which a word cannot be
+// shifted.
+template <class Name>
+constexpr uint32_t bit_of(Name name) {
+  return uint32_t{1} << static_cast<int32_t>(name);
+}
+template <class Name>
+constexpr uint32_t bits_before(Name name) {
+  return static_cast<uint32_t>((uint64_t{1} << static_cast<int32_t>(name)) - 1);
+}
+
 // `Name` counts from 0 to kCount.
 template <class Name>
 class CallArrays {
  public:
   using Array = std::optional<xla::ffi::AnyBuffer>;
   static constexpr int32_t kNumber = static_cast<int32_t>(Name::kCount);
-  static_assert(kNumber < 32);
+  static_assert(kNumber <= 32);
 
   const Array& operator[](Name name) const { return arrays_[static_cast<std::size_t>(name)]; }
   bool has(Name name) const { return (*this)[name].has_value(); }

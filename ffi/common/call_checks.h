@@ -63,6 +63,7 @@ inline std::string names_error(const LayerCall& call, const Schedule& schedule) 
                                                     {Name::kWDown, Name::kWDownGroupScales}};
   const bool four_bit = scaled && call.has(Name::kWGateGroupScales);
   for (const auto& [matrix, scales] : kGroupScales) expect(scales, four_bit && call.has(matrix));
+  if (!scaled || four_bit || schedule.decodes()) expect(Name::kRowScales, false);
   constexpr std::pair<Name, Name> kGradients[] = {{Name::kWGate, Name::kDWGate}, {Name::kWUp, Name::kDWUp},
                                                   {Name::kWDown, Name::kDWDown}, {Name::kBGate, Name::kDBGate},
                                                   {Name::kBUp, Name::kDBUp},     {Name::kBDown, Name::kDBDown},
@@ -108,6 +109,7 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   expect({Name::kWGateUp, Name::kDWGateUp}, 2 * matrix);
   expect({Name::kBGateUp, Name::kDBGateUp}, 2 * experts * intermediate);
   expect({Name::kGateUp}, saved);
+  expect({Name::kRowScales}, 2);
   if (scaled) {
     const Format weights = weight_format_of(call);
     const auto blocks = [](int64_t extent, int32_t of) { return ceil_div(extent, int64_t{of}); };
@@ -156,7 +158,8 @@ inline std::string types_error(const LayerCall& call) {
   const auto is_weight = [&](auto type) { return type == weight; };
   const auto is_of_x = [&](auto type) { return type == element; };
   expect({Name::kWGate, Name::kWUp, Name::kWDown, Name::kWGateUp}, is_weight);
-  expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales}, [](auto type) { return type == Element::kF32; });
+  expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales, Name::kRowScales},
+         [](auto type) { return type == Element::kF32; });
   if (four_bit) {
     const auto groups = element_of(call.type(Name::kWGateGroupScales));
     agree = agree && (groups == Element::kE8M0 || groups == Element::kE4M3);
@@ -175,7 +178,7 @@ inline std::string types_error(const LayerCall& call) {
     return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
            "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
-           "; weights with scales float8_e4m3fn, and the scales float32; weights in 4 bits uint8, and the scales of "
+           "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits uint8, and the scales of "
            "their groups float8_e8m0fnu or float8_e4m3fn.";
   }
   return "";

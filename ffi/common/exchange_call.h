@@ -46,9 +46,8 @@ class ExchangeCall : public CallArrays<ExchangeArray> {
  public:
   ExchangeCall(const xla::ffi::RemainingArgs& operands, xla::ffi::RemainingRets results,
                const ExchangeAttributes& attributes, std::string* error) {
-    const auto first_of = [](ExchangeArray name) { return (uint32_t{1} << static_cast<int32_t>(name)) - 1; };
-    const uint32_t named = static_cast<uint32_t>(attributes.arrays) & first_of(ExchangeArray::kCount);
-    take(operands, results, named, ~first_of(ExchangeArray::kRows), error);
+    const uint32_t named = static_cast<uint32_t>(attributes.arrays) & bits_before(ExchangeArray::kCount);
+    take(operands, results, named, ~bits_before(ExchangeArray::kRows), error);
   }
 
   bool combines() const { return has(ExchangeArray::kY); }

@@ -57,6 +57,10 @@ constexpr int32_t group_columns_of(Element group_scale) { return group_scale == 
 inline constexpr int32_t kDepthInRegisters = 64;
 inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 
+// Whether a scale that rows are given can be one: it and its inverse are normal numbers. Any other, zero, negative ones
+// and NaN among them, makes all of its rows NaN.
+JAXMOE_ANY constexpr bool is_row_scale(float scale) { return scale >= 0x1p-126f && scale <= 0x1p126f; }
+
 // Of a layer.
 struct Formats {
   Format tokens;   // x, and the gradients of outputs beside it: as published, pulled and multiplied

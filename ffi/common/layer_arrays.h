@@ -34,6 +34,9 @@ enum class ArrayName : int32_t {
   kWGateGroupScales,
   kWUpGroupScales,
   kWDownGroupScales,
+  // float32[2], of rows in 8 bits: the scale of all tokens and that of all h. Without it every 128 columns have one of
+  // their own.
+  kRowScales,
   kDy,           // [tokens, hidden], of a backward pass
   // [saved_tiles * tile rows, projections * intermediate]: gate and up, which a forward pass may write and the backward
   // pass then reads; how they lie is between the two.
@@ -56,11 +59,9 @@ inline constexpr int32_t kNumArrays = static_cast<int32_t>(ArrayName::kCount);
 inline constexpr const char* kArrayNames[kNumArrays] = {
     "place",         "x",            "topk_ids",     "topk_weights", "w_gate",  "w_up",  "w_down", "b_gate",
     "b_up",          "b_down",       "w_gate_up",     "b_gate_up",    "w_gate_scales", "w_up_scales", "w_down_scales",
-    "w_gate_group_scales", "w_up_group_scales", "w_down_group_scales", "dy", "gate_up", "y",
+    "w_gate_group_scales", "w_up_group_scales", "w_down_group_scales", "row_scales", "dy", "gate_up", "y",
     "dx",            "dtopk_weights", "dw_gate",      "dw_up",        "dw_down", "db_gate", "db_up", "db_down",
     "dw_gate_up",    "db_gate_up"};
-
-constexpr uint32_t bit_of(ArrayName name) { return uint32_t{1} << static_cast<int32_t>(name); }
 
 // How gate and up lie, in matrices, in biases and in the gradients of both: in two arrays, or in one whose rows have
 // those of gate first and those of up in their second half, or a column of gate and one of up in turn.
@@ -93,6 +94,7 @@ struct LayerArrays {
   const uint8_t* w_gate_group_scales = nullptr;
   const uint8_t* w_up_group_scales = nullptr;
   const uint8_t* w_down_group_scales = nullptr;
+  const float* row_scales = nullptr;  // of tokens and of h
   const T* dy = nullptr;
   T* gate_up = nullptr;
   T* y = nullptr;

@@ -26,7 +26,7 @@ inline constexpr char kBackwardTarget[] = "jaxmoe_backward";
 struct LayerAttributes {
   int32_t ranks;
   int32_t num_experts;
-  int32_t arrays;      // bits of ArrayName: the operands and results that the call has
+  int32_t arrays;      // 32 bits of ArrayName: the operands and results that the call has
   int32_t activation;  // ActivationKind
   float limit;
   float alpha;
@@ -51,9 +51,9 @@ class LayerCall : public CallArrays<ArrayName> {
   // `error` is set where there are not as many operands and results as the attribute names.
   LayerCall(const xla::ffi::RemainingArgs& operands, xla::ffi::RemainingRets results,
             const LayerAttributes& attributes, std::string* error) {
-    const uint32_t named = static_cast<uint32_t>(attributes.arrays) & (bit_of(ArrayName::kCount) - 1);
+    const uint32_t named = static_cast<uint32_t>(attributes.arrays) & bits_before(ArrayName::kCount);
     // Gate and up are a result of a forward pass, which has no dy.
-    uint32_t of_results = ~(bit_of(ArrayName::kY) - 1);
+    uint32_t of_results = ~bits_before(ArrayName::kY);
     if ((named & bit_of(ArrayName::kDy)) == 0) of_results |= bit_of(ArrayName::kGateUp);
     take(operands, results, named, of_results, error);
   }
@@ -147,6 +147,7 @@ LayerArrays<T, Sum, W> arrays_of(const LayerCall& call, const LayerAttributes& a
           .w_gate_group_scales = call.data<const uint8_t>(Name::kWGateGroupScales),
           .w_up_group_scales = call.data<const uint8_t>(Name::kWUpGroupScales),
           .w_down_group_scales = call.data<const uint8_t>(Name::kWDownGroupScales),
+          .row_scales = call.data<const float>(Name::kRowScales),
           .dy = call.data<const T>(Name::kDy),
           .gate_up = call.data<T>(Name::kGateUp),
           .y = call.data<T>(Name::kY),

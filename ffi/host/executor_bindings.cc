@@ -267,18 +267,20 @@ void define_executor(py::module_& module) {
       "w_gate, w_up and w_down. Raises RuntimeError with what each rank had to say.");
   executor.def(
       "round_rows",
-      [](const Array<float>& rows, bool power_of_two_scales) {
+      [](const Array<float>& rows, bool power_of_two_scales, std::optional<float> given) {
         need(rows.ndim() == 2 && rows.shape(1) % kScaleColumns == 0, "rows must be [rows, a multiple of 128]");
         Array<uint8_t> rounded({rows.shape(0), rows.shape(1)});
         Array<float> scales({rows.shape(0), rows.shape(1) / kScaleColumns});
         for (py::ssize_t i = 0; i < scales.size(); ++i) {
           scales.mutable_data()[i] = host::round_columns<host::F32>(
-              rows.data() + i * kScaleColumns, power_of_two_scales, rounded.mutable_data() + i * kScaleColumns);
+              rows.data() + i * kScaleColumns, power_of_two_scales, given ? &*given : nullptr,
+              rounded.mutable_data() + i * kScaleColumns);
         }
         return py::make_tuple(rounded, scales);
       },
-      py::arg("rows"), py::arg("power_of_two_scales"),
-      "Rows as they are published where weights are in 8 bits: bytes of float8_e4m3fn, and their scales.");
+      py::arg("rows"), py::arg("power_of_two_scales"), py::arg("given") = py::none(),
+      "Rows as they are published where weights are in 8 bits: bytes of float8_e4m3fn, and their scales, all of them "
+      "`given` where that is a number.");
   executor.def("load_8_bits", py::vectorize(&host::E4M3::load), py::arg("bytes"));
   executor.def("store_8_bits", py::vectorize(&host::E4M3::store), py::arg("numbers"));
   executor.def("record_timelines", &host::record_timelines, py::arg("on"),

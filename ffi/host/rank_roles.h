@@ -120,7 +120,8 @@ class RankRoles {
       if constexpr (Precision::kScaled) {
         float* scales = m_.scales_of_token(m_.rank, m_.layout.tokens, m_.shape.tokens, token);
         for (int32_t c = 0; c < hidden; c += kScaleColumns) {
-          scales[c / kScaleColumns] = round_columns<Precision>(x + c, m_.launch.power_of_two_scales, row + c);
+          scales[c / kScaleColumns] =
+              round_columns<Precision>(x + c, m_.launch.power_of_two_scales, m_.arrays.row_scales, row + c);
         }
       } else {
         std::copy_n(x, hidden, row);

@@ -29,10 +29,12 @@ inline float scale_for(float largest, bool power_of_two) {
   return std::bit_cast<float>(((bits >> 23) - 8 + above) << 23);
 }
 
-// Rounds kScaleColumns numbers of a row to 8 bits, and returns their scale. Where one is not finite it is NaN, and so
-// are all of them.
+// Rounds kScaleColumns numbers of a row to 8 bits, and returns their scale: the one that is `given`, with which larger
+// numbers become the largest of 8 bits, or where that is null one for them. Where a number is not finite, or the given
+// scale can be none, it is NaN, and so are all of them.
 template <class Precision>
-float round_columns(const typename Precision::Storage* numbers, bool power_of_two, E4M3::Storage* rounded) {
+float round_columns(const typename Precision::Storage* numbers, bool power_of_two, const float* given,
+                    E4M3::Storage* rounded) {
   float largest = 0;
   bool finite = true;
   for (int32_t c = 0; c < kScaleColumns; ++c) {
@@ -40,11 +42,11 @@ float round_columns(const typename Precision::Storage* numbers, bool power_of_tw
     largest = std::max(largest, magnitude);
     finite = finite && std::isfinite(magnitude);
   }
-  if (!finite) {
+  if (!finite || (given != nullptr && !is_row_scale(*given))) {
     std::fill_n(rounded, kScaleColumns, E4M3::kNaN);
     return std::numeric_limits<float>::quiet_NaN();
   }
-  const float scale = scale_for(largest, power_of_two);
+  const float scale = given != nullptr ? *given : scale_for(largest, power_of_two);
   const float inverse = 1.0f / scale;
   for (int32_t c = 0; c < kScaleColumns; ++c) rounded[c] = E4M3::store(Precision::load(numbers[c]) * inverse);
   return scale;

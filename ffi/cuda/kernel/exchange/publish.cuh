@@ -14,6 +14,13 @@
 
 namespace jaxmoe::publish {
 
+// Where tokens in 8 bits have one scale that is given; null where each 128 columns of them have their own, as those of
+// an exchange.
+__device__ __forceinline__ const float* given_scale_of_tokens(const LayerArrays<void, float>& layer) {
+  return layer.row_scales;
+}
+__device__ __forceinline__ const float* given_scale_of_tokens(const ExchangeArrays<float>&) { return nullptr; }
+
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
 // it, and the routing weights. One rank alone reads the tokens of a forward pass where they are, unless it has to round
 // them.
@@ -45,7 +52,7 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
     const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
     for (int64_t token = team.thread / 32; token < p.shape.tokens; token += team.threads / 32) {
       round_row<Precision>(values + token * hidden, scales + token * blocks, x + token * hidden, hidden,
-                           p.power_of_two_scales, threadIdx.x % 32);
+                           p.power_of_two_scales, given_scale_of_tokens(p), threadIdx.x % 32);
     }
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);

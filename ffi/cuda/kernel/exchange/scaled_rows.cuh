@@ -12,10 +12,11 @@
 
 namespace jaxmoe {
 
-// By a warp: rounds a row. Half a warp takes the 128 columns of a scale, 16 bytes a lane.
+// By a warp: rounds a row, with the scale that is `given` where that is not null. Half a warp takes the 128 columns of a
+// scale, 16 bytes a lane.
 template <class Precision>
 __device__ __forceinline__ void round_row(typename Precision::Element* values, float* scales, const void* row,
-                                          int32_t columns, bool power_of_two, int lane) {
+                                          int32_t columns, bool power_of_two, const float* given, int lane) {
   constexpr int kVectorColumns = 8;  // of 16 bits
   constexpr int kLanes = kScaleColumns / kVectorColumns;
   constexpr int kLoadsInFlight = 4;
@@ -44,7 +45,7 @@ __device__ __forceinline__ void round_row(typename Precision::Element* values, f
       for (int other = kLanes / 2; other > 0; other /= 2) {
         largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
       }
-      const RowScale scale = RowScale::of_largest(largest, power_of_two);
+      const RowScale scale = RowScale::of_largest(largest, power_of_two, given);
       uint32_t packed[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);

@@ -32,19 +32,26 @@ struct E4M3 {
   }
 };
 
-// The scale of elements of which `bits` are those of the largest magnitude, as a float. A scale of numbers that are not
-// all finite is NaN, and with it all of them.
+// The scale of elements of which `bits` are those of the largest magnitude, as a float; or, of numbers that are all
+// finite, the one that is `given`, where that is not null. A scale of numbers that are not all finite is NaN, and with it
+// all of them; so is one that is given and can be none.
 struct RowScale {
   float scale, inverse;
 
-  static __device__ __forceinline__ RowScale of_largest(uint32_t bits, bool power_of_two) {
+  static __device__ __forceinline__ RowScale of_largest(uint32_t bits, bool power_of_two, const float* given) {
     constexpr uint32_t kInfinity = 0x7f800000, kMantissa = 0x7fffff;
     constexpr float kLargest = 448.0f;       // of e4m3, 1.75 * 2^8
     constexpr float kSmallest = 0x1p-100f;   // of a largest magnitude: below it the scale would not be a normal number
-    if (bits >= kInfinity) return {__uint_as_float(0x7fffffff), __uint_as_float(0x7fffffff)};
+    constexpr uint32_t kNaN = 0x7fffffff;
+    if (bits >= kInfinity) return {__uint_as_float(kNaN), __uint_as_float(kNaN)};
     const float largest = fmaxf(__uint_as_float(bits), kSmallest);
-    float scale = largest / kLargest;
-    if (power_of_two) {
+    float scale;
+    if (given != nullptr) {
+      scale = __ldg(given);
+      if (!is_row_scale(scale)) scale = __uint_as_float(kNaN);
+    } else if (!power_of_two) {
+      scale = largest / kLargest;
+    } else {
       // The least power with which nothing is above 1.75 * 2^8.
       const uint32_t word = __float_as_uint(largest);
       const uint32_t exponent = (word >> 23) - 8 + ((word & kMantissa) > 0x600000 ? 1 : 0);
