@@ -25,7 +25,7 @@ from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.plan import KernelPlan, Plan, default_plan
-from jaxmoe.quantization import dequantize, quantize
+from jaxmoe.quantization import dequantize, quantize, with_input_scales
 from jaxmoe.routing import (
     MoEAux,
     MoEStats,
@@ -90,6 +90,7 @@ __all__ = [
     "start_combine",
     "start_dispatch",
     "update_selection_bias",
+    "with_input_scales",
 ]
 
 

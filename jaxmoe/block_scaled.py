@@ -39,6 +39,10 @@ class BlockScaled(QuantizedMatrix):
         `Experts` has in wide types: tensor cores take 8-bit factors along their last dimension only.
       scales: float32, or powers of two as `float8_e8m0fnu`: `[experts, ceil(out / 128), ceil(in / 128)]` for blocks of
         128 x 128, `[experts, out, 1]` for one scale per output channel, `[experts, 1, 1]` for one per expert.
+      input_scale: float32 `[experts]`, the scale of what the matrix is multiplied with, where that is not found from
+        the numbers but was calibrated: `precision="fp8-static"` of `jaxmoe.moe_layer`. All experts of a layer are meant
+        to have the same number: a rank takes the largest that its experts have, of gate and up together for tokens, of
+        `w_down` for h. `None` where there is none; `jaxmoe.with_input_scales` sets it.
 
     `shape` is that of the wide matrices, so that `Experts` with these arrays has the same sizes.
 
@@ -52,15 +56,25 @@ class BlockScaled(QuantizedMatrix):
 
     values: Float[Array, "experts out in"]
     scales: Shaped[Array, "experts out_blocks in_blocks"]
+    input_scale: Float[Array, " experts"] | None = None
 
     def check(self) -> None:
         """Raises where the arrays are not what the class says.
 
         Raises:
           TypeError: values or scales of another type than the class says.
-          ValueError: shapes that make no blocks.
+          ValueError: shapes that make no blocks, or another number of input scales than of experts.
         """
         _ = self.kinds
+        if self.input_scale is None:
+            return
+        needed, found = (self.values.shape[0],), tuple(self.input_scale.shape)
+        if self.input_scale.dtype != jnp.float32 or found != needed:
+            raise (TypeError if found == needed else ValueError)(
+                f"BlockScaled: input_scale is {self.input_scale.dtype}{list(found)}; it must be float32{list(needed)}, "
+                "the scale of what each expert is multiplied with. jaxmoe.with_input_scales(experts, tokens, h) makes "
+                "such arrays."
+            )
 
     @property
     def block(self) -> tuple[int, int]:

@@ -153,8 +153,8 @@ def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts:
         out_in = dimensions[::-1]
         by_kind = {"128x128": out_in, "channel": (out_in[0], None), "expert": (None, None)}
         of_scales = by_kind[matrix.kinds[0]] if isinstance(matrix, BlockScaled) else out_in
-        known = {"values": out_in, "scales": of_scales, "global_scales": ()}
-        arrays = {each: getattr(matrix, each) for each in known if hasattr(matrix, each)}
+        known = {"values": out_in, "scales": of_scales, "global_scales": (), "input_scale": ()}
+        arrays = {each: array for each in known if (array := getattr(matrix, each, None)) is not None}
         made[name] = type(matrix)(**{each: function(array, known[each]) for each, array in arrays.items()})
     return dataclasses.replace(experts, **made)
 

@@ -321,5 +321,7 @@ def _format_of(array: Any) -> str:
     if isinstance(array, QuantizedMatrix):
         kind = f"{type(array).__name__} " if isinstance(array, FourBit) else ""
         of_matrix = f" and {_format_of(array.global_scales)}" if isinstance(array, NVFP4) else ""
-        return f"{kind}{_format_of(array.values)} with scales {_format_of(array.scales)}{of_matrix}"
+        of_input = getattr(array, "input_scale", None)
+        given = "" if of_input is None else f" and input_scale {_format_of(of_input)}"
+        return f"{kind}{_format_of(array.values)} with scales {_format_of(array.scales)}{of_matrix}{given}"
     return f"{array.dtype}{list(array.shape)}"

@@ -14,7 +14,7 @@ from jaxmoe.routing.router import Routing
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
-Precision = Literal["fp8", "fp8-e8m0", "w8a16", "w4a16"]
+Precision = Literal["fp8", "fp8-e8m0", "fp8-static", "w8a16", "w4a16"]
 
 
 class Arguments(NamedTuple):

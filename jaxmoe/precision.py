@@ -6,6 +6,7 @@
     None          dtype of x                                      dtype of x
     "fp8"         8 bits, a float32 scale for 1 x 128             8 bits, or MXFP4
     "fp8-e8m0"    the same, each scale a power of two             8 bits, or MXFP4
+    "fp8-static"  8 bits, one given scale for all of either       8 bits, with an `input_scale`
     "w8a16"       dtype of x                                      8 bits, decoded to the dtype of x
     "w4a16"       dtype of x                                      4 bits, decoded to the dtype of x
 
@@ -17,18 +18,19 @@ Only a forward pass rounds. A backward pass is that of the layer in the dtype of
 experts that were rounded, or the decoded ones where they came in 8 or 4 bits (a straight-through estimate).
 """
 
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.options import Precision
-from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize, quantize_rows
+from jaxmoe.quantization import MATRICES, decode_8_bits, dequantize_rows, quantize, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -50,11 +52,14 @@ def resolve(precision: Any, experts: AnyExperts, dtype: Any) -> Precision | None
     """
     kind = type(experts.matrix)
     if precision is None:
-        precision = "fp8" if kind is BlockScaled else "w4a16" if issubclass(kind, FourBit) else None
+        precision = "w4a16" if issubclass(kind, FourBit) else None
+        if kind is BlockScaled:
+            precision = "fp8" if _without_input_scale(experts) else "fp8-static"
     elif precision not in PRECISIONS:
         raise ValueError(
             f"moe_layer: precision={precision!r} is not known. Use one of {', '.join(map(repr, PRECISIONS))}, or None "
-            "for the dtype of x with wide experts, 'fp8' with BlockScaled ones and 'w4a16' with MXFP4 and NVFP4."
+            "for the dtype of x with wide experts, 'w4a16' with MXFP4 and NVFP4, and 'fp8' with BlockScaled ones, or "
+            "'fp8-static' where all of their matrices have an input_scale."
         )
     if precision is not None and dtype == jnp.float64:
         raise TypeError(
@@ -68,6 +73,8 @@ def resolve(precision: Any, experts: AnyExperts, dtype: Any) -> Precision | None
 def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
     """Raises where a precision does not go with the type of the matrices."""
     matrix = experts.matrix
+    if has_given_scales(precision):
+        _check_given_scales(experts)
     given = type(matrix).__name__ if isinstance(matrix, QuantizedMatrix) else f"{matrix.dtype}"
     for asked, bits, kind, block in (("w8a16", 8, BlockScaled, ""), ("w4a16", 4, FourBit, ", 'mxfp4'")):
         if precision != asked or isinstance(matrix, kind):
@@ -88,9 +95,43 @@ def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
         )
 
 
+def _check_given_scales(experts: AnyExperts) -> None:
+    """Raises where experts lack scales of what they are multiplied with."""
+    matrix, asked = experts.matrix, "moe_layer: precision='fp8-static' rounds tokens and h with the scales that experts"
+    if isinstance(matrix, FourBit):
+        raise ValueError(
+            f"{asked} in 8 bits have as input_scale, and experts.w_gate is {type(matrix).__name__}, which has none. "
+            "Leave precision out for these."
+        )
+    if not isinstance(matrix, BlockScaled):
+        raise ValueError(
+            f"{asked} in 8 bits have as input_scale, and experts.w_gate is {matrix.dtype}. Pass "
+            "jaxmoe.with_input_scales(jaxmoe.quantize(experts), tokens, h), or precision='fp8', which finds a scale for "
+            "each 128 columns."
+        )
+    if missing := _without_input_scale(experts):
+        names = " and ".join(f"experts.{name}" for name in missing)
+        raise ValueError(
+            f"{asked} have as input_scale, and {names} {'has' if len(missing) == 1 else 'have'} none. All matrices need "
+            "one: pass jaxmoe.with_input_scales(experts, tokens, h), or precision='fp8', which finds a scale for each "
+            "128 columns."
+        )
+
+
+def _without_input_scale(experts: AnyExperts) -> list[str]:
+    """Returns the names of the matrices, which are `BlockScaled`, that lack a scale of what they are multiplied with."""
+    matrices = {name: matrix for name in MATRICES if (matrix := getattr(experts, name, None)) is not None}
+    return [name for name, matrix in matrices.items() if matrix.input_scale is None]
+
+
 def rounds_rows(precision: Precision | None) -> bool:
     """Whether tokens and h are rounded to 8 bits."""
-    return precision in ("fp8", "fp8-e8m0")
+    return precision in ("fp8", "fp8-e8m0", "fp8-static")
+
+
+def has_given_scales(precision: Precision | None) -> bool:
+    """Whether tokens and h are rounded with scales that the experts have."""
+    return precision == "fp8-static"
 
 
 def powers_of_two(precision: Precision | None) -> bool:
@@ -127,8 +168,41 @@ def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DType
     return decode_8_bits(experts if precision is None else experts_in_8_bits(split(experts), precision), dtype)
 
 
-def as_multiplied_rows(rows: jax.Array, precision: Precision | None, dtype: DTypeLike) -> jax.Array:
-    """Returns rows in `dtype` with the numbers that a forward pass multiplies, of tokens or of h in float32."""
+class RowScales(NamedTuple):
+    """The scales with which all tokens and all h are rounded; `None` where each 128 columns have one of their own."""
+
+    tokens: Float[Array, ""] | None = None
+    h: Float[Array, ""] | None = None
+
+
+def row_scales(experts: AnyExperts, precision: Precision | None) -> RowScales:
+    """Returns the scales that a call is given: the largest that the experts of this rank have.
+
+    Where one of them is not finite, so is what comes back: a maximum could leave it out.
+    """
+    if not has_given_scales(precision):
+        return RowScales()
+
+    def largest(*matrices: BlockScaled | None) -> jax.Array:
+        given = [matrix.input_scale for matrix in matrices if matrix is not None]
+        scales = jnp.stack([scale for scale in given if scale is not None])
+        return jnp.where(jnp.isfinite(scales).all(), scales.max(), jnp.nan)
+
+    experts = split(experts)
+    return RowScales(largest(experts.w_gate, experts.w_up), largest(experts.w_down))
+
+
+def as_multiplied_rows(
+    rows: jax.Array, precision: Precision | None, dtype: DTypeLike, scale: Float[Array, ""] | None = None
+) -> jax.Array:
+    """Returns rows in `dtype` with the numbers that a forward pass multiplies, of tokens or of h in float32.
+
+    Args:
+      rows: tokens or h.
+      precision: of the call.
+      dtype: of what is returned.
+      scale: that of these rows in `row_scales`.
+    """
     if not rounds_rows(precision):
         return rows.astype(dtype)
-    return dequantize_rows(*quantize_rows(rows, powers_of_two(precision)), dtype)
+    return dequantize_rows(*quantize_rows(rows, powers_of_two(precision), scale), dtype)

@@ -20,6 +20,8 @@ from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 MATRICES = ("w_gate", "w_up", "w_down")
 LARGEST = float(jnp.finfo(VALUES).max)
+# Of scales that rows are given: these and their inverses are normal numbers.
+GIVEN_SCALES = (2.0**-126, 2.0**126)
 
 
 def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeLike | None = None) -> Experts:
@@ -82,6 +84,51 @@ def _check_groups(name: str, inner: int, block: str) -> None:
             f"hidden and intermediate to multiples of {group}, with zeros, or pass one of "
             f"{', '.join(map(repr, BLOCK_KINDS))}."
         )
+
+
+def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
+    """Returns experts in 8 bits with scales of what they are multiplied with: one for all tokens, one for all h.
+
+    `precision="fp8-static"` of `jaxmoe.moe_layer`, the default with such experts, rounds tokens and h with them. Such a
+    scale is found by calibration: the largest magnitude that was seen, over 448. What is larger later becomes the
+    largest number that the scale has.
+
+    Args:
+      experts: whose matrices are `BlockScaled`.
+      tokens: the scale of tokens, a number, or float32 `[experts]`. It goes to gate and up.
+      h: the same of h, for `w_down`.
+
+    Raises:
+      TypeError: a matrix is not `BlockScaled`.
+      ValueError: scales of another shape.
+
+    >>> import jax
+    >>> experts = quantize(Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384))
+    >>> with_input_scales(experts, tokens=8 / 448, h=2 / 448).w_down.input_scale.shape
+    (4,)
+    """
+    given = {"w_gate": ("tokens", tokens), "w_up": ("tokens", tokens), "w_down": ("h", h)}
+    made = {}
+    for field, (name, scale) in given.items():
+        matrix: Any = getattr(split(experts), field)
+        if matrix is None:
+            continue
+        if not isinstance(matrix, BlockScaled):
+            kind = type(matrix).__name__ if isinstance(matrix, QuantizedMatrix) else f"{matrix.dtype}"
+            raise TypeError(
+                f"with_input_scales: experts.{field} is {kind}; it must be BlockScaled. Pass jaxmoe.quantize(experts) "
+                "of wide experts."
+            )
+        shape = jnp.shape(scale)
+        if shape not in ((), matrix.values.shape[:1]):
+            raise ValueError(
+                f"with_input_scales: {name} has shape {shape}; it must be a number, or have one for each of the "
+                f"{matrix.values.shape[0]} experts."
+            )
+        # Made of the matrix' own scales, so that it is split over the same devices.
+        zeros = jnp.zeros_like(matrix.scales, jnp.float32).sum((1, 2))
+        made[field] = dataclasses.replace(matrix, input_scale=zeros + jnp.asarray(scale, jnp.float32))
+    return dataclasses.replace(experts, **made)
 
 
 def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExperts:
@@ -160,7 +207,7 @@ def _scales_of(largest: Float[Array, "*blocks"], finite: Bool[Array, "*blocks"],
 
 
 def quantize_rows(
-    rows: Float[Array, "rows columns"], power_of_two: bool = False
+    rows: Float[Array, "rows columns"], power_of_two: bool = False, scale: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "rows groups"]]:
     """Returns rows as `float8_e4m3fn` values and float32 scales, one for each group of 128 columns of a row.
 
@@ -168,9 +215,13 @@ def quantize_rows(
     power of two with which the largest is at most 448; `value = x * (1 / scale)`, rounded to the nearest, ties to even.
     A NaN or an infinity makes its group NaN. These are the bits of compiled code: each step is one IEEE operation.
 
+    Where a scale is given it is that of all groups whose numbers are finite, and what is above 448 of it becomes 448.
+    One that is not in `GIVEN_SCALES` (zero, negative, NaN) makes everything NaN.
+
     Args:
       rows: in float32, bfloat16 or float16.
       power_of_two: as DeepSeek-V3.1 has the scales.
+      scale: float32, in the place of those that are found; `None` finds them.
 
     >>> values, scales = quantize_rows(jnp.full((2, 200), 896.0))
     >>> values.dtype.name, scales.tolist()
@@ -178,9 +229,16 @@ def quantize_rows(
     """
     groups = _groups(rows.astype(jnp.float32))
     finite = jnp.isfinite(groups).all(-1)
-    scales = _scales_of(jnp.abs(groups).max(-1), finite, power_of_two)
+    if scale is None:
+        scales = _scales_of(jnp.abs(groups).max(-1), finite, power_of_two)
+    else:
+        finite &= (scale >= GIVEN_SCALES[0]) & (scale <= GIVEN_SCALES[1])
+        scales = jnp.where(finite, scale, jnp.nan)
     inverses = jnp.where(finite, 1 / scales, jnp.nan)
     values = (groups * inverses[..., None]).reshape(rows.shape[0], -1)[:, : rows.shape[1]]
+    if scale is not None:
+        # JAX makes NaN of what is too large. Chosen, not clipped: that keeps NaN.
+        values = jnp.where(jnp.abs(values) > LARGEST, jnp.copysign(LARGEST, values), values)
     return in_8_bits(values), scales
 
 

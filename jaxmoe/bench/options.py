@@ -16,7 +16,7 @@ from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Precision
 from jaxmoe.plan import KernelPlan
-from jaxmoe.precision import PRECISIONS, rounds_rows
+from jaxmoe.precision import PRECISIONS, has_given_scales, rounds_rows
 from jaxmoe.testing import RoutingKind
 
 BASELINE = "baseline-drops-rows"
@@ -46,7 +46,7 @@ NARROW = {
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
 }
 # Of wide experts, which are rounded in the call.
-ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name))
+ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name) and not has_given_scales(name))
 ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
 
 

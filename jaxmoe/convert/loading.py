@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxmoe.convert import fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named, other_families, stem_of
-from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked
+from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked, with_input_scales
 from jaxmoe.convert.placing import Placing, Stack
 from jaxmoe.convert.progress import Progress, reporter
 from jaxmoe.convert.safetensors_files import open_safetensors
@@ -45,8 +45,9 @@ def from_hf(
     Experts stay in the bits that the checkpoint has them in: BF16; FP8 as `jaxmoe.BlockScaled`, in blocks of 128 x 128
     or with a scale for each output or matrix; the MXFP4 of gpt-oss and DeepSeek-V4 as `jaxmoe.MXFP4`; FP8, NVFP4
     (`jaxmoe.NVFP4`) and MXFP4 also as ModelOpt and compressed-tensors write them, in any family but these two.
-    `jaxmoe.dequantize` makes wide ones of them. Static scales of tokens (`input_scale`) are kept and not used:
-    `moe_layer` has one for each 128 columns of a token. Gate and up may be one tensor for all experts, as Qwen3.5 has
+    `jaxmoe.dequantize` makes wide ones of them. Static scales of what FP8 matrices are multiplied with (`input_scale`)
+    become those of `jaxmoe.BlockScaled`, with which `moe_layer` rounds tokens and h: the largest of all experts of the
+    file, of gate and up together, as serving systems take it. Those of NVFP4 are kept and not used. Gate and up may be one tensor for all experts, as Qwen3.5 has
     them, where they are wide. INT4 is refused.
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
@@ -121,7 +122,7 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
     """Returns the layer with a `Stack` for what is large, and arrays of the checkpoint for what is not."""
     router = block.checked(family.router, WIDE_TYPES, (None, None), "[experts, hidden]")
     num_experts, hidden = router.shape
-    unused: dict[str, Any] = {}
+    input_scales: dict[str, Any] = {}
 
     def experts(field: str, names: Sequence[str], split: bool) -> Experts:
         kind = format_of(block, f"{names[0]}.{family.matrices[0]}", family.formats)
@@ -135,8 +136,9 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
             of_each = [f"{expert}.{matrix}" for expert in names]
             fields[name], scales = stacked(block, name, of_each, kind, sizes, split=split, dtype=dtype)
             if scales is not None:
-                unused[f"{field}.{name}"] = scales
-        return Experts(**fields)
+                input_scales[f"{field}.{name}"] = scales
+        of_inputs = {name: input_scales.get(f"{field}.{name}") for name in SIDES}
+        return Experts(**with_input_scales(fields, of_inputs))
 
     def vector(name: str | None) -> np.ndarray | None:
         return None if name is None else block.checked(name, WIDE_TYPES, (num_experts,), f"[{num_experts}]")
@@ -165,7 +167,7 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
         "token_table": None if table is None else table.astype(np.int32),
         "shared": shared,
         "shared_gate": gate,
-        "input_scales": unused or None,
+        "input_scales": input_scales or None,
     }
     return MoEWeights(**arrays)
 

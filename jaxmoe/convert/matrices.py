@@ -5,6 +5,7 @@ what is in 8 or 4 bits stays as it lies, since that is the layout of `BlockScale
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -85,13 +86,13 @@ class Format:
       name: in words.
       type: in `Experts`; `None` for wide matrices.
       parts: the tensors in the order of the fields of `type`.
-      unused: another one, that `to_hf` gives back: a scale of what the matrix is multiplied with.
+      input_scale: another one, that `to_hf` gives back: a scale of what the matrix is multiplied with.
     """
 
     name: str
     type: Any
     parts: tuple[Part, ...]
-    unused: Part | None = None
+    input_scale: Part | None = None
 
 
 _E8M0_TYPES = {E8M0: E8M0, U8: E8M0}
@@ -116,10 +117,10 @@ FP8 = Format(
 )
 
 
-def _compressed(name: str, block: tuple[int | None, int | None], unused: Part | None = None) -> Format:
+def _compressed(name: str, block: tuple[int | None, int | None], input_scale: Part | None = None) -> Format:
     """As compressed-tensors and ModelOpt write FP8, in whichever family."""
     scales = Part("weight_scale", {F32: F32, BF16: F32}, block, written=F32, single=(1,))
-    return Format(name, BlockScaled, (_IN_8_BITS, scales), unused)
+    return Format(name, BlockScaled, (_IN_8_BITS, scales), input_scale)
 
 
 FP8_COMPRESSED = (
@@ -154,7 +155,7 @@ FP4_MODELOPT = Format(
         Part("weight_scale", {E4M3: E4M3}, (1, NVFP4.group), _E4M3_ADVICE),
         Part("weight_scale_2", {F32: F32}, None),
     ),
-    unused=Part("input_scale", {F32: F32}, None),
+    input_scale=Part("input_scale", {F32: F32}, None),
 )
 # As compressed-tensors writes both, in whichever family. It divides by the scale of a matrix.
 _PACKED = Part("weight_packed", {U8: U8}, (1, 2))
@@ -167,7 +168,7 @@ FP4_COMPRESSED = (
             Part("weight_scale", {E4M3: E4M3}, (1, NVFP4.group), _E4M3_ADVICE),
             Part("weight_global_scale", {F32: F32}, None, inverse=True),
         ),
-        unused=Part("input_global_scale", {F32: F32}, None, inverse=True),
+        input_scale=Part("input_global_scale", {F32: F32}, None, inverse=True),
     ),
     Format("MXFP4", MXFP4, (_PACKED, Part("weight_scale", _E8M0_TYPES, (1, MXFP4.group), E8M0_ADVICE, written=U8))),
 )
@@ -221,7 +222,7 @@ def _by_shapes(block: Block, name: str, kinds: Sequence[Format]) -> Format:
 def stacked(
     block: Block, field: str, names: Sequence[str], kind: Format, sizes: Mapping[str, int], *, split: bool, dtype: Any
 ) -> tuple[Any, Stack | None]:
-    """Returns a matrix of `Experts` as `Stack`s, and one of `kind.unused` where the files have it.
+    """Returns a matrix of `Experts` as `Stack`s, and one of `kind.input_scale` where the files have it.
 
     Args:
       block: where the tensors are.
@@ -268,6 +269,31 @@ def stacked(
         )
 
     stacks = [stack(part) for part in kind.parts]
-    has_unused = kind.unused is not None and f"{names[0]}.{kind.unused.suffix}" in block
-    unused = stack(kind.unused) if kind.unused is not None and has_unused else None
-    return (stacks[0] if kind.type is None else kind.type(*stacks)), unused
+    of_input = kind.input_scale
+    has_input_scale = of_input is not None and f"{names[0]}.{of_input.suffix}" in block
+    input_scale = stack(of_input) if of_input is not None and has_input_scale else None
+    return (stacks[0] if kind.type is None else kind.type(*stacks)), input_scale
+
+
+def with_input_scales(matrices: Mapping[str, Any], scales: Mapping[str, Stack | None]) -> dict[str, Any]:
+    """Returns the matrices of `Experts` by name, those in FP8 with an `input_scale` where the files have one for each.
+
+    Every expert gets the largest of all of them, of gate and up together: a token is rounded once for all its experts.
+    Those of all experts are read on every process, when the first is placed; they are numbers.
+    """
+    made = dict(matrices)
+    for names in (("w_gate", "w_up"), ("w_down",)):
+        stacks = [stack for name in names if (stack := scales[name]) is not None]
+        if len(stacks) < len(names) or not all(isinstance(matrices[name], BlockScaled) for name in names):
+            continue
+        largest = functools.cache(functools.partial(_largest, tuple(stacks)))
+        for name, stack in zip(names, stacks, strict=True):
+            of_all = dataclasses.replace(stack, dtype=F32, element=lambda _, largest=largest: largest())
+            made[name] = dataclasses.replace(matrices[name], input_scale=of_all)
+    return made
+
+
+def _largest(stacks: Sequence[Stack]) -> np.ndarray:
+    """Returns the largest number of arrays `[experts]`; NaN where one is that."""
+    numbers = [stack.element(expert) for stack in stacks for expert in range(stack.shape[0])]
+    return np.asarray(np.max([np.asarray(number, F32) for number in numbers]))

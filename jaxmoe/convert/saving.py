@@ -123,8 +123,8 @@ def _experts(
             raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
         kind = _format_of(matrix, f"{field}.{name}", table, family)
         written = list(zip(kind.parts, _parts(matrix, kind, scale_dtype), strict=True))
-        if kind.unused is not None and f"{field}.{name}" in input_scales:
-            written.append((kind.unused, np.asarray(input_scales[f"{field}.{name}"])))
+        if kind.input_scale is not None and f"{field}.{name}" in input_scales:
+            written.append((kind.input_scale, np.asarray(input_scales[f"{field}.{name}"])))
         for part, array in written:
             for expert, of_expert in enumerate(names):
                 shape = part.single if part.is_number else array.shape[1:]

@@ -24,7 +24,8 @@ class MoEWeights:
       shared: the expert that every token visits, as `Experts` with one of them.
       shared_gate: `[hidden, 1]`; `sigmoid(x @ shared_gate)` multiplies what the shared expert answers (Qwen3-Next).
       input_scales: `[experts]` for each matrix in NVFP4 or FP8 whose checkpoint has static scales of what it is
-        multiplied with, by its name, such as `experts.w_gate`. This library does not use them; `to_hf` gives them back.
+        multiplied with, by its name, such as `experts.w_gate`. `to_hf` gives them back. What the layer uses is in the
+        experts: see `from_hf`.
     """
 
     experts: Experts | Any

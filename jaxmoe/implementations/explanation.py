@@ -102,7 +102,8 @@ def precision_reasons(call: Call) -> list[str]:
         if call.quantizes
         else f"experts in {width} bits take {experts:.1f} MiB per rank and have no gradients"
     )
-    scales = ", scales of tokens and h are powers of two" if call.precision == "fp8-e8m0" else ""
+    of_rows = {"fp8-e8m0": "powers of two", "fp8-static": "given, one for all of either: input_scale of the experts"}
+    scales = f", scales of tokens and h are {of_rows[call.precision]}" if call.precision in of_rows else ""
     again = "; a backward pass computes gate and up again, without rounding, whatever residuals="
     kept = again if rounds_rows(call.precision) else ""
     return [f"precision={call.precision!r}: {rounded}{scales}{kept}"]

@@ -22,7 +22,7 @@ from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
 from jaxmoe.options import Precision
-from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits
+from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits, row_scales
 from jaxmoe.quantization import dequantize
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -75,7 +75,8 @@ def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax
     if precision is not None:
         experts = experts_in_8_bits(experts, precision)
     everyone = dequantize(jax.tree.map(group.all_gather, experts), dtype)
-    tokens = as_multiplied_rows(x, precision, dtype)
+    scales = row_scales(experts, precision)
+    tokens = as_multiplied_rows(x, precision, dtype, scales.tokens)
 
     def add_expert(total: jax.Array, expert: tuple[jax.Array, Experts]) -> tuple[jax.Array, None]:
         expert_id, e = expert
@@ -87,7 +88,7 @@ def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax
         rows = jnp.where(visits, tokens, 0)
         gate = _affine(rows, e.w_gate, e.b_gate)
         up = None if e.w_up is None else _affine(rows, e.w_up, e.b_up)
-        h = as_multiplied_rows(activation.value(gate, up), precision, dtype)
+        h = as_multiplied_rows(activation.value(gate, up), precision, dtype, scales.h)
         out = _affine(h, e.w_down, e.b_down)
         return total + jnp.where(visits, weight * jnp.where(visits, out, 0), 0), None
 

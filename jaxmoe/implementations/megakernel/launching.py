@@ -54,11 +54,12 @@ def launch(
     operands = {"place": place(group), **operands}
     given = [name for name in order if name in operands]
     made = [name for name in order if name in results]
+    bits = np.uint32(sum(1 << order.index(name) for name in (*given, *made)))
     attributes = {
         "ranks": np.int32(group.size),
         "timeout_seconds": np.float32(timeout_seconds(platform)),
         "groups": replica_groups(group, jax.sharding.get_abstract_mesh()).reshape(-1),
-        "arrays": np.int32(sum(1 << order.index(name) for name in (*given, *made))),
+        "arrays": bits.view(np.int32),  # XLA has attributes with a sign, and the names of a layer fill all bits
         **attributes,
     }
     types = tuple(results[name] for name in made)

@@ -7,7 +7,8 @@ The backward pass is another such call. It gets the inputs and the gradient of t
 The inputs of the activation are either kept from the forward pass (`residuals="save"`) or computed again.
 
 In 8 or 4 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales
-are operands of their own; tokens are rounded in compiled code. The backward pass has 16 bits: wide experts go to the
+are operands of their own, as are those that tokens and h are rounded with where these are given; tokens are rounded in
+compiled code. The backward pass has 16 bits: wide experts go to the
 same call as without 8 bits, those that came in fewer bits to one that decodes them, a few at a time. Where nothing of
 the experts is differentiated, as beside adapters or a router that are trained alone, a backward pass makes no gradients
 of them. Biases of experts in fewer bits do have gradients: where they are asked for, another implementation's backward
@@ -37,7 +38,7 @@ from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
-from jaxmoe.precision import experts_in_8_bits, powers_of_two
+from jaxmoe.precision import experts_in_8_bits, has_given_scales, powers_of_two, row_scales
 from jaxmoe.sharding import vary_alike
 
 # Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
@@ -159,6 +160,8 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
             arrays |= {name: array.packed, **of_groups}
         else:
             arrays[name] = array.astype(x.dtype)
+    if has_given_scales(call.precision):
+        arrays["row_scales"] = jnp.stack(row_scales(experts, call.precision))
     return {
         "x": x,
         "topk_ids": inputs.topk_ids,

@@ -45,7 +45,7 @@ from jaxmoe.implementations.xla.local_rows import (
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
-from jaxmoe.precision import as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows
+from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, powers_of_two, row_scales, rounds_rows
 from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -96,9 +96,11 @@ def _biases_of_projections(experts: AnyExperts) -> tuple[jax.Array | None, jax.A
     return (None, None) if experts.b_gate_up is None else experts.columns_of(experts.b_gate_up)
 
 
-def _down(gate_up: GateUp, experts: AnyExperts, batch: Batch, call: Call) -> Float[Array, "rows hidden"]:
+def _down(
+    gate_up: GateUp, experts: AnyExperts, batch: Batch, call: Call, scales: RowScales
+) -> Float[Array, "rows hidden"]:
     gate, up = _with_biases(gate_up, experts, batch)
-    h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype)
+    h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype, scales.h)
     out = times(h, experts.w_down, batch.rows_per_expert, call.plan.grouped_gemm)
     return out if experts.b_down is None else (out + bias_of_row(experts.b_down, batch)).astype(out.dtype)
 
@@ -183,14 +185,14 @@ def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
     return parts.astype(jnp.promote_types(parts.dtype, jnp.float32)).sum(0).astype(totals.dtype)
 
 
-def _tokens_of_batches(call: Call, x: jax.Array) -> Callable[[Batch], jax.Array]:
+def _tokens_of_batches(call: Call, x: jax.Array, scales: RowScales) -> Callable[[Batch], jax.Array]:
     """Gathers the tokens of all ranks, as they are or in 8 bits, and returns what takes the rows of a batch of them."""
     if not rounds_rows(call.precision):
         tokens = call.group.all_gather(x)
         return lambda batch: take_rows(tokens, batch)
-    quantized = quantize_rows(x, powers_of_two(call.precision))
-    values, scales = (call.group.all_gather(array) for array in quantized)
-    return lambda batch: dequantize_rows(take_rows(values, batch), take_rows(scales, batch), x.dtype)
+    quantized = quantize_rows(x, powers_of_two(call.precision), scales.tokens)
+    values, factors = (call.group.all_gather(array) for array in quantized)
+    return lambda batch: dequantize_rows(take_rows(values, batch), take_rows(factors, batch), x.dtype)
 
 
 def _sorted_rows(call: Call, inputs: Inputs) -> LocalRows:
@@ -201,14 +203,15 @@ def _sorted_rows(call: Call, inputs: Inputs) -> LocalRows:
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, LocalRows, GateUp]:
     group, plan = call.group, call.plan
     experts = as_multiplied(inputs.experts, call.precision, inputs.x.dtype)
-    tokens_of, weights = _tokens_of_batches(call, inputs.x), group.all_gather(inputs.topk_weights)
+    scales = row_scales(inputs.experts, call.precision)
+    tokens_of, weights = _tokens_of_batches(call, inputs.x, scales), group.all_gather(inputs.topk_weights)
     rows = _sorted_rows(call, inputs)
 
     def gate_up_of(batch: Batch) -> GateUp:
         return _gate_up(tokens_of(batch), experts, batch, plan.grouped_gemm)
 
     def token_sums(batch: Batch, gate_up: GateUp) -> jax.Array:
-        return sum_slots(_down(gate_up, experts, batch, call), weights, rows, batch)
+        return sum_slots(_down(gate_up, experts, batch, call, scales), weights, rows, batch)
 
     first = nth_batch(rows, jnp.int32(0), plan.batch_rows)
     gate_up = _named(gate_up_of(first))
