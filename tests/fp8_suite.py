@@ -13,7 +13,7 @@ import jaxmoe
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS, identity_experts, relative_error
-from tests.layer_calls import EXPERTS, TOKENS, TOP_K, layer, mesh_of
+from tests.layer_calls import EXPERTS, TOKENS, TOP_K, cotangent, layer, mesh_of
 from tests.quantized_layer import (
     HIDDEN,
     QuantizedChecks,
@@ -45,6 +45,21 @@ def multiply_unpromoted(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 def in_8_bits(arguments: Arguments, block: str = "128x128", scale_dtype: Any = jnp.float32) -> Arguments:
     return arguments._replace(experts=jitted_quantize(block, scale_dtype)(arguments.experts))
+
+
+def with_given_scales(arguments: Arguments, tokens: Any = 5 / 448, h: Any = 9 / 448) -> Arguments:
+    """Experts that bring the scales of tokens and of h along, by default such that few of either are too large."""
+    return arguments._replace(experts=jitted_given_scales(arguments.experts, jnp.float32(tokens), jnp.float32(h)))
+
+
+jitted_given_scales = jax.jit(jaxmoe.with_input_scales)
+
+
+def numbers_in_8_bits(seed: int) -> np.ndarray:
+    """`[tokens, hidden]` numbers that `float8_e4m3fn` has."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 127, (TOKENS, HIDDEN)).astype(np.uint8) | (rng.integers(0, 2, (TOKENS, HIDDEN)) << 7)
+    return np.array(jax.lax.bitcast_convert_type(jnp.asarray(codes, jnp.uint8), jnp.float8_e4m3fn), np.float32)
 
 
 @functools.cache
@@ -124,9 +139,7 @@ class Fp8Suite(QuantizedChecks):
     # --- closed forms -----------------------------------------------------------------------------------------------
 
     def test_identity_experts_return_what_8_bits_can_hold_times_its_weights(self):
-        rng = np.random.default_rng(0)
-        codes = rng.integers(0, 127, (TOKENS, HIDDEN)).astype(np.uint8) | (rng.integers(0, 2, (TOKENS, HIDDEN)) << 7)
-        x = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(codes, jnp.uint8), jnp.float8_e4m3fn), np.float32)
+        x = numbers_in_8_bits(0)
         x[:, ::128], x[:, 1::128] = 448, -448  # so that scales are 1, of tokens and of either sign of h
         arguments = self.inputs(6)
         experts = identity_experts(EXPERTS, HIDDEN, self.dtype)
@@ -181,6 +194,78 @@ class Fp8Suite(QuantizedChecks):
         assert np.isfinite(y).all()
         assert_as_exact(y, arguments)
 
+    # --- given scales -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("placement", ["one rank", "data x expert, Auto", "data x expert, Explicit", "in shard_map"])
+    def test_tokens_and_h_are_rounded_with_the_scales_that_experts_bring_wherever_it_is_called(self, placement):
+        arguments = with_given_scales(in_8_bits(self.inputs(30, biases=True, routing="zipf", token_valid=True)))
+        y = self.run(arguments, placement)
+        assert_as_exact(y, arguments, "fp8-static")
+        assert relative_error(y, truth_of(arguments, "fp8")) > 0.01
+
+    @pytest.mark.parametrize(("kind", "scale_dtype"), [("channel", jnp.float32), ("expert", jnp.float8_e8m0fnu)])
+    def test_weights_beside_given_scales_may_have_scales_of_every_kind(self, kind, scale_dtype):
+        for dtype in self.dtypes:
+            arguments = in_8_bits(self.inputs(31, gated=False, num_experts=3, dtype=dtype), kind, scale_dtype)
+            arguments = with_given_scales(arguments)
+            assert_as_exact(self.small_run(arguments, activation="relu"), arguments, "fp8-static", activation="relu")
+
+    @pytest.mark.parametrize(("tokens", "h", "largest"), [(1.0, 1.0, 448), (0.25, 1.0, 112), (1.0, 0.125, 56)])
+    def test_what_is_beyond_448_times_a_given_scale_becomes_that(self, tokens, h, largest):
+        x = numbers_in_8_bits(1)
+        x[3:5] *= 2.0**10
+        x[5, ::7], x[6, ::7] = 1e30, -1e30
+        experts = identity_experts(EXPERTS, HIDDEN, self.dtype)
+        arguments = self.inputs(6)
+        weights = jnp.full((TOKENS, TOP_K), 1.0, jnp.float32).at[:, 2].set(2.0)
+        arguments = arguments._replace(x=jnp.asarray(x, self.dtype), topk_weights=weights, experts=experts)
+        arguments = with_given_scales(in_8_bits(arguments, scale_dtype=jnp.float8_e8m0fnu), tokens, h)
+        y = self.run(arguments, activation="relu")
+        np.testing.assert_array_equal(y, 4 * jnp.clip(arguments.x, -largest, largest))
+        assert (np.abs(x) > largest).any()
+
+    def test_beside_given_scales_nan_and_infinity_stay_with_their_tokens(self):
+        clean = with_given_scales(in_8_bits(self.inputs(7, biases=True)))
+        x = clean.x.at[5, 3].set(jnp.nan).at[6, 200].set(jnp.inf).at[7, 0].set(-jnp.inf)
+        y, expected = (np.asarray(self.run(clean._replace(x=tokens)), np.float32) for tokens in (x, clean.x))
+        assert np.isnan(y[5:8]).all()
+        others = np.delete(np.arange(TOKENS), [5, 6, 7])
+        np.testing.assert_array_equal(y[others], expected[others])
+        assert np.isfinite(expected).all()
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf, 1e-40])
+    def test_a_given_scale_that_can_be_none_makes_everything_nan(self, scale):
+        arguments = in_8_bits(self.inputs(32))
+        for scales in ((scale, 1.0), (1.0, scale)):
+            assert np.isnan(np.asarray(self.small_run(with_given_scales(arguments, *scales)), np.float32)).all()
+
+    def test_another_precision_ignores_given_scales(self):
+        arguments = in_8_bits(self.inputs(33, biases=True))
+        given = with_given_scales(arguments)
+        for precision in ("fp8", "w8a16"):
+            y, expected = (self.small_run(each, precision=precision) for each in (given, arguments))
+            np.testing.assert_array_equal(y, expected)
+
+    def test_gradients_beside_given_scales_are_those_of_the_layer_that_rounds_nothing(self):
+        given = with_given_scales(in_8_bits(self.inputs(35)))
+
+        def gradients(precision: str) -> Any:
+            run = layer("one rank", **self.options(plan=None, precision=precision))
+            loss = lambda x: jnp.sum(run(given._replace(x=x)).astype(jnp.float32) * cotangent(x))  # noqa: E731
+            return np.asarray(jax.jit(jax.grad(loss))(given.x))
+
+        found = gradients("fp8-static")
+        np.testing.assert_array_equal(found, gradients("fp8"))
+        assert found.any()
+
+    def test_with_given_scales_the_same_call_gives_the_same_bits(self):
+        arguments = with_given_scales(in_8_bits(self.inputs(34, biases=True, routing="zipf")))
+        first = self.run(arguments)
+        np.testing.assert_array_equal(self.run(arguments), first)
+        # Plans of XLA part the rows of a token, whose sums are rounded in between.
+        for plan in (plan for plan in self.plans if isinstance(plan, jaxmoe.KernelPlan)):
+            np.testing.assert_array_equal(self.run(arguments, plan=plan), first)
+
     # --- repeatable -------------------------------------------------------------------------------------------------
 
     def test_the_same_call_gives_the_same_bits(self):
@@ -189,9 +274,9 @@ class Fp8Suite(QuantizedChecks):
         for _ in range(5):
             np.testing.assert_array_equal(self.run(arguments), first)
 
-    @pytest.mark.parametrize("precision", ["fp8", "w8a16"])
+    @pytest.mark.parametrize("precision", ["fp8", "fp8-static", "w8a16"])
     def test_every_plan_is_as_exact(self, precision):
-        arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
+        arguments = with_given_scales(in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True)))
         for plan in (None, *self.plans):
             assert_as_exact(self.small_run(arguments, plan=plan, precision=precision), arguments, precision)
 

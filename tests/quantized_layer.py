@@ -19,6 +19,7 @@ from jaxmoe import MXFP4
 from jaxmoe.four_bit import FourBit
 from jaxmoe.options import Arguments
 from jaxmoe.plan import AnyPlan
+from jaxmoe.precision import row_scales
 from jaxmoe.quantization import quantize_rows
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests import layer_calls
@@ -38,13 +39,13 @@ NUMBERS_IN_4_BITS = np.concatenate([MAGNITUDES, -MAGNITUDES])
 jitted_quantize_rows = jax.jit(quantize_rows, static_argnums=1)
 
 
-def as_multiplied(rows: np.ndarray, precision: str) -> np.ndarray:
-    """Returns rows with the numbers that are multiplied, exactly."""
+def as_multiplied(rows: np.ndarray, precision: str, scale: Any = None) -> np.ndarray:
+    """Returns rows with the numbers that are multiplied, exactly; with the scale that they are given, if any."""
     if precision in ("w8a16", "w4a16"):
         return rows
     # Of few sizes, each of which is compiled.
     padded = jnp.asarray(np.pad(rows, ((0, -len(rows) % layer_calls.TOKENS), (0, 0))), jnp.float32)
-    values, scales = jitted_quantize_rows(padded, precision == "fp8-e8m0")
+    values, scales = jitted_quantize_rows(padded, precision == "fp8-e8m0", scale)
     groups = np.repeat(np.asarray(scales, np.float64), 128, axis=1)[:, : rows.shape[1]]
     return (np.asarray(values, np.float64) * groups)[: len(rows)]
 
@@ -97,7 +98,8 @@ def truth_of(
     matrices = {name: exact_matrices(m) for name in ("w_gate", "w_up", "w_down") if (m := getattr(e, name)) is not None}
     biases = {name: getattr(e, name) for name in ("b_gate", "b_up", "b_down")}
     bias = {name: np.zeros(e.num_experts) if b is None else np.asarray(b, np.float64) for name, b in biases.items()}
-    tokens = as_multiplied(np.where(valid[:, None], x, 0), precision)
+    of_tokens, of_h = row_scales(e, precision)  # pyright: ignore[reportArgumentType]
+    tokens = as_multiplied(np.where(valid[:, None], x, 0), precision, of_tokens)
     y = np.zeros_like(x)
     for expert in range(e.num_experts):
         chosen = (ids == expert) & valid[:, None]
@@ -111,7 +113,7 @@ def truth_of(
         up = affine("up", tokens[rows]) if "w_up" in matrices else None
         h = activated(activation, affine("gate", tokens[rows]), up)
         weight = np.where(chosen, weights, 0).sum(-1)[rows, None]
-        y[rows] += weight * affine("down", as_multiplied(h, precision))
+        y[rows] += weight * affine("down", as_multiplied(h, precision, of_h))
     return y
 
 

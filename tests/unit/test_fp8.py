@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import BlockScaled
 from jaxmoe.block_scaled import BLOCK_KINDS
-from jaxmoe.testing import make_inputs
-from tests.fp8_suite import Fp8Suite, in_8_bits
+from jaxmoe.testing import make_inputs, relative_error
+from tests.fp8_suite import Fp8Suite, in_8_bits, with_given_scales
 from tests.layer_calls import layer
 from tests.quantized_layer import SIZES
 
@@ -77,10 +79,15 @@ def test_the_bytes_of_experts_that_are_stated_are_those_that_they_have(gated, ki
 
 X, IDS, WEIGHTS, WIDE, _ = make_inputs(0, tokens=16, hidden=256, intermediate=384, num_experts=8, top_k=2)
 NARROW = jaxmoe.quantize(WIDE)
+STATIC = jaxmoe.with_input_scales(NARROW, 5 / 448, 9 / 448)
 
 
 def changed(experts: jaxmoe.Experts = NARROW, **arrays: Any) -> jaxmoe.Experts:
     return dataclasses.replace(experts, **arrays)
+
+
+def with_input_scale(scale: Any) -> BlockScaled:
+    return dataclasses.replace(NARROW.w_up, input_scale=scale)
 
 
 def turned(matrix: Any) -> BlockScaled:
@@ -92,7 +99,42 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a precision that nobody knows": (
         {"precision": "fp4"},
         ValueError,
-        ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'w8a16', 'w4a16', or None"],
+        ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'fp8-static', 'w8a16', 'w4a16', or None"],
+    ),
+    "given scales of wide experts": (
+        {"experts": WIDE, "precision": "fp8-static"},
+        ValueError,
+        ["experts.w_gate is float32", "jaxmoe.with_input_scales(jaxmoe.quantize(experts), tokens, h)", "'fp8'"],
+    ),
+    "given scales of experts in 4 bits": (
+        {"experts": jaxmoe.quantize(WIDE, "mxfp4"), "precision": "fp8-static"},
+        ValueError,
+        ["experts.w_gate is MXFP4, which has none", "Leave precision out"],
+    ),
+    "given scales of experts that have none": (
+        {"precision": "fp8-static"},
+        ValueError,
+        ["experts.w_gate and experts.w_up and experts.w_down have none", "jaxmoe.with_input_scales(experts, tokens, h)"],
+    ),
+    "given scales of experts of which a matrix has none": (
+        {"experts": changed(STATIC, w_down=NARROW.w_down), "precision": "fp8-static"},
+        ValueError,
+        ["experts.w_down has none", "precision='fp8'"],
+    ),
+    "given scales of another type": (
+        {"experts": changed(w_up=with_input_scale(jnp.ones(8, jnp.bfloat16)))},
+        TypeError,
+        ["experts.w_up: BlockScaled: input_scale is bfloat16[8]; it must be float32[8]", "jaxmoe.with_input_scales"],
+    ),
+    "one given scale for all experts": (
+        {"experts": changed(w_up=with_input_scale(jnp.ones(())))},
+        ValueError,
+        ["experts.w_up: BlockScaled: input_scale is float32[]; it must be float32[8]"],
+    ),
+    "given scales that are no array": (
+        {"experts": changed(w_up=with_input_scale(1.0))},
+        TypeError,
+        ["experts.w_up is a float; it must be an array"],
     ),
     "decoding of wide experts": (
         {"experts": WIDE, "precision": "w8a16"},
@@ -175,3 +217,113 @@ def test_tokens_in_float64_are_refused_in_8_bits(experts):
         wide = experts if experts is NARROW else experts.astype(jnp.float64)
         with pytest.raises(TypeError, match="x is float64, and precision='fp8' is for bfloat16, float16 and float32"):
             jaxmoe.moe_layer(x, IDS, weights, wide, axis_name=None, precision="fp8")
+
+
+# --- given scales of tokens and of h ----------------------------------------------------------------------------------
+
+
+def test_experts_that_bring_scales_of_tokens_and_h_are_multiplied_with_these_by_default():
+    def precision_of(experts: jaxmoe.Experts, **options: Any) -> str | None:
+        told = jaxmoe.explain(X, IDS, WEIGHTS, experts, axis_name=None, **options)
+        assert f"precision={told.call.precision!r}" in str(told)
+        return told.call.precision
+
+    assert precision_of(STATIC) == "fp8-static"
+    assert precision_of(STATIC, precision="fp8") == "fp8"
+    assert precision_of(changed(STATIC, w_down=NARROW.w_down)) == "fp8"
+    assert precision_of(NARROW) == "fp8"
+    told = jaxmoe.explain(X, IDS, WEIGHTS, STATIC, axis_name=None)
+    assert "scales of tokens and h are given, one for all of either: input_scale of the experts" in str(told)
+
+
+def test_with_input_scales_sets_one_number_for_tokens_and_one_for_h():
+    for tokens, h in ((0.5, 0.25), (jnp.float32(0.5), np.full(8, 0.25))):
+        made = jaxmoe.with_input_scales(NARROW, tokens, h)
+        for name, scale in (("w_gate", 0.5), ("w_up", 0.5), ("w_down", 0.25)):
+            matrix: Any = getattr(made, name)
+            matrix.check()
+            assert matrix.input_scale.dtype == jnp.float32
+            np.testing.assert_array_equal(matrix.input_scale, np.full(8, scale))
+            assert matrix.values is getattr(NARROW, name).values
+    plain = jaxmoe.with_input_scales(jaxmoe.quantize(dataclasses.replace(WIDE, w_up=None)), 1, 1)
+    assert plain.w_up is None
+
+
+def test_with_input_scales_refuses_what_is_not_in_8_bits_and_other_shapes():
+    with pytest.raises(TypeError, match=r"experts.w_gate is float32; it must be BlockScaled.*jaxmoe.quantize"):
+        jaxmoe.with_input_scales(WIDE, 1, 1)
+    with pytest.raises(TypeError, match="experts.w_gate is MXFP4; it must be BlockScaled"):
+        jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "mxfp4"), 1, 1)
+    with pytest.raises(ValueError, match=r"h has shape \(3,\); it must be a number, or have one for each of the 8"):
+        jaxmoe.with_input_scales(NARROW, 1, jnp.ones(3))
+
+
+def test_a_rank_takes_the_largest_scale_of_its_experts_of_gate_and_up_together():
+    given: Any = STATIC
+    for name, scale in (("w_gate", 6 / 448), ("w_up", 7 / 448), ("w_down", 11 / 448)):
+        matrix = getattr(given, name)
+        given = changed(given, **{name: dataclasses.replace(matrix, input_scale=matrix.input_scale.at[5].set(scale))})
+    wanted = jaxmoe.with_input_scales(NARROW, 7 / 448, 11 / 448)
+    for implementation in ("xla", "reference"):
+        run = lambda e, name=implementation: jaxmoe.moe_layer(X, IDS, WEIGHTS, e, axis_name=None, implementation=name)  # noqa: E731
+        np.testing.assert_array_equal(run(given), run(wanted))
+        assert (np.asarray(run(given)) != np.asarray(run(STATIC))).any()
+
+
+def test_experts_with_given_scales_are_a_pytree_that_prints_them():
+    assert len(jax.tree.leaves(STATIC)) == len(jax.tree.leaves(NARROW)) + 3
+    assert "w_up=float8_e4m3fn[8, 384, 256] with scales float32[8, 3, 2] and input_scale float32[8]," in repr(STATIC)
+    assert "input_scale" not in repr(NARROW)
+    assert STATIC.w_up.nbytes == NARROW.w_up.nbytes + 8 * 4
+    assert jax.tree.map(jnp.shape, jax.eval_shape(lambda: STATIC)) == jax.tree.map(jnp.shape, STATIC)
+    jax.tree.map(np.testing.assert_array_equal, jaxmoe.dequantize(STATIC), jaxmoe.dequantize(NARROW))
+    run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None))
+    y = jax.eval_shape(run, X, IDS, WEIGHTS, STATIC)
+    assert (y.shape, y.dtype) == (X.shape, X.dtype)
+    again: Any = jax.export.deserialize(jax.export.export(run)(X, IDS, WEIGHTS, STATIC).serialize())
+    np.testing.assert_array_equal(again.call(X, IDS, WEIGHTS, STATIC), run(X, IDS, WEIGHTS, STATIC))
+
+
+def test_scan_over_layers_takes_the_given_scales_of_each():
+    layers = [jaxmoe.with_input_scales(NARROW, scale / 448, 9 / 448) for scale in (2, 5)]
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+    run = lambda x, experts: (x + jaxmoe.moe_layer(x, IDS, WEIGHTS, experts, axis_name=None), None)  # noqa: E731
+    y = jax.jit(lambda x: jax.lax.scan(run, x, stacked)[0])(X)
+    x = X
+    for experts in layers:
+        x = jax.jit(run)(x, experts)[0]
+    np.testing.assert_allclose(y, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [{"hidden_axis": "inner"}, {"intermediate_axis": "inner"}])
+def test_experts_with_given_scales_may_be_split_inside(axes, kind):
+    """Over the data axis, where they are gathered, and over one of their own, whose ranks have parts of them."""
+    arguments = with_given_scales(in_8_bits(make_inputs(5, **SIZES | {"intermediate": 512})))
+    one = jax.jit(layer("one rank", implementation="xla"))(arguments)
+    for data_axes in ("inner", ()):
+        if data_axes == () and "hidden_axis" in axes:
+            continue
+        mesh = jax.make_mesh((2, 4), ("inner", "expert"), axis_types=(kind,) * 2)
+        experts = dataclasses.replace(
+            arguments.experts,
+            **{
+                name: jax.device_put(getattr(arguments.experts, name), NamedSharding(mesh, P("expert")))
+                for name in ("w_gate", "w_up", "w_down")
+            },
+        )
+        y = jaxmoe.moe_layer(
+            *arguments[:3], experts, mesh=mesh, data_axes=data_axes, implementation="xla", **axes
+        )
+        assert relative_error(y, one) < 0.01
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_with_input_scales_leaves_experts_on_their_devices(kind):
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        experts = jax.device_put(NARROW, NamedSharding(mesh, P("expert")))
+        for made in (jaxmoe.with_input_scales(experts, 0.5, 0.25), jax.jit(jaxmoe.with_input_scales)(experts, 0.5, 0.25)):
+            assert made.w_down.input_scale.sharding.spec == P("expert")
+            y = jax.jit(jaxmoe.moe_layer)(X, IDS, WEIGHTS, made)
+            assert np.isfinite(np.asarray(y)).all()
