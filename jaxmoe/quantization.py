@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -125,10 +127,19 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
                 f"with_input_scales: {name} has shape {shape}; it must be a number, or have one for each of the "
                 f"{matrix.values.shape[0]} experts."
             )
-        # Made of the matrix' own scales, so that it is split over the same devices.
-        zeros = jnp.zeros_like(matrix.scales, jnp.float32).sum((1, 2))
-        made[field] = dataclasses.replace(matrix, input_scale=zeros + jnp.asarray(scale, jnp.float32))
+        made[field] = dataclasses.replace(matrix, input_scale=_of_each_expert(scale, matrix.scales))
     return dataclasses.replace(experts, **made)
+
+
+def _of_each_expert(number: Any, scales: Any) -> Float[Array, " experts"]:
+    """Returns a number for each expert, split over devices as the scales are, as far as that is known."""
+    number = jnp.asarray(number, jnp.float32)
+    sharding = None if isinstance(scales, Tracer) else getattr(scales, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        of_experts = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        return jax.device_put(jnp.broadcast_to(number, scales.shape[:1]), of_experts)
+    # Of Explicit axes the type says it, and what is made of the array has it.
+    return jnp.zeros_like(scales, jnp.float32).sum((1, 2)) + number
 
 
 def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExperts:
