@@ -22,8 +22,9 @@ from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 MATRICES = ("w_gate", "w_up", "w_down")
 LARGEST = float(jnp.finfo(VALUES).max)
-# Of scales that rows are given: these and their inverses are normal numbers.
-GIVEN_SCALES = (2.0**-126, 2.0**126)
+# Of scales that rows are given: no number that 8 bits tell from zero is subnormal beside the least, nor is the inverse
+# of the largest.
+GIVEN_SCALES = (2.0**-100, 2.0**100)
 
 
 def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeLike | None = None) -> Experts:

@@ -26,11 +26,13 @@ class Rows(NamedTuple):
     scales: Array
 
 
-def rounded(rows: Array, power_of_two: bool = False) -> Rows:
-    """Rounds every 128 numbers of a row as tokens and h are rounded."""
+def rounded(rows: Array, power_of_two: bool = False, given: float | None = None) -> Rows:
+    """Rounds every 128 numbers of a row as tokens and h are rounded, with a scale that is given or one for them."""
     groups = rows.astype(np.float32).reshape(len(rows), -1, GROUP)
     largest = np.maximum(np.abs(groups).max(-1), SMALLEST)
-    if power_of_two:
+    if given is not None:
+        scales = np.full(largest.shape, given, np.float32)
+    elif power_of_two:
         mantissa, exponent = np.frexp(largest)  # 448 is 0.875 * 2^9
         scales = np.ldexp(np.float32(1), exponent - np.where(mantissa <= 0.875, 9, 8)).astype(np.float32)
     else:
@@ -92,6 +94,7 @@ def layer(
     *,
     activation: Callable[[Array, Array], Array] = relu,
     power_of_two: bool = False,
+    given: tuple[float, float] | tuple[None, None] = (None, None),
     multiply: Callable[[Rows, BlockScaled, int], Array] = multiplied,
 ) -> Array:
     """The output of a layer, in the type of `x`.
@@ -103,9 +106,10 @@ def layer(
       experts: whose matrices are `BlockScaled`.
       activation: of gate and up.
       power_of_two: whether scales of rows are.
+      given: the scale of all tokens, and that of all h.
       multiply: how products are summed: as compiled code does, or `in_float64`.
     """
-    tokens = rounded(x, power_of_two)
+    tokens = rounded(x, power_of_two, given[0])
     y = np.zeros(x.shape, np.float32)
     answers = np.zeros((*topk_ids.shape, x.shape[1]), np.float32)
     for expert in range(experts.num_experts):
@@ -117,7 +121,7 @@ def layer(
         up = np.ones_like(gate)
         if experts.w_up is not None:
             up = _projected(of_expert, experts, "up", expert, multiply)
-        h = rounded(activation(gate, up).astype(np.float32), power_of_two)
+        h = rounded(activation(gate, up).astype(np.float32), power_of_two, given[1])
         answers[rows, slots] = _projected(h, experts, "down", expert, multiply).astype(x.dtype)
     for slot in range(topk_ids.shape[1]):
         used = (topk_ids[:, slot] >= 0)[:, None]

@@ -190,6 +190,39 @@ def test_python_rounds_rows_to_the_same_bits(dtype, power_of_two):
     np.testing.assert_array_equal(executor.load_8_bits(found), np.asarray(values).astype(np.float32))
 
 
+GIVEN = (1.0, 0.25, 3e-3, 2.0**-100, 2.0**100, 1.7e28)
+NO_SCALES = (0.0, -0.0, -1.0, np.nan, np.inf, -np.inf, 1e-40, 2.0**-101, 2.0**101)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_python_rounds_rows_with_a_given_scale_to_the_same_bits(dtype, given):
+    rows = rows_of_all_sizes()
+    sizes = given * np.exp2(np.linspace(-16, 16, 100))[:, None]
+    rows[100:] = np.random.default_rng(2).standard_normal((100, 512)) * np.minimum(sizes, 1e36)
+    rows = jnp.asarray(rows).astype(dtype)
+    found, scales = executor.round_rows(np.asarray(rows.astype(jnp.float32)), False, given)
+    for function in (quantize_rows, jax.jit(quantize_rows, static_argnums=1)):
+        values, wanted = function(rows, False, jnp.float32(given))
+        np.testing.assert_array_equal(scales, wanted)
+        np.testing.assert_array_equal(executor.load_8_bits(found), np.asarray(values).astype(np.float32))
+    with np.errstate(over="ignore"):
+        of_model = model.rounded(np.asarray(rows.astype(jnp.float32)), given=given)
+    np.testing.assert_array_equal(scales, of_model.scales)
+    np.testing.assert_array_equal(executor.load_8_bits(found), of_model.values)
+    finite = np.isfinite(np.asarray(rows, np.float32)).reshape(200, 4, 128).all(-1)
+    np.testing.assert_array_equal(scales, np.where(finite, np.float32(given), np.float32(np.nan)))
+
+
+@pytest.mark.parametrize("given", NO_SCALES)
+def test_with_what_can_be_no_scale_every_number_is_nan(given):
+    rows = rows_of_all_sizes()
+    found, scales = executor.round_rows(rows, False, given)
+    values, wanted = jax.jit(quantize_rows, static_argnums=1)(jnp.asarray(rows), False, jnp.float32(given))
+    for each in (executor.load_8_bits(found), scales, np.asarray(values).astype(np.float32), wanted):
+        assert np.isnan(each).all()
+
+
 def test_a_power_of_two_is_the_least_that_holds_the_largest():
     rows = rows_of_all_sizes()
     largest = np.abs(rows.reshape(200, 4, 128)).max(-1)
@@ -219,6 +252,31 @@ def test_a_layer_has_the_bits_of_the_model_on_any_number_of_ranks(ranks, routing
     arguments = inputs(2, routing=routing, biases=True, dtype=jnp.bfloat16)
     found = run(arguments, ranks=ranks, power_of_two=power_of_two)
     np.testing.assert_array_equal(found, expected(arguments, power_of_two=power_of_two))
+
+
+def given_scales(tokens: float, h: float, ranks: int = 1) -> dict[str, Any]:
+    return {"row_scales": jnp.asarray([tokens, h] * ranks, jnp.float32)}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("given", [(0.0078125, 0.03125), (0.00390625, 0.001953125)])
+def test_a_layer_with_given_scales_has_the_bits_of_the_model(given, gated, ranks):
+    arguments = inputs(14, routing="zipf", biases=True, gated=gated, dtype=jnp.bfloat16)
+    found = run(arguments, ranks=ranks, changes=given_scales(*given, ranks))
+    np.testing.assert_array_equal(found, expected(arguments, given=given))
+    assert (found != run(arguments, ranks=ranks)).any()
+
+
+def test_every_plan_gives_the_same_bits_with_given_scales():
+    arguments = inputs(15, routing="zipf", biases=True, exact=False, tokens=64)
+    found = [
+        run(arguments, ranks=4, plan=plan, activation="silu", changes=given_scales(5 / 448, 9 / 448, 4))
+        for plan in PLANS
+    ]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    assert relative_error(found[0], expected(arguments, "silu", given=(5 / 448, 9 / 448))) < 1e-6
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -358,6 +416,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no scales": ({f"w_{name}_scales": None for name in ("gate", "up", "down")}, "shapes do not go together"),
     "scales of another size": ({"w_up_scales": jnp.ones((8, 3, 3))}, "shapes do not go together"),
     "scales of another type": ({"w_up_scales": jnp.ones((8, 3, 2), jnp.bfloat16)}, "and the scales float32"),
+    "one scale of rows": ({"row_scales": jnp.ones(1)}, "shapes do not go together"),
+    "scales of rows of another type": ({"row_scales": jnp.ones(2, jnp.bfloat16)}, "the scales float32, also of rows"),
+    "scales of rows beside wide weights": (
+        {f"w_{name}_scales": None for name in ("gate", "up", "down")}
+        | {f"w_{name}": jnp.zeros((8, 256, 384)) for name in ("gate", "up")}
+        | {"w_down": jnp.zeros((8, 384, 256)), "row_scales": jnp.ones(2)},
+        "a forward pass with row_scales",
+    ),
     "wide weights": ({"w_gate": jnp.zeros((8, 384, 256))}, "weights with scales float8_e4m3fn"),
     "the gradient of an output": ({"dy": jnp.zeros((24, 256))}, "a backward pass without dx.* with y, dy"),
 }

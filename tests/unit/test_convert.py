@@ -133,6 +133,49 @@ def test_a_scale_of_a_matrix_may_lie_in_no_dimension():
     assert found.input_scales["experts.w_up"].shape == (found.experts.num_experts,)
 
 
+def test_static_scales_of_fp8_become_the_largest_of_all_experts_and_go_back_as_they_were():
+    case = CASES["mixtral in FP8 of matrices"]()
+    weights: Any = from_hf(case.tensors, "mixtral", LAYER)
+    given = {
+        which: [array for name, array in case.tensors.items() if name.endswith(f".{which}.input_scale")]
+        for which in ("w1", "w2", "w3")
+    }
+    of_tokens, of_h = np.max(given["w1"] + given["w3"]), np.max(given["w2"])
+    for name, scale in (("w_gate", of_tokens), ("w_up", of_tokens), ("w_down", of_h)):
+        found = getattr(weights.experts, name).input_scale
+        assert (found.dtype, found.shape) == (jnp.float32, (weights.experts.num_experts,))
+        np.testing.assert_array_equal(found, scale)
+    kept = np.asarray(weights.input_scales["experts.w_gate"])
+    np.testing.assert_array_equal(np.sort(kept), np.sort(np.concatenate(given["w1"])))
+    assert len({*kept.tolist()}) > 1
+    x, slots = jnp.ones((4, weights.experts.hidden)), (jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
+    assert jaxmoe.explain(x, *slots, weights.experts, axis_name=None).call.precision == "fp8-static"
+
+
+def test_static_scales_in_bfloat16_are_float32_in_the_experts():
+    case = CASES["mixtral in FP8 of matrices"]()
+    tensors = {
+        name: array.astype(jnp.bfloat16) if name.endswith("input_scale") else array
+        for name, array in case.tensors.items()
+    }
+    weights: Any = from_hf(tensors, "mixtral", LAYER)
+    assert weights.input_scales["experts.w_up"].dtype == jnp.bfloat16
+    assert weights.experts.w_up.input_scale.dtype == jnp.float32
+    largest = np.asarray(weights.input_scales["experts.w_down"], np.float32).max()
+    np.testing.assert_array_equal(weights.experts.w_down.input_scale, largest)
+
+
+def test_fp8_without_static_scales_and_nvfp4_with_them_bring_none_along():
+    case = CASES["mixtral in FP8 of matrices"]()
+    without = {name: array for name, array in case.tensors.items() if not name.endswith("input_scale")}
+    weights: Any = from_hf(without, "mixtral", LAYER)
+    assert weights.input_scales is None
+    assert all(getattr(weights.experts, name).input_scale is None for name in ("w_gate", "w_up", "w_down"))
+    nvfp4: Any = from_hf((case := CASES["qwen3_moe in NVFP4"]()).tensors, case.family, LAYER)
+    assert not hasattr(nvfp4.experts.w_up, "input_scale")
+    assert nvfp4.input_scales is not None
+
+
 def test_experts_that_were_quantised_here_are_written_as_a_checkpoint_has_them():
     case = CASES["deepseek_v3"]()
     weights = from_hf(case.tensors, "deepseek_v3", LAYER)

@@ -35,6 +35,7 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     [
         *(("mixtral", *mesh) for mesh in MESHES),
         *((name, *MESHES[4]) for name in ("deepseek_v3 in FP8", "qwen3_moe in NVFP4", "gpt_oss", "gpt_oss in BF16")),
+        ("mixtral in FP8 of matrices", *MESHES[4]),
     ],
 )
 def test_every_device_gets_its_part_of_what_one_device_gets(name, axes, options):
