@@ -106,20 +106,20 @@ def _check_given_scales(experts: AnyExperts) -> None:
     if not isinstance(matrix, BlockScaled):
         raise ValueError(
             f"{asked} in 8 bits have as input_scale, and experts.w_gate is {matrix.dtype}. Pass "
-            "jaxmoe.with_input_scales(jaxmoe.quantize(experts), tokens, h), or precision='fp8', which finds a scale for "
-            "each 128 columns."
+            "jaxmoe.with_input_scales(jaxmoe.quantize(experts), tokens, h), or precision='fp8', which finds a scale "
+            "for each 128 columns."
         )
     if missing := _without_input_scale(experts):
         names = " and ".join(f"experts.{name}" for name in missing)
         raise ValueError(
-            f"{asked} have as input_scale, and {names} {'has' if len(missing) == 1 else 'have'} none. All matrices need "
-            "one: pass jaxmoe.with_input_scales(experts, tokens, h), or precision='fp8', which finds a scale for each "
-            "128 columns."
+            f"{asked} have as input_scale, and {names} {'has' if len(missing) == 1 else 'have'} none. All matrices "
+            "need one: pass jaxmoe.with_input_scales(experts, tokens, h), or precision='fp8', which finds a scale for "
+            "each 128 columns."
         )
 
 
 def _without_input_scale(experts: AnyExperts) -> list[str]:
-    """Returns the names of the matrices, which are `BlockScaled`, that lack a scale of what they are multiplied with."""
+    """Returns the names of the matrices, all `BlockScaled`, that lack a scale of what they are multiplied with."""
     matrices = {name: matrix for name in MATRICES if (matrix := getattr(experts, name, None)) is not None}
     return [name for name, matrix in matrices.items() if matrix.input_scale is None]
 

@@ -94,7 +94,7 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
 
     `precision="fp8-static"` of `jaxmoe.moe_layer`, the default with such experts, rounds tokens and h with them. Such a
     scale is found by calibration: the largest magnitude that was seen, over 448. What is larger later becomes the
-    largest number that the scale has.
+    largest number that the scale has. One that is not between 2^-100 and 2^100 makes outputs NaN.
 
     Args:
       experts: whose matrices are `BlockScaled`.
@@ -111,9 +111,9 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
     (4,)
     """
     given = {"w_gate": ("tokens", tokens), "w_up": ("tokens", tokens), "w_down": ("h", h)}
-    made = {}
+    made, apart = {}, split(experts)
     for field, (name, scale) in given.items():
-        matrix: Any = getattr(split(experts), field)
+        matrix: Any = getattr(apart, field)
         if matrix is None:
             continue
         if not isinstance(matrix, BlockScaled):

@@ -196,7 +196,9 @@ class Fp8Suite(QuantizedChecks):
 
     # --- given scales -----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("placement", ["one rank", "data x expert, Auto", "data x expert, Explicit", "in shard_map"])
+    @pytest.mark.parametrize(
+        "placement", ["one rank", "data x expert, Auto", "data x expert, Explicit", "in shard_map"]
+    )
     def test_tokens_and_h_are_rounded_with_the_scales_that_experts_bring_wherever_it_is_called(self, placement):
         arguments = with_given_scales(in_8_bits(self.inputs(30, biases=True, routing="zipf", token_valid=True)))
         y = self.run(arguments, placement)

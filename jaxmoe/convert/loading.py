@@ -47,8 +47,8 @@ def from_hf(
     (`jaxmoe.NVFP4`) and MXFP4 also as ModelOpt and compressed-tensors write them, in any family but these two.
     `jaxmoe.dequantize` makes wide ones of them. Static scales of what FP8 matrices are multiplied with (`input_scale`)
     become those of `jaxmoe.BlockScaled`, with which `moe_layer` rounds tokens and h: the largest of all experts of the
-    file, of gate and up together, as serving systems take it. Those of NVFP4 are kept and not used. Gate and up may be one tensor for all experts, as Qwen3.5 has
-    them, where they are wide. INT4 is refused.
+    layer, of gate and up together, as serving systems take it. Those of NVFP4 are kept and not used. Gate and up may be
+    one tensor for all experts, as Qwen3.5 has them, where they are wide. INT4 is refused.
 
     Memory: everything is checked before anything is read. Then one array after the other is made, one shard at a time,
     from files that are mapped and not loaded, and is on its devices before the next shard is begun. So a process reads

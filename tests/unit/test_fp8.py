@@ -114,7 +114,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "given scales of experts that have none": (
         {"precision": "fp8-static"},
         ValueError,
-        ["experts.w_gate and experts.w_up and experts.w_down have none", "jaxmoe.with_input_scales(experts, tokens, h)"],
+        [
+            "experts.w_gate and experts.w_up and experts.w_down have none",
+            "jaxmoe.with_input_scales(experts, tokens, h)",
+        ],
     ),
     "given scales of experts of which a matrix has none": (
         {"experts": changed(STATIC, w_down=NARROW.w_down), "precision": "fp8-static"},
@@ -252,7 +255,7 @@ def test_with_input_scales_sets_one_number_for_tokens_and_one_for_h():
 def test_with_input_scales_refuses_what_is_not_in_8_bits_and_other_shapes():
     with pytest.raises(TypeError, match=r"experts.w_gate is float32; it must be BlockScaled.*jaxmoe.quantize"):
         jaxmoe.with_input_scales(WIDE, 1, 1)
-    with pytest.raises(TypeError, match="experts.w_gate is MXFP4; it must be BlockScaled"):
+    with pytest.raises(TypeError, match=r"experts\.w_gate is MXFP4; it must be BlockScaled"):
         jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "mxfp4"), 1, 1)
     with pytest.raises(ValueError, match=r"h has shape \(3,\); it must be a number, or have one for each of the 8"):
         jaxmoe.with_input_scales(NARROW, 1, jnp.ones(3))
@@ -312,9 +315,7 @@ def test_experts_with_given_scales_may_be_split_inside(axes, kind):
                 for name in ("w_gate", "w_up", "w_down")
             },
         )
-        y = jaxmoe.moe_layer(
-            *arguments[:3], experts, mesh=mesh, data_axes=data_axes, implementation="xla", **axes
-        )
+        y = jaxmoe.moe_layer(*arguments[:3], experts, mesh=mesh, data_axes=data_axes, implementation="xla", **axes)
         assert relative_error(y, one) < 0.01
 
 

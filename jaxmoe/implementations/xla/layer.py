@@ -45,7 +45,7 @@ from jaxmoe.implementations.xla.local_rows import (
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
-from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, powers_of_two, row_scales, rounds_rows
+from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows, row_scales
 from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
