@@ -183,9 +183,8 @@ def row_scales(experts: AnyExperts, precision: Precision | None) -> RowScales:
     if not has_given_scales(precision):
         return RowScales()
 
-    def largest(*matrices: BlockScaled | None) -> jax.Array:
-        given = [matrix.input_scale for matrix in matrices if matrix is not None]
-        scales = jnp.stack([scale for scale in given if scale is not None])
+    def largest(*matrices: Any) -> jax.Array:
+        scales = jnp.stack([matrix.input_scale for matrix in matrices if matrix is not None])
         return jnp.where(jnp.isfinite(scales).all(), scales.max(), jnp.nan)
 
     experts = split(experts)

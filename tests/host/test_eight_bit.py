@@ -263,7 +263,7 @@ def given_scales(tokens: float, h: float, ranks: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("given", [(0.0078125, 0.03125), (0.00390625, 0.001953125)])
 def test_a_layer_with_given_scales_has_the_bits_of_the_model(given, gated, ranks):
     arguments = inputs(14, routing="zipf", biases=True, gated=gated, dtype=jnp.bfloat16)
-    found = run(arguments, ranks=ranks, changes=given_scales(*given, ranks))
+    found = run(arguments, ranks=ranks, changes=given_scales(given[0], given[1], ranks))
     np.testing.assert_array_equal(found, expected(arguments, given=given))
     assert (found != run(arguments, ranks=ranks)).any()
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import BlockScaled
 from jaxmoe.block_scaled import BLOCK_KINDS
+from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs, relative_error
 from tests.fp8_suite import Fp8Suite, in_8_bits, with_given_scales
 from tests.layer_calls import layer
@@ -87,7 +88,8 @@ def changed(experts: jaxmoe.Experts = NARROW, **arrays: Any) -> jaxmoe.Experts:
 
 
 def with_input_scale(scale: Any) -> BlockScaled:
-    return dataclasses.replace(NARROW.w_up, input_scale=scale)
+    matrix: Any = NARROW.w_up
+    return dataclasses.replace(matrix, input_scale=scale)
 
 
 def turned(matrix: Any) -> BlockScaled:
@@ -268,7 +270,8 @@ def test_a_rank_takes_the_largest_scale_of_its_experts_of_gate_and_up_together()
         given = changed(given, **{name: dataclasses.replace(matrix, input_scale=matrix.input_scale.at[5].set(scale))})
     wanted = jaxmoe.with_input_scales(NARROW, 7 / 448, 11 / 448)
     for implementation in ("xla", "reference"):
-        run = lambda e, name=implementation: jaxmoe.moe_layer(X, IDS, WEIGHTS, e, axis_name=None, implementation=name)  # noqa: E731
+        call = layer("one rank", implementation=implementation)
+        run = jax.jit(lambda experts, call=call: call(Arguments(X, IDS, WEIGHTS, experts)))
         np.testing.assert_array_equal(run(given), run(wanted))
         assert (np.asarray(run(given)) != np.asarray(run(STATIC))).any()
 
@@ -277,7 +280,7 @@ def test_experts_with_given_scales_are_a_pytree_that_prints_them():
     assert len(jax.tree.leaves(STATIC)) == len(jax.tree.leaves(NARROW)) + 3
     assert "w_up=float8_e4m3fn[8, 384, 256] with scales float32[8, 3, 2] and input_scale float32[8]," in repr(STATIC)
     assert "input_scale" not in repr(NARROW)
-    assert STATIC.w_up.nbytes == NARROW.w_up.nbytes + 8 * 4
+    assert STATIC.w_down.nbytes == NARROW.w_down.nbytes + 8 * 4
     assert jax.tree.map(jnp.shape, jax.eval_shape(lambda: STATIC)) == jax.tree.map(jnp.shape, STATIC)
     jax.tree.map(np.testing.assert_array_equal, jaxmoe.dequantize(STATIC), jaxmoe.dequantize(NARROW))
     run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None))
@@ -302,7 +305,8 @@ def test_scan_over_layers_takes_the_given_scales_of_each():
 @pytest.mark.parametrize("axes", [{"hidden_axis": "inner"}, {"intermediate_axis": "inner"}])
 def test_experts_with_given_scales_may_be_split_inside(axes, kind):
     """Over the data axis, where they are gathered, and over one of their own, whose ranks have parts of them."""
-    arguments = with_given_scales(in_8_bits(make_inputs(5, **SIZES | {"intermediate": 512})))
+    sizes: dict[str, Any] = SIZES | {"intermediate": 512}
+    arguments = with_given_scales(in_8_bits(make_inputs(5, **sizes)))
     one = jax.jit(layer("one rank", implementation="xla"))(arguments)
     for data_axes in ("inner", ()):
         if data_axes == () and "hidden_axis" in axes:

@@ -38,7 +38,7 @@ from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
-from jaxmoe.precision import experts_in_8_bits, has_given_scales, powers_of_two, row_scales
+from jaxmoe.precision import experts_in_8_bits, powers_of_two, row_scales
 from jaxmoe.sharding import vary_alike
 
 # Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
@@ -160,8 +160,8 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
             arrays |= {name: array.packed, **of_groups}
         else:
             arrays[name] = array.astype(x.dtype)
-    if has_given_scales(call.precision):
-        arrays["row_scales"] = jnp.stack(row_scales(experts, call.precision))
+    if given := [scale for scale in row_scales(experts, call.precision) if scale is not None]:
+        arrays["row_scales"] = jnp.stack(given)
     return {
         "x": x,
         "topk_ids": inputs.topk_ids,
