@@ -18,7 +18,7 @@ from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs, relative_error
 from tests.fp8_suite import Fp8Suite, in_8_bits, with_given_scales
 from tests.layer_calls import layer
-from tests.quantized_layer import SIZES
+from tests.quantized_layer import SIZES, assert_as_exact
 
 
 class TestXla(Fp8Suite):
@@ -334,3 +334,9 @@ def test_with_input_scales_leaves_experts_on_their_devices(kind):
             assert each.w_down.input_scale.sharding.spec == P("expert")
         for each in made:
             assert np.isfinite(np.asarray(jax.jit(jaxmoe.moe_layer)(X, IDS, WEIGHTS, each))).all()
+
+
+def test_over_several_hosts_tokens_and_h_are_rounded_with_the_scales_that_experts_bring():
+    arguments = with_given_scales(in_8_bits(make_inputs(6, **SIZES, biases=True, routing="zipf")))
+    y = jax.jit(layer("hosts 2 x 4", implementation="xla"))(arguments)
+    assert_as_exact(y, arguments, "fp8-static")

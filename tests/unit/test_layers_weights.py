@@ -24,12 +24,19 @@ ROUTER = RouterConfig.mixtral()
 
 
 def weights_of(block: str | None = None, **arguments: Any) -> MoEWeights:
-    """Returns weights of 8 experts, quantised where `block` says to what, with all that a layer may have besides."""
+    """Returns weights of 8 experts, quantised where `block` says to what, with all that a layer may have besides.
+
+    `"given scales"` are blocks of 128 x 128 with scales of tokens and h beside them.
+    """
     keys = jax.random.split(jax.random.key(0), 6)
     experts = jaxmoe.Experts.init(keys[0], 8, 32, 64, biases=True)
     experts = dataclasses.replace(experts, b_down=jax.random.normal(keys[1], (8, 32)))
+    if block == "given scales":
+        experts = jaxmoe.with_input_scales(jaxmoe.quantize(experts), 5 / 448, 9 / 448)
+    elif block is not None:
+        experts = jaxmoe.quantize(experts, block)
     given: dict[str, Any] = {
-        "experts": experts if block is None else jaxmoe.quantize(experts, block),
+        "experts": experts,
         "router_kernel": jax.random.normal(keys[2], (32, 8)),
         "router_bias": jax.random.normal(keys[3], (8,)),
         "selection_bias": 0.3 * jax.random.normal(keys[4], (8,)),
@@ -92,7 +99,14 @@ def test_wide_weights_are_the_parameters_and_are_not_copied():
 
 @pytest.mark.parametrize(
     ("block", "axis_type"),
-    [(None, AxisType.Auto), ("128x128", AxisType.Auto), ("mxfp4", AxisType.Explicit), ("nvfp4", AxisType.Auto)],
+    [
+        (None, AxisType.Auto),
+        ("128x128", AxisType.Auto),
+        ("given scales", AxisType.Auto),
+        ("given scales", AxisType.Explicit),
+        ("mxfp4", AxisType.Explicit),
+        ("nvfp4", AxisType.Auto),
+    ],
 )
 def test_on_a_mesh_experts_are_split_and_compute_what_they_do_on_one_device(block, axis_type):
     x, weights = tokens(), weights_of(block)
@@ -104,10 +118,10 @@ def test_on_a_mesh_experts_are_split_and_compute_what_they_do_on_one_device(bloc
         moe = MoE.from_weights(weights, ROUTER, data_axes="data")
         y = call(moe, jax.device_put(x, NamedSharding(mesh, spec)))
     leaves = jax.tree.leaves(moe.w_gate.get_value())
-    assert len(leaves) == {None: 1, "nvfp4": 3}.get(block, 2)
+    assert len(leaves) == {None: 1, "nvfp4": 3, "given scales": 3}.get(block, 2)
     assert all(leaf.sharding.shard_shape(leaf.shape)[0] == 2 for leaf in leaves)
     # Rows of 8 bits may be rounded to the neighbouring value where sums are in another order.
-    assert relative_error(y, expected) < (1e-3 if block == "128x128" else 1e-5)
+    assert relative_error(y, expected) < (1e-3 if block in ("128x128", "given scales") else 1e-5)
 
 
 def test_over_further_axes_quantised_experts_stay_split_as_they_came_and_wide_ones_are_split():
