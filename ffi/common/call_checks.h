@@ -178,8 +178,8 @@ inline std::string types_error(const LayerCall& call) {
     return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
            "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
-           "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits uint8, and the scales of "
-           "their groups float8_e8m0fnu or float8_e4m3fn.";
+           "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits uint8, and "
+           "the scales of their groups float8_e8m0fnu or float8_e4m3fn.";
   }
   return "";
 }

@@ -57,8 +57,8 @@ constexpr int32_t group_columns_of(Element group_scale) { return group_scale == 
 inline constexpr int32_t kDepthInRegisters = 64;
 inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 
-// Whether a scale that rows are given can be one: no number that 8 bits tell from zero is subnormal beside it, nor is its
-// inverse. Any other, zero, negative ones and NaN among them, makes all of its rows NaN.
+// Whether a scale that rows are given can be one: no number that 8 bits tell from zero is subnormal beside it, nor is
+// its inverse. Any other, zero, negative ones and NaN among them, makes all of its rows NaN.
 JAXMOE_ANY constexpr bool is_row_scale(float scale) { return scale >= 0x1p-100f && scale <= 0x1p100f; }
 
 // Of a layer.

@@ -12,8 +12,8 @@
 
 namespace jaxmoe {
 
-// By a warp: rounds a row, with the scale that is `given` where that is not null. Half a warp takes the 128 columns of a
-// scale, 16 bytes a lane.
+// By a warp: rounds a row, with the scale that is `given` where that is not null. Half a warp takes the 128 columns of
+// a scale, 16 bytes a lane.
 template <class Precision>
 __device__ __forceinline__ void round_row(typename Precision::Element* values, float* scales, const void* row,
                                           int32_t columns, bool power_of_two, const float* given, int lane) {

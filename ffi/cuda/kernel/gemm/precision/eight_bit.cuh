@@ -33,8 +33,8 @@ struct E4M3 {
 };
 
 // The scale of elements of which `bits` are those of the largest magnitude, as a float; or, of numbers that are all
-// finite, the one that is `given`, where that is not null. A scale of numbers that are not all finite is NaN, and with it
-// all of them; so is one that is given and can be none.
+// finite, the one that is `given`, where that is not null. A scale of numbers that are not all finite is NaN, and with
+// it all of them; so is one that is given and can be none.
 struct RowScale {
   float scale, inverse;
 
