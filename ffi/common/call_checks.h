@@ -22,9 +22,10 @@ inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
       s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0 ||
-      s.frozen < 0 || s.frozen > 1) {
+      s.frozen < 0 || s.frozen > 1 || s.share_columns < 0 || s.share_columns > 1) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
-           "dispatcher, nothing of a schedule can be negative, a layer has no half, and frozen is 0 or 1.";
+           "dispatcher, nothing of a schedule can be negative, a layer has no half, and frozen and share_columns are 0 "
+           "or 1.";
   }
   return "";
 }

@@ -219,7 +219,7 @@ inline std::string schedule_error(const ExchangeCall& call, const ExchangeAttrib
   const bool has_ring = half == kFirstHalf;
   if (s.half == half && s.tile.rows >= 1 && s.tile.h_columns >= 1 && s.tile.columns >= 1 && s.unit_tiles >= 1 &&
       s.lag_units == 0 && s.workers >= 0 && s.chunk_rows >= 1 && s.dispatchers >= s.workers && s.narrow_rows >= 0 &&
-      s.segment_tiles == 0 && s.saved_tiles == 0 && s.weight_slots == 0 && s.frozen == 0 &&
+      s.segment_tiles == 0 && s.saved_tiles == 0 && s.weight_slots == 0 && s.frozen == 0 && s.share_columns == 0 &&
       (s.ring_tiles > 0) == has_ring &&
       (!has_ring || s.ring_tiles >= at_most(int64_t{s.unit_tiles}, max_row_tiles(shape_of(call, a), s.tile)))) {
     return "";

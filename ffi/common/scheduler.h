@@ -14,7 +14,8 @@
 //
 // The last tile of an expert may have few rows. Where two thread blocks share a task, each taking half of the rows, the
 // second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
-// every pair of columns it comes after the wide tiles, whose weights it uses.
+// every pair of columns it comes after the wide tiles, whose weights it uses. Where many workers would
+// then have no down task (share_columns), its answers are computed one column tile at a time, half by each block.
 //
 // A backward pass has more GEMMs, each `lag_units` units after the one whose results it reads:
 //
@@ -69,7 +70,8 @@ struct Task {
   int32_t ring_slot;    // where the tile's rows lie in the rings; without one what the caller of the walk puts here
   int32_t rows;         // 1 .. tile.rows; of a weight gradient all rows of the segment
   int32_t column_tile;  // of the result
-  int32_t column_tiles;  // from that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number)
+  // From that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number, or blocks share its columns).
+  int32_t column_tiles;
   // Of weight gradients alone.
   int32_t weight_row_tile;  // of the matrix
   int32_t part;         // kFirstPart | kLastPart, of the parts that an expert's segments contribute; else see below
@@ -81,6 +83,8 @@ inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segmen
 inline constexpr int32_t kLastPart = 2;   // the sums are complete
 // As the part of a h_gradient: gate and up of its tile are those that the forward pass has saved.
 inline constexpr int32_t kSavedPart = 4;
+// As the part of a block in a down task: its half of the columns of a narrow tile's only column tile.
+inline constexpr int32_t kSharedColumns = 8;
 
 // Row tiles of one expert whose weight gradients are summed at once; in a forward pass all tiles of the expert.
 struct Segment {
@@ -356,7 +360,8 @@ class TaskWalk {
     }
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
-    narrow_ = rows_left <= schedule_.narrow_rows ? 1 : 0;
+    const bool in_pairs = kPass != Pass::kForward || gemm_ == Gemm::kGateUp || schedule_.share_columns == 0;
+    narrow_ = in_pairs && rows_left <= schedule_.narrow_rows ? 1 : 0;
     section_tasks_ = (unit_.tiles - narrow_) * columns_ + narrow_ * ceil_div(columns_, 2);
   }
 
@@ -375,7 +380,7 @@ class TaskWalk {
   int32_t nth_gemm_ = kGemmsOfUnit - 1;
   Gemm gemm_ = kFirstGemm;
   int32_t columns_ = 0;  // column tiles of the section's GEMM
-  int32_t narrow_ = 0;   // narrow tiles of the unit: its last one, or none
+  int32_t narrow_ = 0;   // tiles of the unit that are computed two column tiles at a time: its last one, or none
   int32_t section_tasks_ = 0;
   int32_t earlier_tasks_ = 0;  // of the sections before
 };

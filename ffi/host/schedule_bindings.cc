@@ -62,6 +62,7 @@ Schedule schedule_for(const Shape& shape, const std::string& platform, const py:
   schedule.saved_tiles = saved_tiles;
   schedule.weight_slots = weight_slots;
   schedule.frozen = frozen ? 1 : 0;
+  schedule.share_columns = chosen("share_columns");
   return complete(schedule, shape, granularity(platform, shape.projections > 1, scaled));
 }
 
@@ -106,7 +107,8 @@ void define_structs(py::module_& module) {
                 Field{"narrow_rows", &Schedule::narrow_rows}, Field{"keep_tokens", &Schedule::keep_tokens},
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
                 Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0},
-                Field{"half", &Schedule::half, 0}, Field{"frozen", &Schedule::frozen, 0})
+                Field{"half", &Schedule::half, 0}, Field{"frozen", &Schedule::frozen, 0},
+                Field{"share_columns", &Schedule::share_columns, 0})
       .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("has_weight_gradients", &Schedule::has_weight_gradients)

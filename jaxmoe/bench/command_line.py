@@ -64,6 +64,7 @@ _RING_TILES = flags.DEFINE_list(
 )
 _CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
 _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
+_SHARE_COLUMNS = flags.DEFINE_list("share-columns", [], "Plans to sweep: KernelPlan.share_columns, of 0 and 1.")
 _SEGMENT_TILES = flags.DEFINE_list(
     "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
 )
@@ -147,6 +148,7 @@ def from_flags() -> Options:
             _integers("ring-tiles", _RING_TILES.value),
             _integers("chunk-rows", _CHUNK_ROWS.value),
             tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
+            tuple(bool(value) for value in _integers("share-columns", _SHARE_COLUMNS.value)),
             _integers("segment-tiles", _SEGMENT_TILES.value),
         ),
         blocks=_BLOCKS.value,

@@ -62,6 +62,7 @@ class Sweep:
       ring_tiles: row tiles that the rings hold. Where empty, the default plan's or the fewest that a plan needs.
       chunk_rows: rows that a warp pulls at a time.
       keep_tokens: whether tokens of peers are kept.
+      share_columns: whether blocks share the columns of narrow down tasks.
       segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
     """
 
@@ -70,6 +71,7 @@ class Sweep:
     ring_tiles: tuple[int, ...] = ()
     chunk_rows: tuple[int, ...] = ()
     keep_tokens: tuple[bool, ...] = ()
+    share_columns: tuple[bool, ...] = ()
     segment_tiles: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,12 +101,17 @@ class Sweep:
             self.lag_units or (default.lag_units,),
             self.chunk_rows or (default.chunk_rows,),
             self.keep_tokens or (default.keep_tokens,),
+            self.share_columns or (default.share_columns,),
             choices.segment_tiles or (default.segment_tiles,),
         )
-        for unit_tiles, lag_units, chunk_rows, keep_tokens, segment_tiles in itertools.product(*values):
+        for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
             fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles).fewest_ring_tiles
-            rings = self.ring_tiles or (max(default.ring_tiles, fewest),)
-            plans += [KernelPlan(unit_tiles, lag_units, ring, chunk_rows, keep_tokens, segment_tiles) for ring in rings]
+            plans += [
+                KernelPlan(
+                    unit_tiles, lag_units, ring, chunk_rows, keep_tokens, segment_tiles, share_columns=share_columns
+                )
+                for ring in self.ring_tiles or (max(default.ring_tiles, fewest),)
+            ]
         return plans
 
 

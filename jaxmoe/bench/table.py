@@ -269,7 +269,8 @@ def failure(shape: str, tokens: int, ranks: int, pass_name: Pass, implementation
 def plan_text(plan: dict[str, Any] | None) -> str:
     """Returns a plan as in the table.
 
-    Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, in a backward pass / segment tiles.
+    Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, c where blocks share columns, in a
+    backward pass / segment tiles.
     What times both passes takes the default plan of each; of that it says what is kept for the backward pass. Over
     several hosts: ranks per host, way, chunks / tokens of a round.
 
@@ -287,7 +288,8 @@ def plan_text(plan: dict[str, Any] | None) -> str:
         return plan["residuals"]
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
     segment = f"/{plan['segment_tiles']}" if plan.get("segment_tiles") else ""
-    return "/".join(map(str, numbers)) + ("k" if plan["keep_tokens"] else "") + segment
+    flags = ("k" if plan["keep_tokens"] else "") + ("c" if plan.get("share_columns") else "")
+    return "/".join(map(str, numbers)) + flags + segment
 
 
 def _case(r: Result) -> list[str]:

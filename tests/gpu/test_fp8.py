@@ -34,4 +34,5 @@ class TestMegakernel(OnGpu):
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=41),
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True),
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=2, ring_tiles=8, share_columns=True),
     )

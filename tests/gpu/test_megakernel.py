@@ -38,6 +38,7 @@ PLANS = (
     jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
     jaxmoe.KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=9),
     jaxmoe.KernelPlan(unit_tiles=32, lag_units=1, ring_tiles=10_000),
+    jaxmoe.KernelPlan(unit_tiles=2, lag_units=2, ring_tiles=40, share_columns=True),
 )
 
 

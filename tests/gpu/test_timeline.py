@@ -71,12 +71,13 @@ LOADS = dict.fromkeys(checks.WAITS, "load_gradient") | {"gate_up": "load_gate_up
 
 
 def check_tasks(recorded: timeline.Timeline, tasks: list, schedule) -> None:
-    """The two blocks of a cluster take part in every task, with a column tile of their own in narrow ones."""
+    """The two blocks of a cluster take part in every task, in narrow ones with a column tile of their own or half of one."""
     products, expected = defaultdict(Counter), defaultdict(Counter)
     for task in tasks:
         gemm = task.gemm.name
         is_narrow = task.rows <= schedule.narrow_rows and gemm not in summary.WEIGHT_GRADIENTS
-        for part in (task.column_tile, task.column_tile + (1 if is_narrow else 0)):
+        is_shared = gemm == "down" and task.column_tiles == 1
+        for part in (task.column_tile, task.column_tile + (1 if is_narrow and not is_shared else 0)):
             products[gemm][task.expert, task.row_tile, part] += 1
             expected[LOADS[gemm]][task.expert, task.row_tile, part] += 1
             expected[checks.WAITS[gemm]][task.expert, task.row_tile, task.column_tile] += 1

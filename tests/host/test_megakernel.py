@@ -36,7 +36,7 @@ class TestMegakernel(LayerSuite):
         KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),
         KernelPlan(unit_tiles=1, lag_units=40, ring_tiles=41),
         KernelPlan(unit_tiles=3, lag_units=2, ring_tiles=2**31 - 1),
-        KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4),
+        KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, share_columns=True),
     )
     # Of backward passes, with one number of segments; the last one is the default.
     backward_plans = (
@@ -155,13 +155,13 @@ def attributes_of(text: str, target: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+) = (\S+) : [if]32", line))
 
 
-CHOICES = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "segment_tiles")
+CHOICES = ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "share_columns", "segment_tiles")
 
 
 def test_the_call_carries_the_schedule_of_the_plan_and_the_activation():
     arguments = make_inputs(0, **SIZES)
     swiglu = jaxmoe.SwiGLU(limit=7.0, alpha=1.5, up_offset=1.0)
-    plan = KernelPlan(3, 1, 7, 2, True, backward=KernelPlan(1, 2, 6, 3, segment_tiles=2))
+    plan = KernelPlan(3, 1, 7, 2, True, share_columns=True, backward=KernelPlan(1, 2, 6, 3, segment_tiles=2))
     run = layer("all devices", implementation="megakernel", activation=swiglu, plan=plan)
     text = jax.jit(jax.value_and_grad(lambda a: jnp.sum(run(a)), allow_int=True)).lower(arguments).as_text()
     pieces = native.schedule().granularity("cpu", True)

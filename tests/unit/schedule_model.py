@@ -55,6 +55,7 @@ def with_fields(struct, **changes):
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
         names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots", "frozen"]
+        names += ["share_columns"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 
@@ -90,6 +91,7 @@ def schedules(
         segment_tiles=draw(segment_tiles),
         weight_slots=draw(weight_slots),
         frozen=draw(frozen),
+        share_columns=draw(st.integers(0, 1)),
     )
     return with_fields(schedule, ring_tiles=least_ring(shape, schedule) + draw(st.integers(0, 3)))
 

@@ -132,16 +132,16 @@ def test_a_number_of_ranks_that_a_shape_cannot_have_fails_alone(tmp_path, capsys
 
 
 def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_path, capsys):
-    sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2), keep_tokens=(True,))
+    sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2), keep_tokens=(True,), share_columns=(True,))
     status, results = run(options(implementations=("megakernel",), sweep=sweep, routing="zipf"), tmp_path / "results")
     assert status == 0
-    choices = itemgetter("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens")
+    choices = itemgetter("unit_tiles", "lag_units", "ring_tiles", "chunk_rows", "keep_tokens", "share_columns")
     assert [choices(result["plan"]) for result in results] == [
-        (2, 1, 18, 4, False),
-        (1, 0, 18, 4, True),
-        (1, 2, 18, 4, True),
-        (3, 0, 18, 4, True),
-        (3, 2, 18, 4, True),
+        (2, 1, 18, 4, False, False),
+        (1, 0, 18, 4, True, True),
+        (1, 2, 18, 4, True, True),
+        (3, 0, 18, 4, True, True),
+        (3, 2, 18, 4, True, True),
     ]
     assert [result["same_bits"] for result in results] == [None, True, True, True, True]
     assert capsys.readouterr().out.count("same bits") == 4

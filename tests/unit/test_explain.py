@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmoe
-from jaxmoe.formats import Formats
+from jaxmoe.formats import Format, Formats
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED
 from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
@@ -111,9 +111,33 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
         "ring_tiles",
         "chunk_rows",
         "keep_tokens",
+        *(["share_columns"] if plan.share_columns else []),
     ]
     assert not (plan.keep_tokens and ranks == 1)
     assert all(": " in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        # Of each expert 32 rows and 8 pairs of column tiles: 32 down tasks on two ranks, 64 on one.
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 2}, True),
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 1}, False),
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 16, "top_k": 2, "ranks": 8}, True),
+        ({"hidden": 2048, "intermediate": 768, "num_experts": 128, "top_k": 8, "ranks": 2}, False),
+    ],
+)
+def test_blocks_share_columns_where_half_of_the_workers_would_have_no_down_task(sizes, shares):
+    plan = default_plan(Shape(tokens=64, **sizes), "gpu", "megakernel")
+    assert plan.share_columns == shares
+    assert any(reason.startswith("share_columns=True: ") for reason in plan.reasons) == shares
+    many = default_plan(Shape(tokens=8192, **sizes), "gpu", "megakernel")
+    assert not many.share_columns
+    assert not default_plan(Shape(tokens=64, **sizes), "cpu", "megakernel").share_columns
+    # Those are decoded.
+    mxfp4 = Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu)
+    four_bits = dataclasses.replace(Formats.of(jnp.bfloat16), weights=mxfp4)
+    assert not default_plan(Shape(tokens=64, **sizes, formats=four_bits), "gpu", "megakernel").share_columns
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ class KernelPlan:
         Weights in 4 bits are then decoded by the warps that multiply them, in registers, which is faster where experts
         have few rows; what cannot do that (other formats, a backward pass or one that is kept for it, on GPUs
         float16) takes the fewest.
+      share_columns: whether, in a forward pass, the two thread blocks that work together share the columns of an answer
+        where an expert has at most half a row tile, instead of taking two column tiles: twice as many down tasks, for
+        when half of the pairs would have none. Nothing changes beside weights that are decoded, nor on a CPU.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 
@@ -50,6 +53,7 @@ class KernelPlan:
     keep_tokens: bool = False
     segment_tiles: int = 0
     weight_slots: int = 0
+    share_columns: bool = False
     backward: "KernelPlan | None" = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -68,8 +72,9 @@ class KernelPlan:
             if value is None or not least <= value <= most:
                 raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
             object.__setattr__(self, name, value)
-        if not isinstance(self.keep_tokens, bool):
-            raise ValueError(f"KernelPlan: keep_tokens={self.keep_tokens!r} must be True or False.")
+        for name in ("keep_tokens", "share_columns"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"KernelPlan: {name}={value!r} must be True or False.")
         if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
             raise ValueError(
                 f"KernelPlan: backward={self.backward!r} must be a KernelPlan with segment_tiles, or None."

@@ -67,9 +67,17 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     )
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons)
+    share_columns, share_reasons = _share_columns(shape, platform, unit_tiles)
+    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
     return KernelPlan(
-        unit_tiles, lag_units, ring_tiles, chunk_rows, keep_tokens, weight_slots=weight_slots, reasons=reasons
+        unit_tiles,
+        lag_units,
+        ring_tiles,
+        chunk_rows,
+        keep_tokens,
+        weight_slots=weight_slots,
+        share_columns=share_columns,
+        reasons=reasons,
     )
 
 
@@ -199,6 +207,24 @@ def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
     return True, f"keep_tokens=True: a token goes to peers for {of_slots:.3g} slots, but to {of_ranks:.3g} of them only"
 
 
+def _share_columns(shape: Shape, platform: str, unit_tiles: int) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether blocks share the columns of narrow down tasks, and why, where they do."""
+    if platform == "cpu" or shape.formats.decodes or not _is_narrow(shape, platform, unit_tiles):
+        return False, ()
+    tasks = shape.local_experts * -(-shape.hidden // (2 * tile_sizes(shape, platform).columns))
+    if 2 * tasks > WORKERS_OF_A_GPU:
+        return False, ()
+    return True, (
+        f"share_columns=True: {tasks} down tasks of two column tiles each would leave half of {WORKERS_OF_A_GPU} "
+        "workers without one",
+    )
+
+
+def _is_narrow(shape: Shape, platform: str, unit_tiles: int) -> bool:
+    """Whether experts have so few rows, where all have equally many, that blocks take columns instead of rows."""
+    return unit_tiles == 1 and rows_per_expert(shape) <= tile_sizes(shape, platform).rows // 2
+
+
 def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     if platform == "cpu":
         return UNIT_TILES_ON_CPU, (
@@ -225,7 +251,7 @@ def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
         return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
     tile = tile_sizes(shape, platform)
     columns = -(-shape.intermediate // tile.h_columns)
-    narrow = unit_tiles == 1 and rows_per_expert(shape) <= tile.rows // 2
+    narrow = _is_narrow(shape, platform, unit_tiles)
     tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
     lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
     return lag, (

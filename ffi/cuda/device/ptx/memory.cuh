@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/ptx/mbarrier.cuh"
+
 namespace jaxmoe::ptx {
 
 __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* word) {
@@ -52,6 +54,15 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
                : "memory");
   return v;
 }
+
+// 16 bytes of global memory into shared memory, on their way until wait_copies(); no register holds them meanwhile.
+__device__ __forceinline__ void copy_vector(void* shared, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(source))
+               : "memory");
+}
+// What this thread has copied is there, for itself; for other lanes after a __syncwarp().
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Nothing that the launch writes; values stay as they are where `there` is not set. Without a branch, after which the
 // compiler would wait for what was loaded.

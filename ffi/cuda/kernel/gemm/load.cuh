@@ -52,9 +52,14 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   const bool any_b = boxes > 0 || !own_b;
   constexpr int kPanels = Stage::A::kPanels;
   static_assert(kPanels == 1 || kInTiles<A>);
-  const uint32_t bytes = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + (any_b ? sizeof(Stage::b) : 0);
+  // Of a column tile that the blocks share each has the boxes of its half, in the place of the first ones.
+  constexpr bool kMayShare = Cta<Variant>::kSharesColumns && Product::kGemm == Gemm::kDown;
+  const bool half_b = kMayShare && cta.shares_columns(task);
+  const uint32_t bytes_of_b = half_b ? sizeof(Stage::b) / 2 : sizeof(Stage::b);
+  const uint32_t bytes = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + (any_b ? bytes_of_b : 0);
   const A a{first_row_of_a<A>(cta, task)};
-  const B b = B::columns_of(p, task);
+  B b = B::columns_of(p, task);
+  if constexpr (kMayShare) b.first = cta.first_answer_column(task);
 
   int32_t steps_left = Product::Depth::steps(p, task);
   Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
@@ -75,6 +80,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
     } else if (any_b) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
+        if (kMayShare && half_b && box == kBoxes / 2) break;
         b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
           ptx::load_box(stage.b.box(box), &map, full, b_policy, at...);
         });

@@ -91,7 +91,12 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     // Before the products, which hide how long that takes, where there is a register to hold it meanwhile.
     RowTarget target;
     if constexpr (!kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
-    const auto meanwhile = [&](int32_t step) { queue.announce_meanwhile(step, steps); };
+    const auto meanwhile = [&](int32_t step) {
+      queue.announce_meanwhile(step, steps);
+      if constexpr (Variant::Precision::kTokens.is_scaled()) {
+        if (step == steps - 1 && rows > 0) stage_channels(cta, task, thread);
+      }
+    };
     ptx::Accumulators sums;
     const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
       using Factors = decltype(factors);

@@ -63,7 +63,7 @@ struct Operand {
     Tensor::load(p, task, part, kByDepth ? k : width, kByDepth ? width : k, copy);
   }
 
-  const int32_t first;
+  int32_t first;
 };
 template <class Tensor>
 using ByDepth = Operand<Tensor, ptx::Major::kDepth>;

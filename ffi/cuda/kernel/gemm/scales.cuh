@@ -1,6 +1,6 @@
 // Where the scales of a product's factors lie, for the math warps: those of rows beside their ring (common/layout.h),
 // those of weights as the caller has them. With scales that differ along the depth products are scaled step by step
-// (accumulate.cuh), with those of output channels at the end (multiply_channels()).
+// (accumulate.cuh), with those of output channels at the end (stage_channels()).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -72,7 +72,7 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
     __syncwarp();  // nobody reads those of the task before
     if (thread.lane == 0) {
       if (p.weight_scale_rows == kScaleColumns) {
-        const int32_t block = halves ? task.column_tile : 2 * task.column_tile;
+        const int32_t block = halves ? task.column_tile : cta.first_answer_column(task) / kScaleColumns;
         // Of columns behind the last block, which are not stored, any scale will do.
         const int32_t next = halves ? block : at_most(block + 1, blocks - 1);
         const int64_t of_expert = int64_t{task.expert} * blocks;

@@ -14,10 +14,11 @@
 
 namespace jaxmoe::epilogue {
 
-// Which columns of an answer the tile has.
+// Which columns of an answer this block's part of the task has.
 template <class Variant>
 __device__ __forceinline__ TileColumns answer_columns_of(const Cta<Variant>& cta, const Task& task) {
-  return {task.column_tile * cta.params.schedule.tile.columns, cta.params.shape.hidden};
+  const int32_t first = cta.first_answer_column(task), hidden = cta.params.shape.hidden;
+  return {first, cta.shares_columns(task) ? at_most(hidden, first + Tiling::kColumns / 2) : hidden};
 }
 
 // Where this thread's row goes. Null where there is no row, it is one of zeros, or a wait was given up.
@@ -47,10 +48,10 @@ struct Answers {
                                              RowTarget target, ptx::Accumulators& sums) {
     const TileColumns columns = answer_columns_of(cta, task);
     if constexpr (Variant::Precision::kTokens.is_scaled()) {
-      multiply_channels<0, Tiling::kColumns>(cta, sums, thread, columns, cta.params.w_down_scales, task.expert);
+      multiply_channels(cta, sums, thread);
     }
     add_bias<Variant, 0, Tiling::kColumns>(sums, thread, columns, answer_bias(cta.params),
-                                           int64_t{task.expert} * columns.count);
+                                           int64_t{task.expert} * cta.params.shape.hidden);
     store_answers(cta, task, thread, target, sums);
   }
 };

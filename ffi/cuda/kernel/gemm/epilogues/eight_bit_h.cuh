@@ -21,15 +21,9 @@ struct EightBitH {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              RowTarget, ptx::Accumulators& sums) {
-    constexpr int kColumns = Tiling::kColumns;
     const auto& p = cta.params;
     const TileColumns columns = h_columns_of(cta, task);
-    if (p.gated) {
-      multiply_channels<0, kColumns / 2>(cta, sums, thread, columns, p.w_gate_scales, task.expert);
-      multiply_channels<kColumns / 2, kColumns / 2>(cta, sums, thread, columns, p.w_up_scales, task.expert);
-    } else {
-      multiply_channels<0, kColumns>(cta, sums, thread, columns, p.w_gate_scales, task.expert);
-    }
+    multiply_channels(cta, sums, thread);
     add_gate_up_biases(cta, task, thread, sums);
     with_activation_kind(p.activation.kind, [&](auto kind) {
       constexpr ActivationKind kKind = decltype(kind)::value;

@@ -27,7 +27,7 @@ namespace jaxmoe {
 // Which columns of the result a tile holds.
 struct TileColumns {
   int32_t first;  // of the tile
-  int32_t count;  // of the whole result, a multiple of 8; those of the tile beyond it are not stored
+  int32_t count;  // up to the end of the result, or of the half that a block has; a multiple of 8, none beyond are stored
 };
 
 // Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. That of the
@@ -108,34 +108,46 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 
 }  // namespace epilogue
 
-// Multiplies the accumulators of the tile's columns with the scales of their output channels, where weights have such:
-// kSums of them, from accumulator column kFirstSum. `scales` are `columns.count` of each expert, a multiple of 128.
-// They go through the warp's staging: each lane needs a quarter of them, and loads 4 or 8.
-template <int kFirstSum, int kSums, class Variant>
-__device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
-                                                  const MathThread& thread, TileColumns columns, const float* scales,
-                                                  int32_t expert) {
-  if (cta.params.weight_scale_rows != 1) return;
-  constexpr int kGroup = kScaleColumns;
+// Scales of output channels, where weights have such: those of the tile's columns come to the warp's staging while the
+// last step is multiplied, 128 to a line. Line by line, as the accumulators have them: gate and up, or 256 columns. Both
+// come at once, since the way to L2 and back is as long as the products of half a step. What the warp had staged is
+// stored by then (TaskQueue::announce_meanwhile()).
+template <class Variant>
+__device__ __forceinline__ void stage_channels(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
+  const auto& p = cta.params;
+  if (p.weight_scale_rows != 1) return;
   using Staging = typename GemmShape<Variant>::Staging;
-  static_assert(kSums % kGroup == 0 && kGroup * sizeof(float) <= Staging::kLineBytes);
-  const float* const of_tile = scales + int64_t{expert} * columns.count + columns.first;
-  std::byte* const staging = cta.shared.gemm.staging.of_warp(thread.warp);
-  epilogue::acquire_staging();
-#pragma unroll
-  for (int group = 0; group < kSums / kGroup; ++group) {
-    if (columns.first + kGroup * group >= columns.count) continue;
-    reinterpret_cast<float4*>(staging + group * Staging::kLineStride)[thread.lane] =
-        __ldg(reinterpret_cast<const float4*>(of_tile + kGroup * group) + thread.lane);
+  static_assert(kScaleColumns * sizeof(float) <= Staging::kLineBytes);
+  const bool down = task.gemm == Gemm::kDown, halves = p.gated && !down;
+  const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
+  const int32_t first = down     ? cta.first_answer_column(task)
+                        : halves ? task.column_tile * kScaleColumns
+                                 : task.column_tile * Tiling::kColumns;
+  const int64_t offset = int64_t{task.expert} * width + first;
+  const float* const scales = (down ? p.w_down_scales : p.w_gate_scales) + offset;
+  const float* const second = halves ? p.w_up_scales + offset : scales + kScaleColumns;
+  std::byte* const staged = cta.shared.gemm.staging.of_warp(thread.warp) + 16 * thread.lane;
+  ptx::copy_vector(staged, scales + 4 * thread.lane);
+  if (halves || first + kScaleColumns < width) {
+    ptx::copy_vector(staged + Staging::kLineStride, second + 4 * thread.lane);
   }
+}
+
+// Multiplies the accumulators with them.
+template <class Variant>
+__device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
+                                                  const MathThread& thread) {
+  if (cta.params.weight_scale_rows != 1) return;
+  using Staging = typename GemmShape<Variant>::Staging;
+  const std::byte* const staging = cta.shared.gemm.staging.of_warp(thread.warp);
+  ptx::wait_copies();
   __syncwarp();
 #pragma unroll
-  for (int block = 0; block < kSums / 8; ++block) {
-    const int group = 8 * block / kGroup;
-    if (columns.first + kGroup * group >= columns.count) continue;
-    const auto* const staged = reinterpret_cast<const float2*>(staging + group * Staging::kLineStride);
-    const float2 pair = staged[4 * block % (kGroup / 2) + thread.lane % 4];
-    float* of_block = sums.values + 4 * (kFirstSum / 8 + block);
+  for (int block = 0; block < Tiling::kColumns / 8; ++block) {
+    const int line = 8 * block / kScaleColumns;
+    const auto* const staged = reinterpret_cast<const float2*>(staging + line * Staging::kLineStride);
+    const float2 pair = staged[4 * block % (kScaleColumns / 2) + thread.lane % 4];
+    float* of_block = sums.values + 4 * block;
     of_block[0] *= pair.x;
     of_block[1] *= pair.y;
     of_block[2] *= pair.x;
