@@ -71,7 +71,7 @@ LOADS = dict.fromkeys(checks.WAITS, "load_gradient") | {"gate_up": "load_gate_up
 
 
 def check_tasks(recorded: timeline.Timeline, tasks: list, schedule) -> None:
-    """The two blocks of a cluster take part in every task, in narrow ones with a column tile of their own or half of one."""
+    """Both blocks of a cluster take part in every task; in narrow ones each has a column tile, or half of one."""
     products, expected = defaultdict(Counter), defaultdict(Counter)
     for task in tasks:
         gemm = task.gemm.name
