@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.bench.beside_layer import Inputs
 from jaxmoe.bench.beside_programs import DENSE_LAYERS, DENSE_WIDENING
-from jaxmoe.bench.inputs import AXIS
+from jaxmoe.bench.inputs import AXIS, quantized
 from jaxmoe.bench.shapes import LayerShape
 
 
 def init_experts(shape: LayerShape, dtype: Any, block: str | None, key: Any) -> jaxmoe.Experts:
     """Returns random experts of a layer, quantised where `block` says to what."""
     wide = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
-    return wide if block is None else jaxmoe.quantize(wide, block)
+    return wide if block is None else quantized(wide, block)
 
 
 def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any, block: str | None) -> Callable[..., Inputs]:

@@ -37,6 +37,8 @@ SETS = 4
 # the last ones, which a layer that dropped rows would drop first.
 SPREAD_TOKENS, LAST_TOKENS = 64, 16
 L2_BYTES = 50e6  # of an H100 and of an H200
+# The largest magnitude of tokens and of h that static scales are for: what few random numbers are beyond.
+CALIBRATED = (6.0, 24.0)
 # Numbers of h that sums in another order may round to the neighbour in 8 bits, which is at most an eighth away.
 NEIGHBOURS = 4
 
@@ -88,8 +90,8 @@ def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None 
       shape: of the layer.
       mesh: of one axis.
       dtype: of the wide experts.
-      block: as of `jaxmoe.quantize`, of experts in 8 or 4 bits. They are made one by one: wide ones of all that a
-        rank has, twice as large and larger in between, may not fit beside them.
+      block: as of `quantized`, of experts in 8 or 4 bits. They are made one by one: wide ones of all that a rank has,
+        twice as large and larger in between, may not fit beside them.
 
     Raises:
       ValueError: they cannot be.
@@ -106,13 +108,23 @@ def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None) -
 
     def make(number: jax.Array) -> jaxmoe.Experts:
         expert = _random_expert(shape, dtype, number)
-        return expert if block is None else jaxmoe.quantize(expert, block)
+        return expert if block is None else quantized(expert, block)
 
     def on_rank() -> jaxmoe.Experts:
         made = jax.lax.map(make, jax.lax.axis_index(AXIS) * local_experts + jnp.arange(local_experts))
         return jax.tree.map(lambda array: array.reshape(local_experts, *array.shape[2:]), made)
 
     return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=P(AXIS)))
+
+
+def quantized(experts: jaxmoe.Experts, block: str) -> jaxmoe.Experts:
+    """Returns random experts in 8 or 4 bits: as `jaxmoe.quantize` makes them of `block`, or `"static"`.
+
+    That is one scale for a matrix, and one for all tokens and one for all h, as checkpoints are calibrated.
+    """
+    if block != "static":
+        return jaxmoe.quantize(experts, block)
+    return jaxmoe.with_input_scales(jaxmoe.quantize(experts, "expert"), *(size / 448 for size in CALIBRATED))
 
 
 def _random_expert(shape: LayerShape, dtype: Any, number: jax.Array) -> jaxmoe.Experts:

@@ -29,7 +29,7 @@ class Narrow(NamedTuple):
     """BF16 tokens beside experts in 8 or 4 bits.
 
     Args:
-      block: what the experts are quantised to, as of `jaxmoe.quantize`.
+      block: what the experts are quantised to, as of `inputs.quantized`.
       precision: as of `moe_layer`.
     """
 
@@ -41,6 +41,7 @@ class Narrow(NamedTuple):
 NARROW = {
     "fp8-block": Narrow("128x128", "fp8"),
     "fp8-channel": Narrow("channel", "fp8"),
+    "fp8-static": Narrow("static", "fp8-static"),
     "w8a16": Narrow("128x128", "w8a16"),
     "mxfp4-a16": Narrow("mxfp4", "w4a16"),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
