@@ -94,7 +94,7 @@ struct LayerArrays {
   const uint8_t* w_gate_group_scales = nullptr;
   const uint8_t* w_up_group_scales = nullptr;
   const uint8_t* w_down_group_scales = nullptr;
-  const float* row_scales = nullptr;  // of tokens and of h
+  const float* row_scales = nullptr;  // of all tokens, then of all h
   const T* dy = nullptr;
   T* gate_up = nullptr;
   T* y = nullptr;
@@ -108,6 +108,9 @@ struct LayerArrays {
   void* db_up = nullptr;
   void* db_down = nullptr;
 
+  // What all tokens and all h are divided by before they are rounded, or null where each 128 columns have their own.
+  JAXMOE_ANY const float* scale_of_tokens() const { return row_scales; }
+  JAXMOE_ANY const float* scale_of_h() const { return row_scales == nullptr ? nullptr : row_scales + 1; }
   JAXMOE_ANY bool fused() const { return gate_up_layout != GateUpLayout::kApart; }
   JAXMOE_ANY bool interleaved() const { return gate_up_layout == GateUpLayout::kInterleaved; }
   // Columns from a row of gate or of up to the next one, each of so many columns.

@@ -14,8 +14,8 @@
 //
 // The last tile of an expert may have few rows. Where two thread blocks share a task, each taking half of the rows, the
 // second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
-// every pair of columns it comes after the wide tiles, whose weights it uses. Where many workers would
-// then have no down task (share_columns), its answers are computed one column tile at a time, half by each block.
+// every pair of columns it comes after the wide tiles, whose weights it uses. Where many workers would then have no down
+// task (share_columns), its answers are computed one column tile at a time, half by each block.
 //
 // A backward pass has more GEMMs, each `lag_units` units after the one whose results it reads:
 //

@@ -107,8 +107,8 @@ struct Schedule {
   // 1: a backward pass makes no gradients of weights and biases, as beside experts that are not trained. One that
   // decodes weights never does.
   int32_t frozen;
-  // 1: of a narrow tile an answer is computed one column tile at a time, whose columns the blocks of a worker share: more
-  // tasks, for when with two at a time many workers have none. A forward pass alone does that.
+  // 1: of a narrow tile an answer is computed one column tile at a time, whose columns the blocks of a worker share:
+  // more tasks, for when with two at a time many workers have none. A forward pass alone does that.
   int32_t share_columns;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }

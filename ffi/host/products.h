@@ -240,11 +240,10 @@ class Products {
     const int32_t width = m_.shape.intermediate;
     RowStorage* h = m_.ring_row(m_.layout.h, task.ring_slot, tile_row, width) + first;
     if constexpr (Precision::kScaled) {
-      const float* const given = m_.arrays.row_scales == nullptr ? nullptr : m_.arrays.row_scales + 1;
       for (size_t c = 0; c < numbers.size(); c += kScaleColumns) {
         const int32_t block = (first + static_cast<int32_t>(c)) / kScaleColumns;
         m_.ring_row_scale(m_.layout.h, task.ring_slot, tile_row, width, block) =
-            round_columns<F32>(numbers.data() + c, m_.launch.power_of_two_scales, given, h + c);
+            round_columns<F32>(numbers.data() + c, m_.launch.power_of_two_scales, m_.arrays.scale_of_h(), h + c);
       }
     } else {
       std::transform(numbers.begin(), numbers.end(), h, Precision::store);

@@ -121,7 +121,7 @@ class RankRoles {
         float* scales = m_.scales_of_token(m_.rank, m_.layout.tokens, m_.shape.tokens, token);
         for (int32_t c = 0; c < hidden; c += kScaleColumns) {
           scales[c / kScaleColumns] =
-              round_columns<Precision>(x + c, m_.launch.power_of_two_scales, m_.arrays.row_scales, row + c);
+              round_columns<Precision>(x + c, m_.launch.power_of_two_scales, m_.arrays.scale_of_tokens(), row + c);
         }
       } else {
         std::copy_n(x, hidden, row);

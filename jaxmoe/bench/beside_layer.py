@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 
     @property
     def pass_name(self) -> Pass:
-        """What the layer alone does for the same answer, beside its output."""
+        """The pass of the layer alone that has the same results."""
         if self.dy is None:
             return "forward"
         return "frozen" if self.dexperts is None else "both"

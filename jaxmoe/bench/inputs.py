@@ -37,7 +37,7 @@ SETS = 4
 # the last ones, which a layer that dropped rows would drop first.
 SPREAD_TOKENS, LAST_TOKENS = 64, 16
 L2_BYTES = 50e6  # of an H100 and of an H200
-# The largest magnitude of tokens and of h that static scales are for: what few random numbers are beyond.
+# The largest magnitude of tokens and of h that static scales are for. Few of the random ones are larger.
 CALIBRATED = (6.0, 24.0)
 # Numbers of h that sums in another order may round to the neighbour in 8 bits, which is at most an eighth away.
 NEIGHBOURS = 4

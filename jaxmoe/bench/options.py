@@ -63,7 +63,7 @@ class Sweep:
       ring_tiles: row tiles that the rings hold. Where empty, the default plan's or the fewest that a plan needs.
       chunk_rows: rows that a warp pulls at a time.
       keep_tokens: whether tokens of peers are kept.
-      share_columns: whether blocks share the columns of narrow down tasks.
+      share_columns: of a forward pass alone, whether blocks share the columns of narrow down tasks.
       segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
     """
 
@@ -94,7 +94,7 @@ class Sweep:
         """Returns the plans to measure, the default one first, which is that of a forward or of a backward pass."""
         plans = [default]
         is_backward = default.segment_tiles > 0
-        choices = self if is_backward else dataclasses.replace(self, segment_tiles=())
+        choices = dataclasses.replace(self, **{"share_columns" if is_backward else "segment_tiles": ()})
         if not any(dataclasses.astuple(choices)):
             return plans
         values = (
@@ -102,7 +102,7 @@ class Sweep:
             self.lag_units or (default.lag_units,),
             self.chunk_rows or (default.chunk_rows,),
             self.keep_tokens or (default.keep_tokens,),
-            self.share_columns or (default.share_columns,),
+            choices.share_columns or (default.share_columns,),
             choices.segment_tiles or (default.segment_tiles,),
         )
         for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
@@ -201,6 +201,11 @@ class Options:
             raise ValueError(
                 f"--segment-tiles is of the plan of a backward pass, and --pass={','.join(self.passes)} does not sweep "
                 "one. Add backward or frozen, or leave it out."
+            )
+        if self.sweep.share_columns and "forward" not in self.passes:
+            raise ValueError(
+                f"--share-columns is of the plan of a forward pass, and --pass={','.join(self.passes)} does not sweep "
+                "one. Add forward, or leave it out."
             )
 
 

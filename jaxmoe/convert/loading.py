@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxmoe.convert import fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named, other_families, stem_of
-from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked, with_input_scales
+from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked, with_largest_input_scales
 from jaxmoe.convert.placing import Placing, Stack
 from jaxmoe.convert.progress import Progress, reporter
 from jaxmoe.convert.safetensors_files import open_safetensors
@@ -138,7 +138,7 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
             if scales is not None:
                 input_scales[f"{field}.{name}"] = scales
         of_inputs = {name: input_scales.get(f"{field}.{name}") for name in SIDES}
-        return Experts(**with_input_scales(fields, of_inputs))
+        return Experts(**with_largest_input_scales(fields, of_inputs))
 
     def vector(name: str | None) -> np.ndarray | None:
         return None if name is None else block.checked(name, WIDE_TYPES, (num_experts,), f"[{num_experts}]")

@@ -275,7 +275,7 @@ def stacked(
     return (stacks[0] if kind.type is None else kind.type(*stacks)), input_scale
 
 
-def with_input_scales(matrices: Mapping[str, Any], scales: Mapping[str, Stack | None]) -> dict[str, Any]:
+def with_largest_input_scales(matrices: Mapping[str, Any], scales: Mapping[str, Stack | None]) -> dict[str, Any]:
     """Returns the matrices of `Experts` by name, those in FP8 with an `input_scale` where the files have one for each.
 
     Every expert gets the largest of all of them, of gate and up together: a token is rounded once for all its experts.

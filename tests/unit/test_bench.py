@@ -155,6 +155,13 @@ def test_a_swept_ring_that_is_not_named_has_the_tiles_that_a_plan_needs():
     assert Sweep().plans(default) == [default]
 
 
+def test_a_sweep_of_both_passes_tries_in_each_what_that_pass_has():
+    forward, backward = KernelPlan(1, 1, 2), KernelPlan(1, 1, 4, segment_tiles=2)
+    sweep = Sweep(share_columns=(True,), segment_tiles=(1,))
+    assert sweep.plans(forward) == [forward, KernelPlan(1, 1, 2, share_columns=True)]
+    assert sweep.plans(backward) == [backward, KernelPlan(1, 1, 4, segment_tiles=1)]
+
+
 def test_a_plan_that_cannot_run_says_why_and_the_next_one_is_measured(tmp_path, capsys):
     sweep = Sweep(lag_units=(5,), ring_tiles=(3, 14))
     status, results = run(options(implementations=("megakernel",), sweep=sweep), tmp_path / "results")

@@ -482,6 +482,8 @@ def test_terms_of_a_backward_pass_are_printed(capsys):
 def test_options_that_cannot_be_say_why():
     with pytest.raises(ValueError, match=r"--segment-tiles is of the plan of a backward pass.*Add backward"):
         options(implementations=("megakernel",), passes=("forward",), sweep=Sweep(segment_tiles=(1,)))
+    with pytest.raises(ValueError, match=r"--share-columns is of the plan of a forward pass.*Add forward"):
+        options(implementations=("megakernel",), passes=("backward",), sweep=Sweep(share_columns=(True,)))
     with pytest.raises(ValueError, match=r"--pass=both takes the default plans"):
         options(implementations=("megakernel",), passes=("both",), sweep=Sweep(unit_tiles=(1,)))
     with pytest.raises(ValueError, match=r"--segment-tiles=0: a segment has at least one row tile"):

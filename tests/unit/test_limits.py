@@ -355,6 +355,12 @@ def test_a_plan_of_a_backward_pass_has_no_backward_pass_of_its_own():
     assert KernelPlan(1, 1, 2, backward=BACKWARD_PLAN).backward == BACKWARD_PLAN
 
 
+def test_a_plan_of_a_backward_pass_shares_no_columns():
+    with pytest.raises(ValueError, match=r"^KernelPlan: share_columns=True is for a forward pass"):
+        KernelPlan(1, 1, 4, segment_tiles=2, share_columns=True)
+    assert KernelPlan(1, 1, 2, share_columns=True, backward=BACKWARD_PLAN).share_columns
+
+
 @pytest.mark.parametrize("plan", [PLAN, KernelPlan(3, 2, 99), BACKWARD_PLAN, KernelPlan(3, 2, 99, segment_tiles=5)])
 def test_a_plan_and_the_compiled_schedule_agree_on_the_least_ring(plan):
     schedule = native.schedule().Schedule(

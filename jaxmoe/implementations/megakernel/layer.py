@@ -8,11 +8,10 @@ The inputs of the activation are either kept from the forward pass (`residuals="
 
 In 8 or 4 bits (`precision.py`) the values of matrices are operands as they lie, [experts, out, in], and their scales
 are operands of their own, as are those that tokens and h are rounded with where these are given; tokens are rounded in
-compiled code. The backward pass has 16 bits: wide experts go to the
-same call as without 8 bits, those that came in fewer bits to one that decodes them, a few at a time. Where nothing of
-the experts is differentiated, as beside adapters or a router that are trained alone, a backward pass makes no gradients
-of them. Biases of experts in fewer bits do have gradients: where they are asked for, another implementation's backward
-pass decodes all experts.
+compiled code. The backward pass has 16 bits: wide experts go to the same call as without 8 bits, those that came in
+fewer bits to one that decodes them, a few at a time. Where nothing of the experts is differentiated, as beside adapters
+or a router that are trained alone, a backward pass makes no gradients of them. Biases of experts in fewer bits do have
+gradients: where they are asked for, another implementation's backward pass decodes all experts.
 """
 
 import dataclasses

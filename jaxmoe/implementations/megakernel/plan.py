@@ -81,6 +81,11 @@ class KernelPlan:
             )
         if self.backward is not None and self.segment_tiles:
             raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
+        if self.share_columns and self.segment_tiles:
+            raise ValueError(
+                "KernelPlan: share_columns=True is for a forward pass; one with segment_tiles is for a backward pass "
+                "and shares none. Leave it out."
+            )
 
     @property
     def fewest_weight_slots(self) -> int:

@@ -1,5 +1,5 @@
-// Loads, stores and atomics in global memory whose order or caching is not the ordinary one. "gpu": seen by all blocks
-// of this device; "system": by peers as well.
+// Loads, stores and atomics in global memory whose order or caching is not the ordinary one ("gpu": seen by all blocks
+// of this device; "system": by peers as well), and copies from there to shared memory that a thread need not wait for.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -17,7 +17,7 @@ namespace jaxmoe::publish {
 // Where tokens in 8 bits have one scale that is given; null where each 128 columns of them have their own, as those of
 // an exchange.
 __device__ __forceinline__ const float* given_scale_of_tokens(const LayerArrays<void, float>& layer) {
-  return layer.row_scales;
+  return layer.scale_of_tokens();
 }
 __device__ __forceinline__ const float* given_scale_of_tokens(const ExchangeArrays<float>&) { return nullptr; }
 

@@ -81,8 +81,7 @@ struct EightBitH {
       }
       largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 1));
       largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-      const float* const given = p.row_scales == nullptr ? nullptr : p.row_scales + 1;
-      const RowScale scale = RowScale::of_largest(largest, p.power_of_two_scales, given);
+      const RowScale scale = RowScale::of_largest(largest, p.power_of_two_scales, p.scale_of_h());
       const int32_t tile_row = Roles::kWarpRows * thread.warp + thread.lane / 4 + 8 * half;
       if (thread.lane % 4 == 0 && tile_row < task.rows) {
         scales[ring_scale(Tiling::kRows, ring_row_of<Variant>(task, tile_row), blocks, block)] = scale.scale;

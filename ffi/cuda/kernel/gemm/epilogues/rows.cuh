@@ -27,7 +27,8 @@ namespace jaxmoe {
 // Which columns of the result a tile holds.
 struct TileColumns {
   int32_t first;  // of the tile
-  int32_t count;  // up to the end of the result, or of the half that a block has; a multiple of 8, none beyond are stored
+  // Up to the end of the result, or of the half that a block has: a multiple of 8. None beyond are stored.
+  int32_t count;
 };
 
 // Adds a bias to the accumulators of the tile's columns: kSums of them, from accumulator column kFirstSum. That of the
@@ -109,9 +110,9 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 }  // namespace epilogue
 
 // Scales of output channels, where weights have such: those of the tile's columns come to the warp's staging while the
-// last step is multiplied, 128 to a line. Line by line, as the accumulators have them: gate and up, or 256 columns. Both
-// come at once, since the way to L2 and back is as long as the products of half a step. What the warp had staged is
-// stored by then (TaskQueue::announce_meanwhile()).
+// last step is multiplied, 128 to a line. Line by line, as the accumulators have them: gate and up, or 256 columns.
+// Both come at once, since the way to L2 and back is as long as the products of half a step. What the warp had staged
+// is stored by then (TaskQueue::announce_meanwhile()).
 template <class Variant>
 __device__ __forceinline__ void stage_channels(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
   const auto& p = cta.params;
