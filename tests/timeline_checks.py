@@ -6,7 +6,7 @@ import numpy as np
 
 import jaxmoe.native as native
 from jaxmoe.implementations.megakernel.plan_defaults import CHUNK_ROWS, CHUNK_ROWS_ON_CPU
-from jaxmoe.profiling.timeline import Timeline
+from jaxmoe.profiling.timeline import Timeline, role_number
 
 # Of every GEMM, the wait in front of its products, which themselves have its name.
 WAITS = {
@@ -78,10 +78,19 @@ def check_dispatch(timeline: Timeline, shape, schedule, rows: list[int]) -> None
     assert subjects(timeline, "dispatch") == Counter((c.expert, c.row_tile, c.tile_row) for c in chunks)
 
 
-def check_ends(timeline: Timeline, blocks: int, combining_lanes: int) -> None:
-    """Every block goes through the begin and the end of a launch once."""
+def check_ends(timeline: Timeline, blocks: int, combining_lanes: int, early_sums: bool = False) -> None:
+    """Every block goes through the begin and the end of a launch once; with early sums it adds up as answers come."""
     for kind in ("copy_inputs", "sort", "publish"):
         assert sorted(timeline.of(kind)["block"].tolist()) == list(range(blocks)), kind
-    assert len(timeline.of("combine")) == len(timeline.of("wait_answers")) == blocks * combining_lanes
+    combine, waits = (
+        Counter(map(tuple, timeline.of(kind)[["block", "role", "nth"]].tolist()))
+        for kind in ("combine", "wait_answers")
+    )
+    assert combine == waits
+    of_math = {lane: count for lane, count in combine.items() if lane[1] == role_number("math")}
+    assert len(of_math) == blocks * combining_lanes
+    if not early_sums:
+        assert combine == of_math
+        assert set(of_math.values()) == {1}
     assert len(timeline.of("wait_tasks")) == 1  # the thread that announces the end of the rank
     assert timeline.of("combine")["begin"].min() >= timeline.of("wait_inputs")["end"].min()

@@ -35,6 +35,26 @@ class ChunkWalk {
                        int32_t dispatcher)
       : ChunkWalk(shape, schedule, rows_per_expert, dispatcher, schedule.dispatchers) {}
 
+  // Chunks and row tiles of an expert that has any number of rows, or a mark (mark_experts_without_rows()).
+  struct Parts {
+    int32_t chunks, tiles;
+  };
+  JAXMOE_ANY Parts parts_of(int32_t expert) const {
+    const int32_t tiles = few_parts(rows_per_expert_[expert], tile_rows_);
+    if (tiles == 0) return {0, 0};
+    const int32_t in_last = few_parts(rows_per_expert_[expert] - (tiles - 1) * tile_rows_, chunk_rows_);
+    return {(tiles - 1) * chunks_per_tile_ + in_last, tiles};
+  }
+  // Experts that next() would pass on its way to the next chunk, from the first one on that it has not begun. Before
+  // any chunk was asked for, whoever can count chunks of many experts at once takes them off the way.
+  JAXMOE_ANY int32_t first_expert() const { return expert_ + 1; }
+  JAXMOE_ANY int32_t chunks_ahead() const { return position_; }
+  JAXMOE_ANY void pass_experts(int32_t experts, const Parts& all) {
+    expert_ += experts;
+    first_tile_ += all.tiles;
+    position_ -= all.chunks;
+  }
+
   // Chunks never straddle a tile, so every full tile has the same number of them, and the chunks of a rank can be dealt
   // to the dispatchers in turn.
   JAXMOE_ANY bool next(Chunk& chunk) {
@@ -42,12 +62,11 @@ class ChunkWalk {
       position_ -= chunks_;
       first_tile_ += tiles_;
       if (++expert_ >= num_experts_) return false;
+      const Parts parts = parts_of(expert_);
       const int32_t rows = rows_per_expert_[expert_];
       if (rows < 0) expert_ -= rows;
-      tiles_ = few_parts(rows, tile_rows_);
-      const int32_t before_last = tiles_ - 1;
-      chunks_ = tiles_ == 0 ? 0
-                            : before_last * chunks_per_tile_ + few_parts(rows - before_last * tile_rows_, chunk_rows_);
+      tiles_ = parts.tiles;
+      chunks_ = parts.chunks;
     }
     const int32_t tile = position_ / chunks_per_tile_;
     const int32_t tile_row = position_ % chunks_per_tile_ * chunk_rows_;

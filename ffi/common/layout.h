@@ -70,7 +70,7 @@ struct Control {
 struct ArenaLayout {
   // Head. [..] is the logical shape; "writer -> reader".
   Region control;       // Control                                              this rank
-  Region flags;         // [kInputsReady, kAnswersReady][ranks] cache lines  peers -> dispatch, tasks, combine
+  Region flags;         // [from kInputsReady on][ranks] cache lines        peers -> dispatch, tasks, combine
   Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
   Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
@@ -170,7 +170,7 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   Packer pack;
   ArenaLayout l{};
   l.control = pack.take(sizeof(Control));
-  l.flags = pack.take(2 * head.ranks * kFlagBytes);
+  l.flags = pack.take(kSignalsFromPeers * head.ranks * kFlagBytes);
   l.counters = pack.take(2 * counter_words(head) * int64_t{sizeof(uint32_t)});
   l.rows_from = pack.take(2 * int64_t{head.ranks} * head.local_experts * int64_t{sizeof(int32_t)});
   l.source_slots = pack.take(head.ranks * head.slots * int64_t{sizeof(int32_t)});

@@ -17,6 +17,8 @@
 //   weights_decoded      this rank   dispatch, each dispatcher (1)         all tasks of the expert but weight gradients
 //                                                                          (dispatchers)
 //   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
+//   experts_answered     each peer   announce, per source, after each      nobody: sums that can be made before
+//                                    expert (the launch and its number)    answers_ready look at it (on a GPU)
 //   answers_ready     each peer   announce, per source (the launch)     combine of every worker
 //
 // A dispatch with a product has all that brings rows to gate_up; its ring slots are free where h_written is complete. A
@@ -64,6 +66,7 @@ enum class Signal : int32_t {
   kWeightGradientsWritten,
   kWeightsDecoded,
   kInputsReady,     // from here on one word per source, at each peer
+  kExpertsAnswered,
   kAnswersReady,
   kCount
 };
@@ -71,9 +74,10 @@ inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
 inline constexpr const char* kSignalNames[kNumSignals] = {
     "histograms_written",       "inputs_published",   "tasks_done",
     "rows_arrived",             "h_written",  "h_gradients_written", "answers_written",
-    "weight_gradients_written", "weights_decoded", "inputs_ready", "answers_ready"};
+    "weight_gradients_written", "weights_decoded", "inputs_ready", "experts_answered", "answers_ready"};
 inline constexpr int32_t kSignalsPerTile =
     static_cast<int32_t>(Signal::kInputsReady) - static_cast<int32_t>(Signal::kRowsArrived);
+inline constexpr int32_t kSignalsFromPeers = kNumSignals - static_cast<int32_t>(Signal::kInputsReady);
 
 JAXMOE_ANY constexpr bool is_per_tile(Signal signal) {
   return signal >= Signal::kRowsArrived && signal < Signal::kInputsReady;
@@ -105,6 +109,20 @@ JAXMOE_ANY constexpr Site site_of(Gemm gemm) {
   return static_cast<Site>(static_cast<int32_t>(Site::kGateUp) + static_cast<int32_t>(gemm));
 }
 static_assert(site_of(Gemm::kTokenGradient) == Site::kTokenGradient);
+
+// What a source has told of its experts in a launch, as its experts_answered: all of them that are numbered below
+// `experts` have written all their answers. It is a hint that saves a wait and is itself never waited for, so it need
+// not be raised in every launch: a word of 64 bits names its launch.
+struct ExpertsAnswered {
+  uint32_t launch_number;
+  uint32_t experts;
+
+  JAXMOE_ANY static constexpr ExpertsAnswered of(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
+  }
+  JAXMOE_ANY constexpr uint64_t word() const { return uint64_t{launch_number} << 32 | experts; }
+  JAXMOE_ANY constexpr uint32_t in_launch(uint32_t number) const { return number == launch_number ? experts : 0; }
+};
 
 // A word that must reach `target`. `index` is the row tile or the source, 0 where there is one word.
 struct Wait {

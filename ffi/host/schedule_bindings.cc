@@ -203,11 +203,18 @@ std::vector<DecodedExpert> decoded_experts(const Schedule& schedule, const Rows&
   return experts;
 }
 
-std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert,
-                          int32_t dispatcher) {
+// `passes`: the experts before the first chunk are taken off the way, as a dispatch warp does that counts many at once.
+std::vector<Chunk> chunks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert, int32_t dispatcher,
+                          bool passes) {
   check(shape, schedule, rows_per_expert);
   require_range("dispatcher", dispatcher, 0, schedule.dispatchers);
-  return all_of<Chunk>(ChunkWalk(shape, schedule, rows_per_expert.data(), dispatcher));
+  ChunkWalk walk(shape, schedule, rows_per_expert.data(), dispatcher);
+  while (passes && walk.first_expert() < shape.local_experts()) {
+    const ChunkWalk::Parts parts = walk.parts_of(walk.first_expert());
+    if (parts.chunks > walk.chunks_ahead()) break;
+    walk.pass_experts(1, parts);
+  }
+  return all_of<Chunk>(walk);
 }
 
 // None where the expert has no such row.
@@ -238,7 +245,7 @@ void define_scheduler(py::module_& module) {
   module.def("decoded_experts", &decoded_experts, py::arg("schedule"), py::arg("rows_per_expert"),
              "The experts that have rows, in the order in which their weights are decoded.");
   module.def("chunks", &chunks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"),
-             py::arg("dispatcher"), "The chunks of one dispatcher, in stream order.");
+             py::arg("dispatcher"), py::arg("passes") = false, "The chunks of one dispatcher, in stream order.");
   module.def("source_of_row", &source_of_row_in, py::arg("counts"), py::arg("row"), py::arg("first_source") = 0,
              py::arg("stride") = 1, "Where a row of a local expert comes from; None where it has no such row.");
 }

@@ -14,12 +14,11 @@ from jaxmoe.bench import peaks, shapes
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
 from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
+from jaxmoe.bench.options import DTYPES, NARROW
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
 from jaxmoe.profiling import budget, summary, timeline
-from jaxmoe.testing import use_virtual_devices
-
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+from jaxmoe.testing import RoutingKind, use_virtual_devices
 
 _SHAPE = flags.DEFINE_string(
     "shape",
@@ -33,7 +32,13 @@ _PLAIN = flags.DEFINE_float(
     "Of budget: TFLOP/s of a plain product, what `python -m jaxmoe.bench peaks` sustains. Where not set, its burst.",
 )
 _EP = flags.DEFINE_integer("ep", 0, "Ranks over which the experts are spread; 0 is all devices.", lower_bound=0)
-_DTYPE = flags.DEFINE_enum("dtype", "bf16", list(DTYPES), "Of tokens and weights.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    "bf16",
+    [*DTYPES, *NARROW],
+    "Of tokens and weights, or BF16 tokens beside experts in 8 or 4 bits, as the benchmark's --dtype. On a GPU the "
+    "kernels that decode experts record nothing.",
+)
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
 _PASS = flags.DEFINE_enum(
     "pass",
@@ -90,7 +95,8 @@ def _print_budgets() -> int:
         for tokens in (case.tokens,) if case.tokens else _tokens():
             recorded, _, rank_flops = _record(case, tokens)
             known = peaks.known(jax.devices()[0].device_kind)
-            rate = _PLAIN.value or (known.tflops if known else None)
+            precision = NARROW[_DTYPE.value].precision if _DTYPE.value in NARROW else None
+            rate = _PLAIN.value or (known.product(precision) if known else None)
             found = [budget.budget(each, rank_flops[each.rank], rate) for each in recorded]
             print(budget.line(case.name, tokens, found), flush=True)
     return 0
@@ -112,17 +118,21 @@ def _one_case() -> tuple[shapes.Case, int]:
 
 def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], str, list[float]]:
     """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
-    dtype = DTYPES[_DTYPE.value]
+    narrow = NARROW.get(_DTYPE.value)
+    block, precision = narrow or (None, None)
+    if narrow is not None and _PASS.value != "forward":
+        raise app.UsageError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
     ranks = _EP.value or jax.device_count()
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    experts = random_experts(case.shape, mesh, dtype)
-    inputs = make_inputs(case.shape, experts, tokens, _ROUTING.value, mesh)  # pyright: ignore[reportArgumentType]
+    experts = random_experts(case.shape, mesh, DTYPES.get(_DTYPE.value, jnp.bfloat16), block)
+    routing_kind: RoutingKind = _ROUTING.value  # pyright: ignore[reportAssignmentType]
+    inputs = make_inputs(case.shape, experts, tokens, routing_kind, mesh, precision=precision)
     gradients = make_gradient_inputs(inputs, mesh) if _PASS.value == "backward" else None
     cotangents = (None,) * len(inputs.sets) if gradients is None else gradients.cotangents
 
     def layer(arguments: Arguments) -> jax.Array:
-        return jaxmoe.moe_layer(*arguments[:4], mesh=mesh, implementation="megakernel")
+        return jaxmoe.moe_layer(*arguments[:4], mesh=mesh, implementation="megakernel", precision=precision)
 
     function = jax.jit(function_of(_PASS.value, layer))  # pyright: ignore[reportArgumentType]
     compiled = function.lower(inputs.sets[0]._replace(experts=experts), cotangents[0]).compile()

@@ -15,7 +15,7 @@ from jaxmoe import machine
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.options import Arguments
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_calls import gradients_of, layer, mesh_of, widened
+from tests.layer_calls import both_of, gradients_of, layer, mesh_of, widened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +88,34 @@ def test_a_thousand_layers_back_to_back_give_the_bits_of_a_thousand_calls():
     scanned_x = np.asarray(over(scanned)(arguments.x, ids, weights, experts))
     assert np.isfinite(scanned_x.astype(np.float32)).all()
     assert scanned_x.tobytes() == np.asarray(x).tobytes()
+
+
+# More tokens than a launch has warps, so that most are added up while experts are still multiplied; more than its
+# blocks have bits for, so that two or three share one; and so few experts that hardly any can be early.
+EARLY_SUMS: dict[str, dict[str, Any]] = {
+    "many experts": {"tokens": 4096, "hidden": 512, "intermediate": 256, "num_experts": 128, "top_k": 8},
+    "two tokens a bit": {"tokens": 160_000, "hidden": 64, "intermediate": 64, "num_experts": 64, "top_k": 2},
+    "two experts": {"tokens": 3000, "hidden": 256, "intermediate": 128, "num_experts": 2 * 4, "top_k": 1},
+}
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot", "unused-slots"])
+@pytest.mark.parametrize("size", EARLY_SUMS)
+def test_tokens_that_are_added_up_before_the_last_expert_are_right_and_the_same_in_every_call(size, routing):
+    given = make_inputs(7, **EARLY_SUMS[size], routing=routing, dtype=jnp.bfloat16)
+    # In both passes: gradients of tokens are sums over slots as well.
+    function = both_of(layer("all devices", implementation="megakernel"))
+    expected = function(given)
+    truth, rough = dense(widened(given)), dense(given, compute_dtype=jnp.bfloat16)
+    assert relative_error(expected[0], truth) <= tolerance(rough, truth, jnp.bfloat16)
+
+    @jax.jit
+    def differences(results: Any, expected: Any) -> jax.Array:
+        pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
+        return sum((jnp.sum(got != want) for got, want in pairs), start=jnp.zeros((), jnp.int32))
+
+    for _ in range(300):
+        assert int(differences(function(given), expected)) == 0
 
 
 def test_shapes_may_change_from_call_to_call():

@@ -12,7 +12,9 @@ from jaxmoe import machine
 from jaxmoe.experts import LAYOUTS
 from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import launch
+from tests.multiprocess.test_few_bits import results_of
 from tests.multiprocess.test_hosts import assert_all_are_told
+from tests.multiprocess.workers.few_bits import BLOCKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +90,13 @@ def test_eight_ranks_that_share_gpus_as_two_hosts_of_four_get_the_output_and_gra
 @pytest.mark.parametrize("mesh", meshes(GPUS))
 def test_every_process_gets_the_output_and_gradients_of_the_reference_with_the_same_bits_each_time(mesh):
     assert_right_with_the_same_bits(mesh)
+
+
+@several_gpus
+def test_every_process_quantizes_its_experts_and_gets_outputs_and_gradients_with_the_same_bits():
+    results = [results_of(output) for output in start("few_bits", f"expert {GPUS}", "megakernel")]
+    assert set(results[0]) == set(BLOCKS)
+    assert all(found == results[0] for found in results)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")

@@ -35,7 +35,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     several_segments = shape.ranks * shape.slots > schedule.segment_tiles * schedule.tile.rows
     return {
         "control": control_bytes,
-        "flags": 2 * head.ranks * steps.flag_bytes,
+        "flags": 3 * head.ranks * steps.flag_bytes,
         "counters": 2 * (3 + 6 * head.row_tiles) * 4,
         "rows_from": 2 * head.ranks * head.local_experts * 4,
         "source_slots": head.ranks * head.slots * 4,

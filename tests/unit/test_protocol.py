@@ -350,9 +350,9 @@ def test_a_wait_that_is_given_up_says_who_waited_where_for_what(site, signal, in
 def test_every_signal_is_a_counter_of_the_rank_a_counter_per_tile_or_a_flag_from_peers():
     names = [signal.name for signal in map(Signal, range(len(Signal.__members__)))]
     assert names[:3] == ["histograms_written", "inputs_published", "tasks_done"]
-    assert [name for name in names if steps.is_per_tile(Signal.__members__[name])] == names[3:-2]
-    assert [name for name in names if steps.is_from_peers(Signal.__members__[name])] == names[-2:]
-    assert names[-2:] == ["inputs_ready", "answers_ready"]
+    assert [name for name in names if steps.is_per_tile(Signal.__members__[name])] == names[3:-3]
+    assert [name for name in names if steps.is_from_peers(Signal.__members__[name])] == names[-3:]
+    assert names[-3:] == ["inputs_ready", "experts_answered", "answers_ready"]
 
 
 @given(problem=small_problems(workers=few, dispatchers=few))

@@ -235,6 +235,16 @@ def test_walks_pass_marked_experts_without_rows_and_nothing_else_changes(problem
         assert steps.chunks(shape, schedule, marked, dispatcher) == steps.chunks(shape, schedule, rows, dispatcher)
 
 
+@given(problem=problems())
+@settings(max_examples=150)
+def test_experts_that_are_taken_off_the_way_to_the_first_chunk_change_no_chunk(problem):
+    shape, schedule, rows_per_expert = problem
+    for rows in (rows_per_expert, steps.mark_experts_without_rows(rows_per_expert)):
+        for dispatcher in range(schedule.dispatchers):
+            passed = steps.chunks(shape, schedule, rows, dispatcher, passes=True)
+            assert passed == steps.chunks(shape, schedule, rows, dispatcher)
+
+
 def test_a_mark_says_how_many_experts_behind_have_no_rows_either():
     assert steps.mark_experts_without_rows([0, 0, 3, 0, 7, 0, 0, 0]) == [-1, 0, 3, 0, 7, -2, -1, 0]
     assert steps.mark_experts_without_rows([1, 2]) == [1, 2]

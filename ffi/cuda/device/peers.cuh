@@ -3,7 +3,8 @@
 // where another fabric than NVLink would enter.
 //
 //   at()      where dispatch pulls rows from, and where sort and the epilogues push to, by bulk copies too
-//   raise()   a flag at one rank; what the thread did or acquired before fence() is visible to whoever sees it
+//   raise()   after fence(), a flag at one rank; what the thread did or acquired before fence() is visible to whoever
+//             sees it. A store that released by itself would wait for the same once more, a microsecond for each peer.
 //   seen()    what a peer has raised here
 #pragma once
 
@@ -36,10 +37,14 @@ class Peers {
   }
 
   static __device__ __forceinline__ void fence() { ptx::fence_system(); }
-  static __device__ __forceinline__ void raise(uint32_t* flag, uint32_t value) {
-    ptx::store_release_system(flag, value);
+  template <class Word>
+  static __device__ __forceinline__ void raise(Word* flag, Word value) {
+    ptx::store_relaxed_system(flag, value);
   }
-  static __device__ __forceinline__ uint32_t seen(const uint32_t* flag) { return ptx::load_acquire_system(flag); }
+  template <class Word>
+  static __device__ __forceinline__ Word seen(const Word* flag) {
+    return ptx::load_acquire_system(flag);
+  }
 
  private:
   const RankParams& params_;

@@ -52,6 +52,11 @@ class Signals {
     wait_for_parts(wait, site, for_rows ? 1 : kTaskParts, kShortNapNs);
   }
 
+  // Whether wait_for_tasks() would return at once; if so, it acquires as that does.
+  __device__ __forceinline__ bool tasks_have_reached(const Wait& wait) const {
+    return has_reached(ptx::load_acquire_gpu(word_at(params_.rank, wait.signal, wait.index)), wait.target * kTaskParts);
+  }
+
   // By one thread, after whatever orders the work of others before it (a barrier of the warp or block).
   __device__ __forceinline__ void release(const Release& release) const {
     ptx::add_release_gpu(word_at(params_.rank, release.signal, release.index), release.amount);
@@ -59,11 +64,26 @@ class Signals {
 
   // By one thread, after an acquire of all that the flag announces.
   __device__ void release_to_all(Signal signal) const {
-    if (given_up()) return;  // peers that wait for it will not take rubbish for results
+    const bool has_failed = given_up();  // on its way while the fence waits
     Peers::fence();
+    if (has_failed) return;  // peers that wait for it will not take rubbish for results
     for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
       Peers::raise(word_at(peer, signal, params_.rank), launch_number_);
     }
+  }
+
+  // By one thread, after an acquire of all answers of the experts below `experts`.
+  __device__ void tell_experts_answered(uint32_t experts) const {
+    if (given_up()) return;
+    Peers::fence();
+    for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
+      Peers::raise(answered_word(peer, params_.rank), ExpertsAnswered{launch_number_, experts}.word());
+    }
+  }
+
+  // What `source` has told last, acquired; 0 before it tells anything in this launch.
+  __device__ __forceinline__ uint32_t experts_answered(int32_t source) const {
+    return ExpertsAnswered::of(Peers::seen(answered_word(params_.rank, source))).in_launch(launch_number_);
   }
 
   __device__ bool given_up() const { return ptx::load_relaxed_gpu(&control()->given_up) != 0; }
@@ -98,6 +118,10 @@ class Signals {
   __device__ __forceinline__ uint32_t* word_at(int32_t rank, Signal signal, int32_t index) const {
     return reinterpret_cast<uint32_t*>(peers_.arena(rank) +
                                        word_of(params_.layout, params_.head, launch_number_, signal, index));
+  }
+
+  __device__ __forceinline__ uint64_t* answered_word(int32_t rank, int32_t source) const {
+    return reinterpret_cast<uint64_t*>(word_at(rank, Signal::kExpertsAnswered, source));
   }
 
   __device__ void give_up(const WaitFailure& failure) const {

@@ -93,7 +93,7 @@ class TimelineTrack<true, kThreads> {
     const uint64_t end = ptx::clock_ticks();
     const uint32_t nth = storage_.recorded[track_]++;
     if (nth < kTrackEvents) {
-      auto* events = reinterpret_cast<TimelineEvent*>(buffer_ + timeline_events_offset(gridDim.x)) +
+      auto* events = reinterpret_cast<TimelineEvent*>(buffer_ + timeline_events_offset(ptx::read_blocks())) +
                      (int64_t{blockIdx.x} * kBlockTracks + track_) * kTrackEvents;
       events[nth] = {storage_.since[track_],
                      end,

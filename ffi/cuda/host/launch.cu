@@ -316,8 +316,14 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     static_cast<RankParams&>(p) = rank;
     const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
     std::string error = complete_layer(p, of_call, formats, timeline);
-    const bool records = variant_for(pass, formats, p.schedule.decodes()).records_timeline;
-    if (error.empty() && p.interleaved() && records && pass == Pass::kForward) {
+    const KernelVariant& variant = variant_for(pass, formats, p.schedule.decodes());
+    if (error.empty() && p.shape.local_experts() > variant.most_local_experts) {
+      error = "jaxmoe: this build records timelines (JAXMOE_TIMELINE=on), and its kernel of this precision has room "
+              "for " +
+              std::to_string(variant.most_local_experts) + " experts per rank, not for " +
+              std::to_string(p.shape.local_experts()) + ". Take more ranks, or a build without.";
+    }
+    if (error.empty() && p.interleaved() && variant.records_timeline && pass == Pass::kForward) {
       error = "jaxmoe: this build records timelines (JAXMOE_TIMELINE=on), and its forward kernel takes no columns of "
               "gate and up in turn. Pass experts.split(), or take a build without.";
     }

@@ -10,8 +10,9 @@
 #include "cuda/device/copies.cuh"
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
-#include "cuda/kernel/exchange/sort.cuh"
+#include "cuda/kernel/exchange/early_sums.cuh"
 #include "cuda/kernel/exchange/publish.cuh"
+#include "cuda/kernel/exchange/sort.cuh"
 
 namespace jaxmoe::ends {
 
@@ -71,6 +72,10 @@ __device__ __forceinline__ void prepare_stages(const Cta<Variant>& cta) {
   GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
   ptx::fence_mbarrier_init();
   for (int32_t& number : cta.shared.task_numbers) number = -1;
+  if constexpr (kAddsUpEarly<Variant>) {
+    cta.shared.sums = {};
+    if (combine::announces_alone(cta)) --cta.shared.crew.dispatchers;
+  }
 }
 
 // Everything before the roles part, where tokens are dispatched. also() by the crew, before peers are told.

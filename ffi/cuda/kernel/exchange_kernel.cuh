@@ -58,7 +58,9 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_combine(const __grid_c
     arrivals::push(cta);
     publish::tell_all(cta, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
     const int warp = Roles::warp();
-    if (warp >= Roles::kFirstMathWarp) combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
+    if (warp >= Roles::kFirstMathWarp) {
+      combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
+    }
   });
   ends::leave(cta);
 }

@@ -4,8 +4,9 @@
 //   sort, publish         all warps of every block     slots sorted by expert, inputs where peers reach them
 //   producer              warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
-//   math, then combine    the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
-//                                                      the layer's results; sums of answers
+//   math                  the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
+//                                                      the layer's results
+//   combine               dispatch and math warps      sums of answers, by whoever has nothing else to do
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
 // crew wait for each other.
@@ -43,13 +44,16 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
     if (warp == Roles::kProducerWarp) {
       if (ptx::elect_lane()) producer::run(cta);
     } else {
-      dispatch::run(cta, warp - Roles::kFirstDispatchWarp);
-      if (cta.block() == 0 && warp == Roles::kFirstDispatchWarp && ptx::elect_lane()) combine::announce(cta);
+      const int dispatch_warp = warp - Roles::kFirstDispatchWarp;
+      // Numbered from 0 on among those that dispatch.
+      const int dispatcher = cta.block() * Roles::kDispatchWarps + dispatch_warp - combine::announces_alone(cta);
+      if (dispatcher >= 0) dispatch::run(cta, dispatch_warp, dispatcher);
+      combine::run_beside_products<Variant::config.registers.control>(cta, dispatch_warp, ptx::read_lane());
     }
   } else {
     ptx::take_registers<Variant::config.registers.math>();
     math::run(cta);
-    combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
+    combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, ptx::read_lane());
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);

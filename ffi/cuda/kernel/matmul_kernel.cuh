@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch_matmul(const 
     if (warp == Roles::kProducerWarp) {
       if (ptx::elect_lane()) producer::run(cta);
     } else {
-      dispatch::run(cta, warp - Roles::kFirstDispatchWarp);
+      const int dispatch_warp = warp - Roles::kFirstDispatchWarp;
+      dispatch::run(cta, dispatch_warp, cta.block() * Roles::kDispatchWarps + dispatch_warp);
       if (cta.block() == 0 && warp == Roles::kFirstDispatchWarp && ptx::elect_lane()) combine::announce(cta);
     }
   } else {
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_matmul_combine(const _
   } else {
     ptx::take_registers<Variant::config.registers.math>();
     math::run(cta);
-    combine::run(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
+    combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);

@@ -36,6 +36,27 @@ struct DecodingProgress {
 };
 struct NoDecodingProgress {};
 
+// Which of its tokens a block has added up, or is about to (exchange/early_sums.cuh). A bit stands for a token, or for
+// several where there are more of them.
+struct TakenSums {
+  static constexpr int32_t kWords = 16;
+  uint32_t experts_answered;  // by every source: those numbered below it; kAllAnswered once all is there
+  uint32_t words[kWords];
+};
+
+struct NoTakenSums {};
+
+// Local experts that a block has room for: fewer where it records what it does and holds scales beside that.
+template <class Variant>
+inline constexpr int32_t kRoomForExperts =
+    kMaxLocalExperts - (Variant::config.timeline && Variant::Precision::kTokens.is_scaled() ? 64 : 0);
+
+// Whether tokens are added up beside products (exchange/early_sums.cuh). A half of a layer has no signal that says when
+// an expert has answered; weights decoded in registers are for few tokens.
+template <class Variant>
+inline constexpr bool kAddsUpEarly = (Variant::kPass == Pass::kForward || Variant::kPass == Pass::kBackward) &&
+                                     !Variant::Precision::kPacked;
+
 template <class Variant>
 struct KernelStorage {
   // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
@@ -53,8 +74,9 @@ struct KernelStorage {
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
-  int32_t rows_per_expert[kMaxLocalExperts];                // of all sources, marked where an expert has none
+  int32_t rows_per_expert[kRoomForExperts<Variant>];                // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
+  [[no_unique_address]] std::conditional_t<kAddsUpEarly<Variant>, TakenSums, NoTakenSums> sums;
   std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
       decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
   TimelineStorage<Variant::config.timeline> timeline;

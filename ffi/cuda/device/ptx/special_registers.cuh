@@ -11,6 +11,12 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
   return value;
 }
+// Blocks of the launch, asked anew: nothing that follows from it is kept in a register.
+__device__ __forceinline__ int32_t read_blocks() {
+  int32_t blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
 __device__ __forceinline__ int32_t sm_index() {
   uint32_t value;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(value));

@@ -25,13 +25,13 @@ struct Forward {
                                        .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
 };
 
-// Adding products up in float32 takes the math warps half a tile of registers. There are none left for recording.
+// Adding products up in float32 takes the math warps half a tile of registers.
 template <class Wide>
 struct EightBitForward {
   using Precision = E4M3<Wide>;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216}};
+  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216}, .timeline = kTimeline};
 };
 
 template <class Precision_>

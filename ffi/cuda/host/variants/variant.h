@@ -31,6 +31,7 @@ struct KernelVariant {
   const void* kernel;
   std::size_t shared_bytes;  // of a block
   bool records_timeline;
+  int32_t most_local_experts;
 };
 
 KernelVariant forward_bf16();

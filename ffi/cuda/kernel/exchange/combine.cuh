@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "common/layout.h"
-#include "cuda/device/ptx/memory.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/early_sums.cuh"
+#include "cuda/kernel/exchange/token_sum.cuh"
 
 namespace jaxmoe::combine {
 
@@ -29,131 +30,81 @@ __device__ void announce(const Cta<Variant>& cta) {
   cta.signals.release_to_all(Signal::kAnswersReady);
 }
 
-// A lane loads 4 slots of 4 vectors at a time, 256 bytes: enough in flight to use what memory can deliver, whatever
-// top_k is.
-inline constexpr int kSlotsAtOnce = 4;
-inline constexpr int kGroups = 4;
-
-// Vectors of a token that a warp adds up at a time.
-inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
-
-// y[token] = sum over its slots of routing weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
-// `routing_weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer.
+// Until all ranks have announced. All lanes of a warp.
 template <class Variant>
-__device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
-                                       int32_t top_k, float routing_weight, uint32_t used, int lane) {
-  using Precision = typename Variant::Precision::Wide;
-  for (int32_t start = begin; start < vectors; start += stride) {
-    const int32_t first = start + lane;
-    float sums[kGroups][8];
-#pragma unroll
-    for (auto& group : sums) {
-#pragma unroll
-      for (float& sum : group) sum = 0.0f;
-    }
-#pragma unroll 1
-    for (int32_t slot = 0; slot < top_k; slot += kSlotsAtOnce) {
-      uint4 values[kGroups][kSlotsAtOnce];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < kSlotsAtOnce; ++i) {
-          if (first + 32 * g < vectors && (used >> (slot + i) & 1)) {
-            values[g][i] = ptx::load_once(answers + int64_t{slot + i} * vectors + first + 32 * g);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kSlotsAtOnce; ++i) {
-        const float w = __shfl_sync(0xffffffff, routing_weight, slot + i);
-        if (!(used >> (slot + i) & 1)) continue;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const uint32_t words[4] = {values[g][i].x, values[g][i].y, values[g][i].z, values[g][i].w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float2 pair = Precision::unpack(words[j]);
-            sums[g][2 * j] += w * pair.x;
-            sums[g][2 * j + 1] += w * pair.y;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (first + 32 * g < vectors) {
-        y[first + 32 * g] = {Precision::pack(sums[g][0], sums[g][1]), Precision::pack(sums[g][2], sums[g][3]),
-                             Precision::pack(sums[g][4], sums[g][5]), Precision::pack(sums[g][6], sums[g][7])};
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void* result_of(const ForwardParams& params) { return params.y; }
-__device__ __forceinline__ void* result_of(const BackwardParams& params) { return params.dx; }
-__device__ __forceinline__ void* result_of(const ExchangeParams& params) { return params.y; }
-__device__ __forceinline__ void* result_of(const MatmulParams& params) { return params.y; }
-
-// Whether a slot has an answer: one that names an expert, or whose row has found room.
-__device__ __forceinline__ bool is_used_slot(const LaunchParams& params, int64_t slot) {
-  return params.shape.has_expert(params.topk_ids[slot]);
-}
-__device__ __forceinline__ bool is_used_slot(const ExchangeArrays<float>& params, int64_t slot) {
-  return params.slot_rows[slot] >= 0;
-}
-__device__ __forceinline__ float routing_weight_of(const LaunchParams& params, int64_t slot) {
-  return params.topk_weights[slot];
-}
-__device__ __forceinline__ float routing_weight_of(const ExchangeArrays<float>& params, int64_t slot) {
-  return params.weights == nullptr ? 1.0f : params.weights[slot];
-}
-
-// Until all ranks have announced. All lanes of every math warp of the crew.
-template <class Variant>
-__device__ __forceinline__ void wait_for_answers(const Cta<Variant>& cta, int math_warp, int lane) {
-  if (math_warp == 0 && lane < cta.params.shape.ranks) {
+__device__ __forceinline__ void take_answers_ready(const Cta<Variant>& cta, int lane) {
+  if (lane < cta.params.shape.ranks) {
     // Pairs with release_to_all(kAnswersReady) in announce() of that source.
     cta.signals.wait({Signal::kAnswersReady, lane, cta.signals.launch_number()}, Site::kCombine, kLongNapNs);
   }
+  __syncwarp();
+}
+
+// The same for all lanes of every math warp of the crew.
+template <class Variant>
+__device__ __forceinline__ void wait_for_answers(const Cta<Variant>& cta, int math_warp, int lane) {
+  if (math_warp == 0) take_answers_ready(cta, lane);
   ptx::named_barrier<1, Roles::kMathThreads>();
 }
 
-// All lanes of every math warp.
-template <class Variant>
-__device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
-  constexpr int kMathWarps = Roles::kMathWarps;
-  if (cta.is_latecomer()) return;  // tokens are dealt in advance
+// Of few tokens: several math warps share one, when wait() has seen all answered. What does not depend on answers is
+// asked for before.
+template <int kGroups, class Variant, class Wait>
+__device__ __forceinline__ void share_tokens(const Cta<Variant>& cta, int math_warp, int lane, const Wait& wait) {
   const auto& p = cta.params;
-  const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
-  wait_for_answers(cta, math_warp, lane);
-  track.mark(EventKind::kWaitAnswers);
-  const uint4* all_answers = cta.template at<uint4>(p.layout.answers);
   const int32_t vectors = p.shape.hidden / 8;
-  const int32_t top_k = p.shape.top_k;
-  // Where there are more warps than tokens, several share a token, on as many multiprocessors as there are.
-  const int32_t warps = cta.blocks() * kMathWarps;
-  const int32_t sharing = p.shape.tokens > 0 && p.shape.tokens < warps ? warps / p.shape.tokens : 1;
-  const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce), sharing);
-  for (int32_t item = math_warp * cta.blocks() + cta.block(); item < p.shape.tokens * parts; item += warps) {
-    const int32_t token = item / parts;
-    const int32_t part = item % parts;
-    const bool has_slot = lane < top_k;
-    const int64_t slot = int64_t{token} * top_k + lane;
-    const bool is_used = has_slot && is_used_slot(p, slot);
-    const uint32_t used = __ballot_sync(0xffffffff, is_used);
-    float routing_weight = 1.0f;  // in a backward pass the answers have it in them
-    if constexpr (Cta<Variant>::kBackward) {
-      const float* gradients = cta.template at<float>(p.layout.routing_weight_gradients);
-      if (has_slot && part == 0) p.dtopk_weights[slot] = is_used ? __ldcg(gradients + slot) : 0.0f;
-    } else {
-      routing_weight = has_slot ? routing_weight_of(p, slot) : 0.0f;
-    }
-    const uint4* answers = all_answers + int64_t{token} * top_k * vectors;
-    uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
-    add_up<Variant>(answers, y, part * kVectorsAtOnce, parts * kVectorsAtOnce, vectors, top_k, routing_weight, used,
-                    lane);
+  const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce<kGroups>), warps_for_a_token(cta));
+  const int32_t warps = cta.blocks() * Roles::kMathWarps;
+  int32_t item = math_warp * cta.blocks() + cta.block();
+  SlotOfLane of_lane = SlotOfLane::of(cta, item / parts, lane);
+  wait();
+  while (item < p.shape.tokens * parts) {
+    sum_token<kGroups>(cta, item / parts, of_lane, item % parts, parts, lane);
+    item += warps;
+    of_lane = SlotOfLane::of(cta, item / parts, lane);
   }
+}
+
+// All lanes of a math warp without a further task. kRegisters are those of its role's threads.
+template <int kRegisters, class Variant>
+__device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
+  constexpr int kGroups = kGroupsFor<kRegisters>;
+  if (cta.is_latecomer()) return;  // tokens are dealt in advance
+  const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
+  if constexpr (kAddsUpEarly<Variant>) {
+    if (adds_up_early(cta)) {
+      if (math_warp == 0) {
+        take_answers_ready(cta, lane);
+        all_are_answered(cta, lane);
+      }
+      add_up_in_turn<kGroups>(cta, false, lane, track);
+      return;
+    }
+  }
+  share_tokens<kGroups>(cta, math_warp, lane, [&] {
+    wait_for_answers(cta, math_warp, lane);
+    track.mark(EventKind::kWaitAnswers);
+  });
   track.mark(EventKind::kCombine);
+}
+
+// All lanes of a dispatch warp that has pulled all of its rows. The first one of the rank announces.
+template <int kRegisters, class Variant>
+__device__ void run_beside_products(const Cta<Variant>& cta, int dispatch_warp, int lane) {
+  const bool early = kAddsUpEarly<Variant> && !cta.is_latecomer() && adds_up_early(cta);
+  if (cta.block() == 0 && dispatch_warp == 0) {
+    if constexpr (kAddsUpEarly<Variant>) {
+      if (early) announce_experts(cta, lane);
+    }
+    if (lane == 0) announce(cta);
+    __syncwarp();
+  }
+  if constexpr (kAddsUpEarly<Variant>) {
+    if (!early) return;
+    const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
+    track.start();
+    add_up_in_turn<kGroupsFor<kRegisters>>(cta, dispatch_warp == Roles::kDispatchWarps - 1, lane, track);
+  }
 }
 
 }  // namespace jaxmoe::combine

@@ -12,47 +12,47 @@
 
 namespace jaxmoe {
 
-// By a warp: rounds a row, with the scale that is `given` where that is not null. Half a warp takes the 128 columns of
-// a scale, 16 bytes a lane.
+// Columns that a warp rounds at a time, with four loads of a lane in flight.
+inline constexpr int32_t kRoundedAtOnce = 1024;
+
+// By a warp: rounds up to kRoundedAtOnce columns of a row, with the scale that is `given` where that is not null. Half
+// a warp takes the 128 columns of a scale, 16 bytes a lane.
 template <class Precision>
-__device__ __forceinline__ void round_row(typename Precision::Element* values, float* scales, const void* row,
-                                          int32_t columns, bool power_of_two, const float* given, int lane) {
+__device__ __forceinline__ void round_columns(typename Precision::Element* values, float* scales, const void* row,
+                                              int32_t columns, bool power_of_two, const float* given, int lane) {
   constexpr int kVectorColumns = 8;  // of 16 bits
   constexpr int kLanes = kScaleColumns / kVectorColumns;
-  constexpr int kLoadsInFlight = 4;
+  constexpr int kLoadsInFlight = kRoundedAtOnce / (32 * kVectorColumns);
   const int32_t vectors = columns / kVectorColumns;
   const auto* const source = static_cast<const uint4*>(row);
-#pragma unroll 1
-  for (int32_t start = 0; start < vectors; start += 32 * kLoadsInFlight) {
-    uint4 loaded[kLoadsInFlight];
+  uint4 loaded[kLoadsInFlight];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      const int32_t vector = start + 32 * i + lane;
-      loaded[i] = vector < vectors ? source[vector] : uint4{0, 0, 0, 0};
+  for (int i = 0; i < kLoadsInFlight; ++i) {
+    const int32_t vector = 32 * i + lane;
+    loaded[i] = vector < vectors ? source[vector] : uint4{0, 0, 0, 0};
+  }
+#pragma unroll
+  for (int i = 0; i < kLoadsInFlight; ++i) {
+    const int32_t vector = 32 * i + lane;
+    const uint32_t words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+    float2 pairs[4];
+    uint32_t largest = 0;  // as bits, in whose order NaN is above all numbers
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      pairs[j] = Precision::Wide::unpack(words[j]);
+      largest = max(largest, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
     }
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      const int32_t vector = start + 32 * i + lane;
-      const uint32_t words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
-      float2 pairs[4];
-      uint32_t largest = 0;  // as bits, in whose order NaN is above all numbers
+    for (int other = kLanes / 2; other > 0; other /= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
+    }
+    const RowScale scale = RowScale::of_largest(largest, power_of_two, given);
+    uint32_t packed[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        pairs[j] = Precision::Wide::unpack(words[j]);
-        largest = max(largest, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
-      }
-#pragma unroll
-      for (int other = kLanes / 2; other > 0; other /= 2) {
-        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
-      }
-      const RowScale scale = RowScale::of_largest(largest, power_of_two, given);
-      uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);
-      if (vector < vectors) {
-        reinterpret_cast<uint2*>(values)[vector] = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
-        if (lane % kLanes == 0) scales[vector / kLanes] = scale.scale;
-      }
+    for (int j = 0; j < 4; ++j) packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);
+    if (vector < vectors) {
+      reinterpret_cast<uint2*>(values)[vector] = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+      if (lane % kLanes == 0) scales[vector / kLanes] = scale.scale;
     }
   }
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void round_row(typename Precision::Element* values, f
 class PulledScales {
  public:
   __device__ __forceinline__ PulledScales(const float* source, int32_t blocks, int lane)
-      : source_(source), blocks_(blocks), lane_(lane) {
+      : source_(source), blocks_(blocks) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (lane + 32 * i < blocks) scales_[i] = __ldcg(source + lane + 32 * i);
@@ -71,11 +71,12 @@ class PulledScales {
 
   // Those of neighbouring steps lie `stride` apart; to `kept` too unless that is null.
   __device__ __forceinline__ void store(float* target, int32_t stride, float* kept) const {
+    const int lane = ptx::read_lane();  // anew: no register is held for it while elements are copied
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (lane_ + 32 * i < blocks_) store_one(target, stride, kept, lane_ + 32 * i, scales_[i]);
+      if (lane + 32 * i < blocks_) store_one(target, stride, kept, lane + 32 * i, scales_[i]);
     }
-    for (int32_t block = lane_ + 32 * kInFlight; block < blocks_; block += 32) {
+    for (int32_t block = lane + 32 * kInFlight; block < blocks_; block += 32) {
       store_one(target, stride, kept, block, __ldcg(source_ + block));
     }
   }
@@ -91,7 +92,6 @@ class PulledScales {
 
   const float* const source_;
   const int32_t blocks_;
-  const int lane_;
   float scales_[kInFlight];
 };
 

@@ -74,9 +74,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, thread.warpgroup);
   track.start();
 
-  // Recording leaves a backward pass no register for what epilogues could keep from one task to the next; sums beside
-  // products leave none to any. With the code that decodes, whoever runs it, math has fewer as well.
-  constexpr bool kFewRegisters = (kBackward && Variant::config.timeline) || Variant::Precision::kTokens.is_scaled() ||
+  // A backward pass has no register for what epilogues could keep from one task to the next; sums beside products leave
+  // none to any. With the code that decodes, whoever runs it, math has fewer as well.
+  constexpr bool kFewRegisters = kBackward || Variant::Precision::kTokens.is_scaled() ||
                                  Variant::Precision::kDecodes || Variant::Precision::kPacked;
   constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };

@@ -135,8 +135,6 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   const auto& p = cta.params;
   const Ring ring(cta.shared.gemm.ring);
   typename Ring::Position position;
-  const uint64_t keep = ptx::evict_normal_policy();
-  const uint64_t once = ptx::evict_first_policy();
   const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
   track.start();
   TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
@@ -176,7 +174,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
     const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
     const bool own_b = Tiling::kBlocks == 1 || cta.is_narrow(task);
-    const uint64_t b_policy = one_tile && !is_weight ? once : keep;
+    // Made anew for each task: no registers are held for them.
+    const uint64_t keep = ptx::evict_normal_policy();
+    const uint64_t b_policy = one_tile && !is_weight ? ptx::evict_first_policy() : keep;
     ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
       using Product = decltype(product);
       load_tile<Product>(cta, ring, position, to_load, own_b, b_policy, keep, track, [&] { numbers.draw(queued); });

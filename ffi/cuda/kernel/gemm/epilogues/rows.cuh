@@ -54,6 +54,12 @@ __device__ __forceinline__ void add_bias(ptx::Accumulators& sums, const MathThre
 
 namespace epilogue {
 
+// Whether every block of columns of an activation stands behind a branch of its own, which also leaves out columns that
+// the result does not have. The compiler computes those of one stretch of code all at once, and of GELU, which is long,
+// it had no registers for that.
+template <class Kind>
+inline constexpr bool kBlocksApart = Kind::value == ActivationKind::kGelu;
+
 // This warp's staging can be written again. Pairs with the end of store_lines().
 __device__ __forceinline__ void acquire_staging() {
   ptx::wait_stores_read<0>();
@@ -84,8 +90,9 @@ __device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileCo
   ptx::commit_stores();
 }
 
-// 256 columns of transform(two sums, half), packed, 8 rows of the warp at a time: the half is which. kParts as above.
-template <class Variant, int kParts = 1, class Transform>
+// 256 columns of transform(two sums, half), packed, 8 rows of the warp at a time: the half is which. kParts as above,
+// kApart: kBlocksApart.
+template <class Variant, int kParts = 1, bool kApart = false, class Transform>
 __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const MathThread& thread, std::byte* staging,
                                            TileColumns columns, typename GemmShape<Variant>::Wide* row,
                                            const Transform& transform) {
@@ -95,6 +102,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
     acquire_staging();
 #pragma unroll
     for (int block = 0; block < Tiling::kColumns / 8; block += 4) {
+      if (kApart && columns.first + 8 * block >= columns.count) break;
       uint32_t tiles[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -163,9 +171,10 @@ __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::
 namespace epilogue {
 
 // Stages 128 columns of h of all 16 rows of the warp, row r and row r + 8 in the two halves of line r.
-// packed_h(block, half) is what this lane has of rows r (half 0) or r + 8 (1) in 8 columns: two neighbours.
-template <class Variant, class PackedH>
-__device__ __forceinline__ void stage_h(std::byte* staging, int lane, const PackedH& packed_h) {
+// packed_h(block, half) is what this lane has of rows r (half 0) or r + 8 (1) in 8 columns: two neighbours. kApart
+// (kBlocksApart): only of the first `columns`.
+template <class Variant, bool kApart = false, class PackedH>
+__device__ __forceinline__ void stage_h(std::byte* staging, int lane, const PackedH& packed_h, int32_t columns = 0) {
   using Shape = GemmShape<Variant>;
   constexpr int kColumns = Tiling::kColumns / 2;
   constexpr int kHalfLine = kColumns * sizeof(typename Shape::Wide);
@@ -173,6 +182,7 @@ __device__ __forceinline__ void stage_h(std::byte* staging, int lane, const Pack
   std::byte* tile_of_lane = line + lane / 8 % 2 * kHalfLine + 16 * (lane / 16);
 #pragma unroll
   for (int block = 0; block < kColumns / 8; block += 2) {
+    if (kApart && 8 * block >= columns) break;
     uint32_t tiles[4];  // of rows r and r + 8 of one block of columns, then of the next
 #pragma unroll
     for (int i = 0; i < 4; ++i) tiles[i] = packed_h(block + i / 2, i % 2);
@@ -190,12 +200,14 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
                                                  const Activation& activation) {
   epilogue::acquire_staging();
   with_activation_kind(activation.kind, [&](auto kind) {
-    epilogue::stage_h<Variant>(staging, thread.lane, [&](int block, int half) {
+    const auto packed_h = [&](int block, int half) {
       const float* gate = sums.values + 4 * block + 2 * half;
       const float* up = gate + 4 * (Tiling::kColumns / 2 / 8);
       return Variant::Precision::Wide::pack(activate_as<decltype(kind)::value>(activation, gate[0], up[0]),
                                             activate_as<decltype(kind)::value>(activation, gate[1], up[1]));
-    });
+    };
+    epilogue::stage_h<Variant, epilogue::kBlocksApart<decltype(kind)>>(staging, thread.lane, packed_h,
+                                                                       columns.count - columns.first);
   });
   epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
 }
@@ -209,10 +221,11 @@ __device__ __forceinline__ void store_paired_tile(const ptx::Accumulators& sums,
                                                   typename GemmShape<Variant>::Wide* row,
                                                   const Activation& activation) {
   constexpr int kBlocks = Tiling::kColumns / 2 / 8;
-  uint32_t apart[kBlocks][2];
+  uint32_t apart[kBlocks][2] = {};
   with_activation_kind(activation.kind, [&](auto kind) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
+      if (epilogue::kBlocksApart<decltype(kind)> && columns.first + 8 * block >= columns.count) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* first = sums.values + 4 * 2 * block + 2 * half;
@@ -258,7 +271,8 @@ __device__ __forceinline__ void store_activated_tile(const ptx::Accumulators& su
     const auto activate = [&](float gate) { return activate_as<decltype(kind)::value>(activation, gate, 1.0f); };
     using Precision = typename Variant::Precision::Wide;
     const auto transform = [&](float a, float b, int) { return Precision::pack(activate(a), activate(b)); };
-    epilogue::store_wide<Variant>(sums, thread, staging, columns, row, transform);
+    epilogue::store_wide<Variant, 1, epilogue::kBlocksApart<decltype(kind)>>(sums, thread, staging, columns, row,
+                                                                             transform);
   });
 }
 
