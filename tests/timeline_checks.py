@@ -79,16 +79,17 @@ def check_dispatch(timeline: Timeline, shape, schedule, rows: list[int]) -> None
 
 
 def check_ends(timeline: Timeline, blocks: int, combining_lanes: int, early_sums: bool = False) -> None:
-    """Every block goes through the begin and the end of a launch once; with early sums it adds up as answers come."""
+    """Every block goes through the begin and the end of a launch once; with early sums it adds up as answers come, and
+    what is left when all is answered is that of math warps."""
     for kind in ("copy_inputs", "sort", "publish"):
         assert sorted(timeline.of(kind)["block"].tolist()) == list(range(blocks)), kind
     combine, waits = (
         Counter(map(tuple, timeline.of(kind)[["block", "role", "nth"]].tolist()))
         for kind in ("combine", "wait_answers")
     )
-    assert combine == waits
     of_math = {lane: count for lane, count in combine.items() if lane[1] == role_number("math")}
     assert len(of_math) == blocks * combining_lanes
+    assert waits == combine
     if not early_sums:
         assert combine == of_math
         assert set(of_math.values()) == {1}

@@ -113,7 +113,8 @@ def _strip(panel: Any, timeline: Timeline, groups: list[tuple[str, str, tuple[st
 
 
 def _math_lanes(timeline: Timeline) -> int:
-    return int(timeline.of(*PRODUCTS, "combine")["nth"].max(initial=0)) + 1
+    events = timeline.of(*PRODUCTS, "combine")
+    return int(events["nth"][events["role"] == role_number("math")].max(initial=0)) + 1
 
 
 def _mean_count(events: np.ndarray, weight: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -122,7 +122,10 @@ def summarize(timeline: Timeline) -> Summary:
     products = timeline.of(*PRODUCTS)
     begin, end = (float(products["begin"].min()), float(products["end"].max())) if len(products) else (0.0, 0.0)
     multiplied = _Multiplied(timeline)
-    everything = union(timeline.of(ROWS, ANSWERS, WAITING_FOR_ANSWERS))
+    waits = timeline.of(WAITING_FOR_ANSWERS)
+    # A dispatch warp that waits for answers has a multiprocessor whose math warps may well have work.
+    of_math = waits[waits["role"] == role_number("math")]
+    everything = union(np.concatenate([timeline.of(ROWS, ANSWERS), of_math]))
     alone = timeline.ranks == 1
     return Summary(
         rank=timeline.rank,

@@ -84,6 +84,15 @@ def test_the_products_of_every_gemm_are_events_of_its_name_that_hide_communicati
     assert (numbers.hidden, numbers.exposed) == (1.0, 0.0)
 
 
+def test_sums_of_dispatch_warps_beside_products_are_no_communication_and_no_lane_of_math():
+    picture = importlib.import_module("jaxmoe.profiling.picture")
+    sums = made((0, "dispatch", 2, "wait_answers", 40, 60), (0, "dispatch", 2, "combine", 60, 100))
+    beside = dataclasses.replace(EXAMPLE, events=np.concatenate([EXAMPLE.events, sums.events]))
+    alone, both = summary.summarize(EXAMPLE), summary.summarize(beside)
+    assert (both.communication, both.hidden, both.exposed) == (alone.communication, alone.hidden, alone.exposed)
+    assert picture._math_lanes(beside) == picture._math_lanes(EXAMPLE) == 2
+
+
 def test_one_rank_has_no_communication_to_hide():
     numbers = summary.summarize(dataclasses.replace(EXAMPLE, ranks=1))
     assert (numbers.hidden, numbers.communication, numbers.exposed) == (None, 0.0, 0.0)

@@ -77,7 +77,7 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
         take_answers_ready(cta, lane);
         all_are_answered(cta, lane);
       }
-      add_up_in_turn<kGroups>(cta, false, lane, track);
+      add_up_in_turn<kGroups>(cta, true, false, lane, track);
       return;
     }
   }
@@ -103,7 +103,7 @@ __device__ void run_beside_products(const Cta<Variant>& cta, int dispatch_warp, 
     if (!early) return;
     const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
     track.start();
-    add_up_in_turn<kGroupsFor<kRegisters>>(cta, dispatch_warp == Roles::kDispatchWarps - 1, lane, track);
+    add_up_in_turn<kGroupsFor<kRegisters>>(cta, false, dispatch_warp == Roles::kDispatchWarps - 1, lane, track);
   }
 }
 

@@ -1,7 +1,7 @@
 // Sums beside products. A token can be added up as soon as the experts of its slots have answered, long before the last
 // expert of the launch: with 8 of 128 experts a quarter of the tokens when five sixths of the experts are done. Memory
 // has time for that then, and so have the warps of dispatch, which have pulled everything, and math warps without a
-// further task. What is left when all ranks have announced is added up by all of them together.
+// further task. What is left when all ranks have announced is added up by the math warps.
 //
 //   announce_experts   one warp of the rank tells all ranks how far its experts are      -> experts_answered
 //   TokensInTurn       hands out the tokens of a block that can be added up, to its dispatch and math warps
@@ -146,19 +146,21 @@ __device__ __forceinline__ int32_t take_bit(uint32_t& taken, uint32_t ready, int
 }
 
 // Hands out the tokens of a block, each to one of its warps, as they can be added up. A warp that finds none looks
-// again until all of them are taken. All lanes call everything here.
+// again until all is answered and taken. A dispatch warp takes none any more when the last sixteenth of the experts is
+// left: it has few loads in flight, some 10 to 60 us for a token, which math warps would wait for at the end. All lanes
+// call everything here.
 template <class Variant>
 class TokensInTurn {
  public:
   // `looks`: this warp looks for what peers tell, for all of its block.
-  __device__ TokensInTurn(const Cta<Variant>& cta, bool looks, int lane)
-      : cta_(cta), tokens_(cta), looks_(looks), lane_(lane) {}
+  __device__ TokensInTurn(const Cta<Variant>& cta, bool of_math, bool looks, int lane)
+      : cta_(cta), tokens_(cta), of_math_(of_math), looks_(looks), lane_(lane) {}
 
-  // The next bit of TakenSums for this warp; -1 when all are taken.
+  // The next bit of TakenSums for this warp; -1 when all is answered, and there is none left for it.
   template <class Track>
   __device__ __forceinline__ int32_t next(const Track& track) {
     for (;;) {
-      while (word_ < TakenSums::kWords) {
+      while (word_ < TakenSums::kWords && takes_more()) {
         const int32_t taken = take_bit(cta_.shared.sums.words[word_], ready_, lane_);
         if (taken >= 0) return 32 * word_ + taken;
         begin_word(word_ + 1);
@@ -184,25 +186,31 @@ class TokensInTurn {
     if (__ballot_sync(0xffffffff, there) == 0) word_ = TakenSums::kWords;
   }
 
+  // How many experts have answered as far as this block knows, acquired.
+  __device__ __forceinline__ uint32_t experts_answered() const {
+    if (looks_) look_for_answers(cta_, lane_);
+    __syncwarp();
+    const uint32_t seen = *const_cast<const volatile uint32_t*>(&cta_.shared.sums.experts_answered);
+    const uint32_t of_warp = __shfl_sync(0xffffffff, seen, 0);
+    __threadfence_block();  // pairs with those before the two places that raise it
+    __syncwarp();
+    return of_warp;
+  }
+
+  __device__ __forceinline__ bool takes_more() const {
+    const int32_t local = cta_.params.shape.local_experts();
+    return of_math_ || experts_answered() < static_cast<uint32_t>(local - local / 16);
+  }
+
   __device__ __forceinline__ void wait_for_more() {
-    for (;;) {
-      if (looks_) look_for_answers(cta_, lane_);
-      __syncwarp();
-      const uint32_t seen = *const_cast<const volatile uint32_t*>(&cta_.shared.sums.experts_answered);
-      const uint32_t of_warp = __shfl_sync(0xffffffff, seen, 0);
-      __threadfence_block();  // pairs with those before the two places that raise it
-      __syncwarp();
-      if (of_warp != answered_) {
-        answered_ = of_warp;
-        return;
-      }
-      __nanosleep(kLongNapNs);
-    }
+    uint32_t found;
+    while ((found = experts_answered()) == answered_) __nanosleep(kLongNapNs);
+    answered_ = found;
   }
 
   const Cta<Variant>& cta_;
   const TokensOfBlock<Variant> tokens_;
-  const bool looks_;
+  const bool of_math_, looks_;
   const int lane_;
   uint32_t answered_ = 0;             // of the pass over all words that goes on
   int32_t word_ = TakenSums::kWords;  // in hand
@@ -217,10 +225,11 @@ __device__ __forceinline__ void all_are_answered(const Cta<Variant>& cta, int la
   atomicMax(&cta.shared.sums.experts_answered, kAllAnswered);
 }
 
-// Until every token of this block is added up or taken. By all dispatch and math warps of the block.
+// By all dispatch and math warps of the block. Behind its math warps every token of it is added up or taken.
 template <int kGroups, class Variant, class Track>
-__device__ __forceinline__ void add_up_in_turn(const Cta<Variant>& cta, bool looks, int lane, const Track& track) {
-  TokensInTurn<Variant> turns(cta, looks, lane);
+__device__ __forceinline__ void add_up_in_turn(const Cta<Variant>& cta, bool of_math, bool looks, int lane,
+                                               const Track& track) {
+  TokensInTurn<Variant> turns(cta, of_math, looks, lane);
   for (int32_t bit; (bit = turns.next(track)) >= 0;) {
     for (int32_t nth = 0; nth < turns.of_bit(); ++nth) {
       const int32_t token = turns.token(bit, nth);
