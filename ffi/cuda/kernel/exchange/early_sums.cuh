@@ -32,8 +32,8 @@ __device__ __forceinline__ bool adds_up_early(const Cta<Variant>& cta) {
 }
 
 // Whether the first dispatch warp of a rank pulls no rows, so that it can announce from the first expert on: with rows
-// to pull it began when nine tenths of a launch had passed. Where weights are decoded every dispatcher has a share of
-// each expert; there it announces when it has done that.
+// to pull it began after five sixths of a launch. Where weights are decoded every dispatcher has a share of each
+// expert; there it announces when it has done that.
 template <class Variant>
 __device__ __forceinline__ bool announces_alone(const Cta<Variant>& cta) {
   return kAddsUpEarly<Variant> && !Variant::Precision::kDecodes && adds_up_early(cta);
@@ -147,8 +147,8 @@ __device__ __forceinline__ int32_t take_bit(uint32_t& taken, uint32_t ready, int
 
 // Hands out the tokens of a block, each to one of its warps, as they can be added up. A warp that finds none looks
 // again until all is answered and taken. A dispatch warp takes none any more when the last sixteenth of the experts is
-// left: it has few loads in flight, some 10 to 60 us for a token, which math warps would wait for at the end. All lanes
-// call everything here.
+// left: with fewer loads in flight a token takes it several times as long as a math warp, and everybody would wait for
+// it at the end. All lanes call everything here.
 template <class Variant>
 class TokensInTurn {
  public:
