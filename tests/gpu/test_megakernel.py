@@ -94,8 +94,8 @@ def test_a_thousand_layers_back_to_back_give_the_bits_of_a_thousand_calls():
 # blocks have bits for, so that two or three share one; and so few experts that hardly any can be early.
 EARLY_SUMS: dict[str, dict[str, Any]] = {
     "many experts": {"tokens": 4096, "hidden": 512, "intermediate": 256, "num_experts": 128, "top_k": 8},
-    "two tokens a bit": {"tokens": 160_000, "hidden": 64, "intermediate": 64, "num_experts": 64, "top_k": 2},
-    "two experts": {"tokens": 3000, "hidden": 256, "intermediate": 128, "num_experts": 2 * 4, "top_k": 1},
+    "several tokens a bit": {"tokens": 160_000, "hidden": 64, "intermediate": 64, "num_experts": 64, "top_k": 2},
+    "few experts": {"tokens": 3000, "hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 1},
 }
 
 
