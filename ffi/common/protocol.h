@@ -2,24 +2,30 @@
 // The roles of the GPU kernel (cuda/kernel/), the host executor (host/executor.cc) and the property tests all take
 // their waits and releases from here.
 //
-//   signal               word at     released by (amount)                  waited for by (target)
-//   histograms_written   this rank   sort, per sorter (1)                  sort, all sorters (sorters)
-//   inputs_published        this rank   sort and publish, per worker (1)      the worker that publishes (workers)
-//   inputs_ready         each peer   publish, per source (the launch)      dispatch, gate_up, down of every worker
-//   rows_arrived         this rank   dispatch, per chunk (its rows)        gate_up (rows of the tile)
-//   h_written       this rank   gate_up, per task (its column tiles)  down, h_gradient (column tiles of h)
-//   h_gradients_written         h_gradient, per task (its        token_gradient, and weight gradients of each
-//                        this rank   column tiles)                         tile of the segment (column tiles of h)
-//   answers_written      this rank   down, token_gradient, per task (its   dispatch of the tile that has the ring slot
-//                                    column tiles)                         next (column tiles of an answer)
-//   weight_gradients_written         weight gradients, per task (1)        the same dispatch; weight gradients of the
-//                        this rank                                        next segment that adds up (its tasks)
-//   weights_decoded      this rank   dispatch, each dispatcher (1)         all tasks of the expert but weight gradients
-//                                                                          (dispatchers)
-//   tasks_done           this rank   every worker after its last task (1)  the worker that announces (workers)
-//   experts_answered     each peer   announce, per source, after each      nobody: sums that can be made before
-//                                    expert (the launch and its number)    answers_ready look at it (on a GPU)
-//   answers_ready     each peer   announce, per source (the launch)     combine of every worker
+//   signal                    word at    released by (amount)                waited for by (target)
+//   histograms_written        this rank  sort, per sorter (1)                sort, all sorters (sorters)
+//   inputs_published          this rank  sort and publish, per worker (1)    the worker that publishes (workers)
+//   inputs_ready              each peer  publish, per source (the launch)    dispatch, gate_up, down of every worker
+//   rows_arrived              this rank  dispatch, per chunk (its rows)      gate_up (rows of the tile)
+//   h_written                 this rank  gate_up, per task (its column       down, h_gradient (column tiles of h)
+//                                        tiles)
+//   h_gradients_written       this rank  h_gradient, per task (its column    token_gradient, and weight gradients of
+//                                        tiles)                              each tile of the segment (column tiles
+//                                                                            of h)
+//   answers_written           this rank  down, token_gradient, per task      dispatch of the tile that has the ring
+//                                        (its column tiles)                  slot next; announce, which tells
+//                                                                            experts_answered (column tiles of an
+//                                                                            answer)
+//   weight_gradients_written  this rank  weight gradients, per task (1)      the same dispatch; weight gradients of
+//                                                                            the next segment that adds up (its
+//                                                                            tasks)
+//   weights_decoded           this rank  dispatch, each dispatcher (1)       all tasks of the expert but weight
+//                                                                            gradients (dispatchers)
+//   tasks_done                this rank  every worker after its last task    the worker that announces (workers)
+//                                        (1)
+//   experts_answered          each peer  announce, per source, after each    nobody: sums that can be made before
+//                                        expert (the launch and its number)  answers_ready look at it (on a GPU)
+//   answers_ready             each peer  announce, per source (the launch)   combine of every worker
 //
 // A dispatch with a product has all that brings rows to gate_up; its ring slots are free where h_written is complete. A
 // combine with one has no signal of a tile: its rows are there when it starts.
@@ -123,6 +129,8 @@ struct ExpertsAnswered {
   JAXMOE_ANY constexpr uint64_t word() const { return uint64_t{launch_number} << 32 | experts; }
   JAXMOE_ANY constexpr uint32_t in_launch(uint32_t number) const { return number == launch_number ? experts : 0; }
 };
+static_assert(ExpertsAnswered::of(ExpertsAnswered{7, 3}.word()).in_launch(7) == 3);
+static_assert(ExpertsAnswered::of(ExpertsAnswered{7, 3}.word()).in_launch(8) == 0);
 
 // A word that must reach `target`. `index` is the row tile or the source, 0 where there is one word.
 struct Wait {

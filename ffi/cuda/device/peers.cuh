@@ -4,7 +4,7 @@
 //
 //   at()      where dispatch pulls rows from, and where sort and the epilogues push to, by bulk copies too
 //   raise()   after fence(), a flag at one rank; what the thread did or acquired before fence() is visible to whoever
-//             sees it. A store that released by itself would wait for the same once more, a microsecond for each peer.
+//             sees it. A store that released by itself would wait for the same once more, for each peer.
 //   seen()    what a peer has raised here
 #pragma once
 

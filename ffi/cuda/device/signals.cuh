@@ -64,21 +64,13 @@ class Signals {
 
   // By one thread, after an acquire of all that the flag announces.
   __device__ void release_to_all(Signal signal) const {
-    const bool has_failed = given_up();  // on its way while the fence waits
-    Peers::fence();
-    if (has_failed) return;  // peers that wait for it will not take rubbish for results
-    for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
-      Peers::raise(word_at(peer, signal, params_.rank), launch_number_);
-    }
+    raise_at_all(launch_number_, [&](int32_t peer) { return word_at(peer, signal, params_.rank); });
   }
 
   // By one thread, after an acquire of all answers of the experts below `experts`.
   __device__ void tell_experts_answered(uint32_t experts) const {
-    if (given_up()) return;
-    Peers::fence();
-    for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) {
-      Peers::raise(answered_word(peer, params_.rank), ExpertsAnswered{launch_number_, experts}.word());
-    }
+    raise_at_all(ExpertsAnswered{launch_number_, experts}.word(),
+                 [&](int32_t peer) { return answered_word(peer, params_.rank); });
   }
 
   // What `source` has told last, acquired; 0 before it tells anything in this launch.
@@ -112,6 +104,15 @@ class Signals {
       if (ptx::nanoseconds() - begin > params_.timeout_ns) break;
     }
     give_up({params_.rank, ptx::sm_index(), site, {wait.signal, wait.index, target}, seen});
+  }
+
+  // Writes `value` where `word_of_peer` says, at every peer.
+  template <class Word, class WordOfPeer>
+  __device__ __forceinline__ void raise_at_all(Word value, const WordOfPeer& word_of_peer) const {
+    const bool has_failed = given_up();  // on its way while the fence waits
+    Peers::fence();
+    if (has_failed) return;  // peers that wait for it will not take rubbish for results
+    for (int32_t peer = 0; peer < params_.shape.ranks; ++peer) Peers::raise(word_of_peer(peer), value);
   }
 
   // The address of the arena first: otherwise the compiler loads it after the offset, at the end of a longer chain.

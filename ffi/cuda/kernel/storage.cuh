@@ -74,7 +74,7 @@ struct KernelStorage {
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
-  int32_t rows_per_expert[kRoomForExperts<Variant>];                // of all sources, marked where an expert has none
+  int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
   [[no_unique_address]] std::conditional_t<kAddsUpEarly<Variant>, TakenSums, NoTakenSums> sums;
   std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
