@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from tests.unit.schedule_model import (
     BACKWARD,
+    FORWARD,
     WEIGHT_GRADIENTS,
     Gemm,
     Problem,
@@ -243,6 +244,19 @@ def test_experts_that_are_taken_off_the_way_to_the_first_chunk_change_no_chunk(p
         for dispatcher in range(schedule.dispatchers):
             passed = steps.chunks(shape, schedule, rows, dispatcher, passes=True)
             assert passed == steps.chunks(shape, schedule, rows, dispatcher)
+
+
+@given(problem=problems(ranks=st.just(1), segment_tiles=FORWARD), data=st.data())
+@settings(max_examples=300)
+def test_a_worker_that_passes_many_experts_of_one_tile_finds_the_tasks_of_one_that_passes_none(problem, data):
+    shape, schedule, _ = problem
+    rows = data.draw(st.lists(st.integers(0, schedule.tile.rows + 1), min_size=1, max_size=60))
+    shape = with_fields(shape, num_experts=len(rows), tokens=sum(rows))
+    # One that takes every task has a next section at most one task away.
+    every = steps.tasks(shape, with_fields(schedule, workers=1), rows, 0)
+    for given in (rows, steps.mark_experts_without_rows(rows)):
+        for worker in range(schedule.workers):
+            assert steps.tasks(shape, schedule, given, worker) == every[worker :: schedule.workers]
 
 
 def test_a_mark_says_how_many_experts_behind_have_no_rows_either():

@@ -1,6 +1,7 @@
 // A ring of shared-memory stages between the thread that issues bulk copies and the warps that use what arrives.
 //
 //   producer, one thread:  acquire (empty)  commit (bytes to come)  copies onto full(position)
+//                          acquire  expect (bytes)  copies  commit (the other bytes)  the other copies
 //   consumer warps:        wait (full)      use                     release (empty)
 //
 // `full` of a stage is completed by one arrival, the commit, and by the bytes it announced; it pairs with wait().
@@ -66,6 +67,9 @@ class Pipeline {
   __device__ void commit(Position position, uint32_t bytes) const {
     ptx::mbarrier_arrive_expect_bytes(full(position), bytes);
   }
+
+  // Of copies that are on their way before the commit, which then announces the others.
+  __device__ void expect(Position position, uint32_t bytes) const { ptx::mbarrier_expect_bytes(full(position), bytes); }
 
   // Pairs with commit() and the copies it announced.
   __device__ void wait(Position position) const {

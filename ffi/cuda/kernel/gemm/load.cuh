@@ -25,66 +25,124 @@ __device__ __forceinline__ int32_t first_row_of_a(const Cta<Variant>& cta, const
 template <class A>
 inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 
-// `position` moves on by the steps of the product. `own_b`: the blocks of the cluster multiply other columns (or there
-// is one block); otherwise all need the same B, and each loads a part of it for all. The policies are those of
-// ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal where row
-// tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is called once
-// where the product has more than kStepsLeft steps, before the last of them are loaded.
+// The B of a tile. `own_b`: the blocks of the cluster multiply other columns (or there is one block); otherwise all need
+// the same B, and each loads a part of it for all.
+template <class Product, class Variant>
+class LoadedB {
+  using Shape = GemmShape<Variant>;
+  using Ring = typename Shape::Ring;
+  using Stage = typename Shape::Stage;
+  using B = typename Product::B;
+  static constexpr int kBoxes = Stage::B::kBoxes;
+  static constexpr int kSharedBoxes = kBoxes / Tiling::kBlocks;
+  // Of a column tile that the blocks share each has the boxes of its half, in the place of the first ones.
+  static constexpr bool kMayShare = Cta<Variant>::kSharesColumns && Product::kGemm == Gemm::kDown;
+
+ public:
+  // A block without rows has no use for B, but its copy of a shared one arrives all the same.
+  __device__ __forceinline__ LoadedB(const Cta<Variant>& cta, const Task& task, bool own_b, bool any_rows,
+                                     uint64_t policy)
+      : cta_(cta), task_(task), own_(own_b), any_(any_rows || !own_b),
+        half_(kMayShare && cta.shares_columns(task)), policy_(policy), b_(B::columns_of(cta.params, task)) {
+    if constexpr (kMayShare) b_.first = cta.first_answer_column(task);
+  }
+
+  // Of a step.
+  __device__ __forceinline__ uint32_t bytes() const {
+    return any_ ? half_ ? sizeof(Stage::b) / 2 : sizeof(Stage::b) : 0;
+  }
+  __device__ __forceinline__ void load(Stage& stage, uint64_t* full, int32_t part, int32_t k) const {
+    const auto& p = cta_.params;
+    if (!own_) {
+#pragma unroll
+      for (int i = 0; i < kSharedBoxes; ++i) {
+        const int box = cta_.cta_rank * kSharedBoxes + i;
+        b_.load(p, task_, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          constexpr uint16_t kAll = (1u << Tiling::kBlocks) - 1;
+          ptx::load_box_multicast(stage.b.box(box), &map, full, policy_, kAll, at...);
+        });
+      }
+    } else if (any_) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        if (kMayShare && half_ && box == kBoxes / 2) break;
+        b_.load(p, task_, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          ptx::load_box(stage.b.box(box), &map, full, policy_, at...);
+        });
+      }
+    }
+  }
+
+ private:
+  const Cta<Variant>& cta_;
+  const Task& task_;
+  const bool own_, any_, half_;
+  const uint64_t policy_;
+  B b_;
+};
+
+// Whether the first task of a block has its weights loaded before its rows are there: weights that nobody has to decode.
+template <class Product, class Variant>
+inline constexpr bool kWeightsFirst =
+    Product::kGemm == Gemm::kGateUp && Variant::kPass == Pass::kForward && !Cta<Variant>::kDecodes;
+
+// Loads the B of the first steps of a block's first task, whose stages are all empty. Returns of how many: load_tile()
+// goes on from there.
+template <class Product, class Variant>
+__device__ __forceinline__ int32_t load_weights_first(const Cta<Variant>& cta,
+                                                      const typename GemmShape<Variant>::Ring& ring,
+                                                      typename GemmShape<Variant>::Ring::Position position,
+                                                      const Task& task, bool own_b, uint64_t b_policy) {
+  int32_t begun = 0;
+  if constexpr (kWeightsFirst<Product, Variant>) {
+    const LoadedB<Product, Variant> b(cta, task, own_b, task.rows > 0, b_policy);
+    Product::Depth::for_each_step(cta.params, task, [&](int32_t part, int32_t k) {
+      if (begun == Variant::config.stages) return;
+      ++begun;
+      ring.expect(position, b.bytes());
+      b.load(ring.stage(position), ring.full(position), part, k);
+      position.advance();
+    });
+  }
+  return begun;
+}
+
+// `position` moves on by the steps of the product; the B of the first `begun` of them is on its way. The policies are
+// those of ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal
+// where row tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is
+// called once where the product has more than kStepsLeft steps, before the last of them are loaded.
 inline constexpr int32_t kStepsLeft = 3;
 template <class Product, class Variant, class Track, class NearEnd>
 __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position, const Task& task,
-                                          bool own_b, uint64_t b_policy, uint64_t a_policy, const Track& track,
-                                          const NearEnd& near_end) {
-  using Shape = GemmShape<Variant>;
-  using Stage = typename Shape::Stage;
+                                          bool own_b, uint64_t b_policy, uint64_t a_policy, int32_t begun,
+                                          const Track& track, const NearEnd& near_end) {
+  using Stage = typename GemmShape<Variant>::Stage;
   using A = typename Product::A;
-  using B = typename Product::B;
-  constexpr int kBoxes = Stage::B::kBoxes;
-  constexpr int kSharedBoxes = kBoxes / Tiling::kBlocks;
   const auto& p = cta.params;
   // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
   const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
   const bool whole = kInTiles<A> && rows > Tiling::kRows / 2;
   const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
   constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
-  // A block without rows has no use for B, but its copy of a shared one arrives all the same.
-  const bool any_b = boxes > 0 || !own_b;
   constexpr int kPanels = Stage::A::kPanels;
   static_assert(kPanels == 1 || kInTiles<A>);
-  // Of a column tile that the blocks share each has the boxes of its half, in the place of the first ones.
-  constexpr bool kMayShare = Cta<Variant>::kSharesColumns && Product::kGemm == Gemm::kDown;
-  const bool half_b = kMayShare && cta.shares_columns(task);
-  const uint32_t bytes_of_b = half_b ? sizeof(Stage::b) / 2 : sizeof(Stage::b);
-  const uint32_t bytes = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + (any_b ? bytes_of_b : 0);
+  const uint32_t bytes_of_a = whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox;
   const A a{first_row_of_a<A>(cta, task)};
-  B b = B::columns_of(p, task);
-  if constexpr (kMayShare) b.first = cta.first_answer_column(task);
+  const LoadedB<Product, Variant> b(cta, task, own_b, boxes > 0, b_policy);
 
   int32_t steps_left = Product::Depth::steps(p, task);
   Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
     if (steps_left-- == kStepsLeft) near_end();
-    track.stall([&] { ring.acquire(position); });
-    ring.commit(position, bytes);
     Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
-    if (!own_b) {
-#pragma unroll
-      for (int i = 0; i < kSharedBoxes; ++i) {
-        const int box = cta.cta_rank * kSharedBoxes + i;
-        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
-          constexpr uint16_t kAll = (1u << Tiling::kBlocks) - 1;
-          ptx::load_box_multicast(stage.b.box(box), &map, full, b_policy, kAll, at...);
-        });
-      }
-    } else if (any_b) {
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        if (kMayShare && half_b && box == kBoxes / 2) break;
-        b.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
-          ptx::load_box(stage.b.box(box), &map, full, b_policy, at...);
-        });
-      }
+    if (kWeightsFirst<Product, Variant> && begun > 0) {
+      --begun;
+      ring.commit(position, bytes_of_a);
+    } else {
+      track.stall([&] { ring.acquire(position); });
+      ring.commit(position, bytes_of_a + b.bytes());
+      b.load(stage, full, part, k);
     }
     if constexpr (!kInTiles<A>) {
 #pragma unroll

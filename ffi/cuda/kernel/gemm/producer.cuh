@@ -129,6 +129,18 @@ struct RingTiles {
 template <class Variant>
 using TilesOf = std::conditional_t<Cta<Variant>::kSecondHalf, ArrayTiles<Variant>, RingTiles<Variant>>;
 
+// Whether the blocks of the cluster multiply other columns in a task.
+template <class Variant>
+__device__ __forceinline__ bool has_own_b(const Cta<Variant>& cta, const Task& task) {
+  return Tiling::kBlocks == 1 || cta.is_narrow(task);
+}
+// Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
+template <class Variant>
+__device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, const Task& task) {
+  const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
+  return one_tile ? ptx::evict_first_policy() : ptx::evict_normal_policy();
+}
+
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -148,6 +160,13 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if (!walk.seek(numbers.take(queued), task)) break;
     track.mark(EventKind::kTakeTask, task);
     const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
+    // The first rows take 15 to 20 us longer than the number of rows, by which tasks are known.
+    int32_t begun = 0;
+    if (queued == 0) {
+      using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
+      begun = load_weights_first<First>(cta, ring, position, cta.own_part(task), has_own_b(cta, task),
+                                        weights_policy(cta, task));
+    }
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
     tiles.find(task);
@@ -171,15 +190,13 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
-    // Weights that only one row tile needs are read once: then they take no room in L2 from rows and h.
-    const bool one_tile = cta.shared.rows_per_expert[task.expert] <= p.schedule.tile.rows;
-    const bool own_b = Tiling::kBlocks == 1 || cta.is_narrow(task);
     // Made anew for each task: no registers are held for them.
     const uint64_t keep = ptx::evict_normal_policy();
-    const uint64_t b_policy = one_tile && !is_weight ? ptx::evict_first_policy() : keep;
+    const uint64_t b_policy = is_weight ? keep : weights_policy(cta, task);
     ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
       using Product = decltype(product);
-      load_tile<Product>(cta, ring, position, to_load, own_b, b_policy, keep, track, [&] { numbers.draw(queued); });
+      load_tile<Product>(cta, ring, position, to_load, has_own_b(cta, task), b_policy, keep, begun, track,
+                         [&] { numbers.draw(queued); });
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
         load_projections(cta, ring, position, own, keep, track);
       }
