@@ -21,6 +21,48 @@ __device__ __forceinline__ const float* given_scale_of_tokens(const LayerArrays<
 }
 __device__ __forceinline__ const float* given_scale_of_tokens(const ExchangeArrays<float>&) { return nullptr; }
 
+// Rounds all tokens to 8 bits, in pieces that are dealt to blocks in turn: of few tokens many warps have one each. With a
+// token to a warp, the warps of one block after those of another, 64 tokens of 7168 columns took six blocks 14 us, for
+// which all others waited. While a warp rounds a piece it has the next one on its way.
+template <class Variant>
+__device__ __forceinline__ void round_tokens(const Cta<Variant>& cta, Team team) {
+  using Precision = typename Variant::Precision;
+  const auto& p = cta.params;
+  const int32_t hidden = p.shape.hidden, blocks = scale_blocks(hidden);
+  auto* values = cta.template at<typename Precision::Element>(p.layout.tokens);
+  float* scales = cta.peers.template here<float>(scales_of(p.layout.tokens, p.shape.tokens, hidden));
+  const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
+  const int lane = threadIdx.x % 32;
+  const auto warps = static_cast<int32_t>(team.threads / 32), warp = static_cast<int32_t>(team.thread / 32);
+  const int32_t team_blocks = warps / Roles::kWarps;
+  const int32_t pieces = ceil_div(hidden, kRoundedAtOnce);
+
+  struct Piece {
+    int32_t token, of_token;
+  };
+  const auto find = [&](int32_t number) { return Piece{number / pieces, number % pieces}; };
+  const Piece stride = find(warps);
+  Piece piece = find(warp % Roles::kWarps * team_blocks + warp / Roles::kWarps);
+  const auto first = [&] { return piece.of_token * kRoundedAtOnce; };
+  const auto count = [&] { return at_most(hidden - first(), kRoundedAtOnce); };
+  ColumnsToRound<Precision> columns;
+  const auto load = [&] {
+    if (piece.token < p.shape.tokens) columns.load(x + int64_t{piece.token} * hidden + first(), count(), lane);
+  };
+  load();
+#pragma unroll 1
+  while (piece.token < p.shape.tokens) {
+    const ColumnsToRound<Precision> loaded = columns;
+    auto* const target = values + int64_t{piece.token} * hidden + first();
+    float* const its_scales = scales + int64_t{piece.token} * blocks + first() / kScaleColumns;
+    const int32_t loaded_count = count();
+    piece = {piece.token + stride.token, piece.of_token + stride.of_token};
+    if (piece.of_token >= pieces) piece = {piece.token + 1, piece.of_token - pieces};
+    load();
+    loaded.round(target, its_scales, loaded_count, p.power_of_two_scales, given_scale_of_tokens(p), lane);
+  }
+}
+
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
 // it, and the routing weights. One rank alone reads the tokens of a forward pass where they are, unless it has to round
 // them.
@@ -45,24 +87,7 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
       routing_weights[i] = p.topk_weights[i];
     }
   } else if constexpr (kScaled) {
-    using Precision = typename Variant::Precision;
-    const int32_t hidden = p.shape.hidden, blocks = scale_blocks(hidden);
-    auto* values = cta.template at<typename Precision::Element>(p.layout.tokens);
-    float* scales = cta.peers.template here<float>(scales_of(p.layout.tokens, p.shape.tokens, hidden));
-    const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
-    // In pieces, dealt to blocks in turn: of few tokens many warps have one each. With a token to a warp, the warps of
-    // one block after those of another, 64 tokens of 7168 columns took six blocks 14 us, for which all others waited.
-    const auto warps = static_cast<int32_t>(team.threads / 32), warp = static_cast<int32_t>(team.thread / 32);
-    const int32_t team_blocks = warps / Roles::kWarps;
-    const int32_t pieces = ceil_div(hidden, kRoundedAtOnce);
-    for (int64_t item = warp % Roles::kWarps * team_blocks + warp / Roles::kWarps;
-         item < int64_t{p.shape.tokens} * pieces; item += warps) {
-      const int64_t token = item / pieces;
-      const auto first = static_cast<int32_t>(item - token * pieces) * kRoundedAtOnce;
-      round_columns<Precision>(values + token * hidden + first, scales + token * blocks + first / kScaleColumns,
-                               x + token * hidden + first, at_most(hidden - first, kRoundedAtOnce),
-                               p.power_of_two_scales, given_scale_of_tokens(p), threadIdx.x % 32);
-    }
+    round_tokens(cta, team);
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
   }

@@ -12,50 +12,61 @@
 
 namespace jaxmoe {
 
-// Columns that a warp rounds at a time, with four loads of a lane in flight.
+// Columns that a warp rounds at a time, four loads of a lane.
 inline constexpr int32_t kRoundedAtOnce = 1024;
 
-// By a warp: rounds up to kRoundedAtOnce columns of a row, with the scale that is `given` where that is not null. Half
-// a warp takes the 128 columns of a scale, 16 bytes a lane.
+// By a warp: up to kRoundedAtOnce columns of a row on their way to 8 bits. Half a warp takes the 128 columns of a scale,
+// 16 bytes a lane.
 template <class Precision>
-__device__ __forceinline__ void round_columns(typename Precision::Element* values, float* scales, const void* row,
-                                              int32_t columns, bool power_of_two, const float* given, int lane) {
-  constexpr int kVectorColumns = 8;  // of 16 bits
-  constexpr int kLanes = kScaleColumns / kVectorColumns;
-  constexpr int kLoadsInFlight = kRoundedAtOnce / (32 * kVectorColumns);
-  const int32_t vectors = columns / kVectorColumns;
-  const auto* const source = static_cast<const uint4*>(row);
-  uint4 loaded[kLoadsInFlight];
+class ColumnsToRound {
+ public:
+  __device__ __forceinline__ void load(const void* columns, int32_t count, int lane) {
+    const auto* const source = static_cast<const uint4*>(columns);
 #pragma unroll
-  for (int i = 0; i < kLoadsInFlight; ++i) {
-    const int32_t vector = 32 * i + lane;
-    loaded[i] = vector < vectors ? source[vector] : uint4{0, 0, 0, 0};
-  }
-#pragma unroll
-  for (int i = 0; i < kLoadsInFlight; ++i) {
-    const int32_t vector = 32 * i + lane;
-    const uint32_t words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
-    float2 pairs[4];
-    uint32_t largest = 0;  // as bits, in whose order NaN is above all numbers
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      pairs[j] = Precision::Wide::unpack(words[j]);
-      largest = max(largest, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
-    }
-#pragma unroll
-    for (int other = kLanes / 2; other > 0; other /= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
-    }
-    const RowScale scale = RowScale::of_largest(largest, power_of_two, given);
-    uint32_t packed[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);
-    if (vector < vectors) {
-      reinterpret_cast<uint2*>(values)[vector] = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
-      if (lane % kLanes == 0) scales[vector / kLanes] = scale.scale;
+    for (int i = 0; i < kLoads; ++i) {
+      const int32_t vector = 32 * i + lane;
+      loaded_[i] = vector < count / kVectorColumns ? source[vector] : uint4{0, 0, 0, 0};
     }
   }
-}
+
+  // With the scale that is `given` where that is not null.
+  __device__ __forceinline__ void round(typename Precision::Element* values, float* scales, int32_t count,
+                                        bool power_of_two, const float* given, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int32_t vector = 32 * i + lane;
+      const uint32_t words[4] = {loaded_[i].x, loaded_[i].y, loaded_[i].z, loaded_[i].w};
+      float2 pairs[4];
+      uint32_t largest = 0;  // as bits, in whose order NaN is above all numbers
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        pairs[j] = Precision::Wide::unpack(words[j]);
+        largest = max(largest, max(__float_as_uint(fabsf(pairs[j].x)), __float_as_uint(fabsf(pairs[j].y))));
+      }
+#pragma unroll
+      for (int other = kLanes / 2; other > 0; other /= 2) {
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, other));
+      }
+      const RowScale scale = RowScale::of_largest(largest, power_of_two, given);
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        packed[j] = Precision::pack(pairs[j].x * scale.inverse, pairs[j].y * scale.inverse);
+      }
+      if (vector < count / kVectorColumns) {
+        reinterpret_cast<uint2*>(values)[vector] = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+        if (lane % kLanes == 0) scales[vector / kLanes] = scale.scale;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kVectorColumns = 8;  // of 16 bits
+  static constexpr int kLanes = kScaleColumns / kVectorColumns;
+  static constexpr int kLoads = kRoundedAtOnce / (32 * kVectorColumns);
+
+  uint4 loaded_[kLoads];
+};
 
 // By a warp: the scales of a row on their way to the ring. They are asked for before the row's elements and stored after
 // them, so that their way over NVLink is not waited for twice.

@@ -76,8 +76,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
 
   // A backward pass has no register for what epilogues could keep from one task to the next; sums beside products leave
   // none to any. With the code that decodes, whoever runs it, math has fewer as well.
-  constexpr bool kFewRegisters = kBackward || Variant::Precision::kTokens.is_scaled() ||
-                                 Variant::Precision::kDecodes || Variant::Precision::kPacked;
+  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled();
+  constexpr bool kFewRegisters = kBackward || kScaled || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
@@ -88,13 +88,17 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const int32_t steps = Products::template with<DepthOf>(
         task.gemm, [&](auto depth) { return decltype(depth)::steps(p, task); });
     const int32_t rows = rows_left(cta, task, thread);
-    // Before the products, which hide how long that takes, where there is a register to hold it meanwhile.
-    RowTarget target;
-    if constexpr (!kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
+    // Before the products, which hide how long that takes, where there is a register to hold it meanwhile; where there
+    // is none for so long, before the last of them.
+    RowTarget target{RowTarget::kNone};
+    if constexpr (!kLateTargets && !kScaled) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) {
       queue.announce_meanwhile(step, steps);
-      if constexpr (Variant::Precision::kTokens.is_scaled()) {
-        if (step == steps - 1 && rows > 0) stage_channels(cta, task, thread);
+      if constexpr (kScaled) {
+        if (step == steps - 1 && rows > 0) {
+          target = target_of(cta, task, stored_row<Variant>(thread.anew()));
+          stage_channels(cta, task, thread);
+        }
       }
     };
     ptx::Accumulators sums;
