@@ -144,6 +144,14 @@ def test_the_command_records_saves_and_reads_again(tmp_path: Path, pass_name):
     assert ("weight gradients" in drawn) == ("data gradients" in drawn) == (pass_name == "backward")
 
 
+def test_the_command_records_a_layer_in_8_bits():
+    recorded = command("timeline", "--shape=256,384,8,2", "--tokens=24", "--ep=2", "--runs=2", "--dtype=fp8-block")
+    assert recorded.returncode == 0, recorded.stderr
+    told = recorded.stdout.splitlines()
+    assert "fp8-block" in told[0]
+    assert len([line for line in told if ": forward pass of" in line]) == 2
+
+
 # Gradients of other outputs than those whose truth is known.
 WRONG_GRADIENTS = """
 import dataclasses

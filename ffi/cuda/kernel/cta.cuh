@@ -74,7 +74,7 @@ struct Cta {
     return kSharesColumns && (own.part & kSharedColumns) != 0;
   }
   __device__ __forceinline__ int32_t first_answer_column(const Task& own) const {
-    const int32_t half = shares_columns(own) ? static_cast<int32_t>(cta_rank) : 0;
+    const int32_t half = shares_columns(own) ? ptx::read_cluster_rank() : 0;
     return own.column_tile * Tiling::kColumns + half * (Tiling::kColumns / 2);
   }
 

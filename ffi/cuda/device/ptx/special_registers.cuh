@@ -35,4 +35,11 @@ __device__ __forceinline__ uint32_t clock_ticks_low() {
   return value;
 }
 
+// The number of this block in its cluster, asked anew likewise.
+__device__ __forceinline__ int32_t read_cluster_rank() {
+  int32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 }  // namespace jaxmoe::ptx

@@ -56,7 +56,7 @@ class LoadedB {
     if (!own_) {
 #pragma unroll
       for (int i = 0; i < kSharedBoxes; ++i) {
-        const int box = cta_.cta_rank * kSharedBoxes + i;
+        const int box = ptx::read_cluster_rank() * kSharedBoxes + i;
         b_.load(p, task_, part, k, box, [&](const CUtensorMap& map, auto... at) {
           constexpr uint16_t kAll = (1u << Tiling::kBlocks) - 1;
           ptx::load_box_multicast(stage.b.box(box), &map, full, policy_, kAll, at...);
