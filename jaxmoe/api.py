@@ -23,7 +23,7 @@ from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import ARRIVED_NAME, CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
+from jaxmoe.options import Accumulation, Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import MoEStats, int32_ids, load_stats
@@ -46,6 +46,7 @@ def moe_layer(
     plan: AnyPlan | None = None,
     residuals: Residuals | None = None,
     precision: Precision | None = None,
+    accumulation: Accumulation = "promoted",
     network: NetworkPlan | None = None,
     return_stats: bool = False,
 ) -> Any:
@@ -125,6 +126,11 @@ def moe_layer(
         decoded.
         Where nothing of the experts is differentiated (they are left out of the argnums of `jax.grad`, or given through
         `jax.lax.stop_gradient`), the backward pass makes no gradients of them, which is more than a third of its work.
+      accumulation: how products of 8-bit tokens (or h) and weights become sums. `"promoted"`: of each 128 columns in
+        the tensor cores, and from there on in float32, with the scales of each. `"fast"`: of all columns in the tensor
+        cores, whose sums keep some 13 bits behind the binary point, scaled once (what others call fast accumulation);
+        with `precision="fp8-static"` and scales of output channels or whole matrices alone, since other scales change
+        along the columns. Its sums are less exact on GPUs; other platforms add up in float32 either way.
       network: where the experts are spread over several hosts: which ranks are of one host, and how tokens travel
         between hosts, by XLA's collectives, around a layer that each host computes for itself. `None`: as the devices
         of the mesh say, with the choices that `jaxmoe.explain` shows; `jaxmoe.NetworkPlan(ranks_per_host=...)` states
@@ -163,6 +169,7 @@ def moe_layer(
         plan,
         residuals,
         precision,
+        accumulation,
         network,
         hidden_axis,
         intermediate_axis,

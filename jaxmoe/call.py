@@ -61,6 +61,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
     shards = _manual_ranks(inner_axes["hidden_axis"])
     weights = expert_checks.check(experts, hidden=x.shape[-1], dtype=x.dtype, hidden_ranks=shards)
     precision = precisions.resolve(options.precision, weights, x.dtype)
+    precisions.check_accumulation(options.accumulation, precision, weights)
     activation = activations.resolve(options.activation)
     if activation.needs_up and not weights.gated:
         raise ValueError(
@@ -111,6 +112,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
             residuals,
             precision,
             quantizes,
+            options.accumulation,
             biases=any(name.startswith("b_") for name in present(weights)),
             levels=hosts,
             token_split=token_split,

@@ -11,7 +11,7 @@ from jaxmoe.implementations.explanation import Explanation
 from jaxmoe.network import explain as across_hosts
 from jaxmoe.network.choice import call_on_host
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Arguments, CallOptions, ImplementationName, Precision, Residuals
+from jaxmoe.options import Accumulation, Arguments, CallOptions, ImplementationName, Precision, Residuals
 
 __all__ = ["Explanation", "explain"]
 
@@ -33,6 +33,7 @@ def explain(
     plan: Any = None,
     residuals: Residuals | None = None,
     precision: Precision | None = None,
+    accumulation: Accumulation = "promoted",
     network: NetworkPlan | None = None,
 ) -> Explanation:
     """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
@@ -53,6 +54,7 @@ def explain(
       plan: as for `moe_layer`.
       residuals: as for `moe_layer`.
       precision: as for `moe_layer`.
+      accumulation: as for `moe_layer`.
       network: as for `moe_layer`.
 
     Raises:
@@ -80,6 +82,7 @@ def explain(
         plan,
         residuals,
         precision,
+        accumulation,
         network,
         hidden_axis,
         intermediate_axis,

@@ -26,7 +26,7 @@ from jaxmoe.flax.config import (
 from jaxmoe.flax.placement import put
 from jaxmoe.flax.weights import arguments_of, arrays_of
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import ImplementationName, Precision, Residuals
+from jaxmoe.options import Accumulation, ImplementationName, Precision, Residuals
 from jaxmoe.plan import AnyPlan
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
@@ -241,6 +241,7 @@ class MoE(nnx.Module):
         plan: AnyPlan | None = None,
         residuals: Residuals | None = None,
         precision: Precision | None = None,
+        accumulation: Accumulation = "promoted",
         network: NetworkPlan | None = None,
         dtype: DTypeLike | None = None,
     ) -> "MoE":
@@ -266,6 +267,7 @@ class MoE(nnx.Module):
           plan: or `None` for the default.
           residuals: what the backward pass keeps.
           precision: by default that of the experts.
+          accumulation: how products of 8 bits become sums, see `jaxmoe.moe_layer`.
           network: or `None` for the default.
           dtype: to compute in; `None` is the promotion of `x` and the wide weights.
 
@@ -297,6 +299,7 @@ class MoE(nnx.Module):
             plan=plan,
             residuals=residuals,
             precision=precision,
+            accumulation=accumulation,
             network=network,
             dtype=dtype,
             param_dtype=jnp.float32,

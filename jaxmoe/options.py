@@ -15,6 +15,7 @@ from jaxmoe.routing.router import Routing
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
 Precision = Literal["fp8", "fp8-e8m0", "fp8-static", "w8a16", "w4a16"]
+Accumulation = Literal["promoted", "fast"]
 
 
 class Arguments(NamedTuple):
@@ -67,6 +68,7 @@ class CallOptions:
     plan: Any = None
     residuals: Any = None
     precision: Any = None
+    accumulation: Any = "promoted"
     network: Any = None
     hidden_axis: Any = None
     intermediate_axis: Any = None

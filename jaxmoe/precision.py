@@ -29,11 +29,12 @@ from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.four_bit import NVFP4, FourBit
-from jaxmoe.options import Precision
+from jaxmoe.options import Accumulation, Precision
 from jaxmoe.quantization import MATRICES, decode_8_bits, dequantize_rows, quantize, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+ACCUMULATIONS: tuple[Accumulation, ...] = get_args(Accumulation)
 # Of tokens and h: as compiled code has them too, scales are float32 whether or not they are powers of two.
 ROWS = Format(VALUES, 1, BLOCK, jnp.float32)
 
@@ -122,6 +123,37 @@ def _without_input_scale(experts: AnyExperts) -> list[str]:
     """Returns the names of the matrices, all `BlockScaled`, that lack a scale of what they are multiplied with."""
     matrices = {name: matrix for name in MATRICES if (matrix := getattr(experts, name, None)) is not None}
     return [name for name, matrix in matrices.items() if matrix.input_scale is None]
+
+
+def check_accumulation(accumulation: Any, precision: Precision | None, experts: AnyExperts) -> None:
+    """Raises where sums cannot be made as asked for.
+
+    Args:
+      accumulation: what the user passed.
+      precision: of the call, resolved.
+      experts: checked, and going with the precision.
+
+    Raises:
+      ValueError: it is not known, or there are scales that change within a sum.
+    """
+    if accumulation not in ACCUMULATIONS:
+        raise ValueError(
+            f"moe_layer: accumulation={accumulation!r} is not known. Use one of {', '.join(map(repr, ACCUMULATIONS))}."
+        )
+    if accumulation == "promoted":
+        return
+    asked = "moe_layer: accumulation='fast' scales the sum of all products of a row and a column once"
+    if not has_given_scales(precision):
+        raise ValueError(
+            f"{asked}, and precision={precision!r} does not give all tokens one scale. Pass precision='fp8-static' "
+            "with experts that have an input_scale (jaxmoe.with_input_scales), or accumulation='promoted'."
+        )
+    assert isinstance(experts, Experts), "given scales go with BlockScaled matrices, which have no fused layout"
+    if not set(experts.common_kinds) - {"128x128"} and max(experts.hidden, experts.intermediate) > BLOCK:
+        raise ValueError(
+            f"{asked}, and the scales of these experts are those of blocks of 128 x 128. Quantise them with "
+            "jaxmoe.quantize(experts, 'channel') or 'expert', or pass accumulation='promoted'."
+        )
 
 
 def rounds_rows(precision: Precision | None) -> bool:

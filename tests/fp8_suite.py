@@ -12,7 +12,7 @@ import pytest
 import jaxmoe
 from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.options import Arguments
-from jaxmoe.testing import ROUTING_KINDS, identity_experts, relative_error
+from jaxmoe.testing import ROUTING_KINDS, identity_experts, relative_error, tolerance
 from tests.layer_calls import EXPERTS, TOKENS, TOP_K, cotangent, layer, mesh_of
 from tests.quantized_layer import (
     HIDDEN,
@@ -67,7 +67,7 @@ def jitted_quantize(block: str, scale_dtype: Any) -> Any:
     return jax.jit(functools.partial(jaxmoe.quantize, block=block, scale_dtype=scale_dtype))
 
 
-def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
+def positive_inputs(hidden: int, intermediate: int, dtype: Any, block: str = "128x128") -> Arguments:
     """Rows whose sums have one sign, which is where sums that are cut are off by most."""
     rng = np.random.default_rng(0)
 
@@ -76,7 +76,15 @@ def positive_inputs(hidden: int, intermediate: int, dtype: Any) -> Arguments:
 
     experts = jaxmoe.Experts(positive(2, hidden, intermediate) / hidden, None, positive(2, intermediate, hidden))
     ids = jnp.asarray(np.arange(8)[:, None] % 2, jnp.int32)
-    return in_8_bits(Arguments(positive(8, hidden), ids, jnp.ones((8, 1)), experts))
+    return in_8_bits(Arguments(positive(8, hidden), ids, jnp.ones((8, 1)), experts), block)
+
+
+def allowed_for_fast_sums(arguments: Arguments, truth: np.ndarray, activation: Any = "silu") -> float:
+    """Twice the error that the dtype of x makes, and tensor cores beside it."""
+    cut = truth_of(arguments, "fp8-static", activation, multiply_unpromoted)
+    dtype = arguments.x.dtype
+    rough = jitted_dense(activation, "fp8-static", None if dtype == jnp.float32 else dtype)(arguments)
+    return tolerance(rough, truth, dtype) + 2 * relative_error(cut, truth)
 
 
 class Fp8Suite(QuantizedChecks):
@@ -213,6 +221,15 @@ class Fp8Suite(QuantizedChecks):
             arguments = in_8_bits(self.inputs(31, gated=False, num_experts=3, dtype=dtype), kind, scale_dtype)
             arguments = with_given_scales(arguments)
             assert_as_exact(self.small_run(arguments, activation="relu"), arguments, "fp8-static", activation="relu")
+
+    @pytest.mark.parametrize(("kind", "scale_dtype"), [("channel", jnp.float32), ("expert", jnp.float8_e8m0fnu)])
+    def test_fast_sums_have_at_most_twice_the_error_of_sums_that_tensor_cores_make(self, kind, scale_dtype):
+        for dtype in self.dtypes:
+            inputs = self.inputs(32, biases=True, routing="zipf", dtype=dtype)
+            arguments = with_given_scales(in_8_bits(inputs, kind, scale_dtype))
+            truth = truth_of(arguments, "fp8-static")
+            y = self.small_run(arguments, accumulation="fast")
+            assert relative_error(y, truth) <= allowed_for_fast_sums(arguments, truth)
 
     @pytest.mark.parametrize(("tokens", "h", "largest"), [(1.0, 1.0, 448), (0.25, 1.0, 112), (1.0, 0.125, 56)])
     def test_what_is_beyond_448_times_a_given_scale_becomes_that(self, tokens, h, largest):

@@ -4,6 +4,7 @@
 // Callers: host/layer_handler.cc, cuda/host/call_checks.h. All return what is wrong, empty where nothing is.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -185,6 +186,20 @@ inline std::string types_error(const LayerCall& call) {
   return "";
 }
 
+// Sums that are scaled once need scales that hold for the whole depth.
+inline std::string accumulation_error(const LayerCall& call, const LayerAttributes& a, bool rounds_rows) {
+  const auto accumulation = static_cast<Accumulation>(a.accumulation);
+  if (accumulation == Accumulation::kPromoted) return "";
+  const std::string given = "jaxmoe: accumulation=" + std::to_string(a.accumulation);
+  if (accumulation != Accumulation::kFast) return given + ". It must be 0 for promoted sums, 1 for fast ones.";
+  const int64_t depth = std::max(intermediate_of(call), call.extent(ArrayName::kX, 1));
+  const bool one_scale = rounds_rows && call.has(ArrayName::kRowScales) &&
+                         (weight_format_of(call).scale_columns == kAllOfThem || depth <= kScaleColumns);
+  if (one_scale) return "";
+  return given + ". Sums by the tensor cores alone are scaled once: they need row_scales, and weights in 8 bits with a "
+                 "scale for each output channel or each matrix.";
+}
+
 inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
   if (std::string error = attributes_error(a); !error.empty()) return error;
   const Schedule schedule = schedule_of(a);
@@ -207,7 +222,8 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
     return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) +
            " and weights without scales, which need no decoding. It must be 0.";
   }
-  const bool rounds_rows = has_scaled_weights(call) && !formats_of(call, schedule).decodes();
+  const bool rounds_rows = has_scaled_weights(call) && !formats_of(call, a, schedule).decodes();
+  if (std::string error = accumulation_error(call, a, rounds_rows); !error.empty()) return error;
   if (rounds_rows && schedule.tile.h_columns % kScaleColumns != 0) {
     return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +
            " of a tile; with weights in 8 bits it must be a multiple of " + std::to_string(kScaleColumns) +

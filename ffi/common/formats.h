@@ -61,6 +61,10 @@ inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
 // its inverse. Any other, zero, negative ones and NaN among them, makes all of its rows NaN.
 JAXMOE_ANY constexpr bool is_row_scale(float scale) { return scale >= 0x1p-100f && scale <= 0x1p100f; }
 
+// How products of 8-bit factors become sums: those of 128 along the depth at a time, scaled and added up in float32; or
+// the whole depth by the tensor cores, whose sums keep some 13 bits behind the binary point, scaled once at the end.
+enum class Accumulation : int32_t { kPromoted = 0, kFast };
+
 // Of a layer.
 struct Formats {
   Format tokens;   // x, and the gradients of outputs beside it: as published, pulled and multiplied
@@ -68,6 +72,7 @@ struct Formats {
   Format answers;  // what experts make of rows, y and dx
   Format weights;  // of the experts
   Format sums;     // routing weights, and sums that are not rounded in between
+  Accumulation accumulation = Accumulation::kPromoted;  // of rows in 8 bits
 
   // Whether weights have fewer bits than the rows that they are multiplied with.
   constexpr bool decodes() const { return weights.element != tokens.element; }
@@ -84,8 +89,10 @@ struct Formats {
     return all;
   }
   // Rows in 8 bits, weights in those that are given; the layer takes and returns `wide`.
-  static constexpr Formats eight_bit(Element wide, const Format& weights) {
+  static constexpr Formats eight_bit(Element wide, const Format& weights,
+                                     Accumulation accumulation = Accumulation::kPromoted) {
     Formats all = of(wide);
+    all.accumulation = accumulation;
     all.tokens = all.h = kEightBitRows;
     all.weights = weights;
     return all;

@@ -32,6 +32,7 @@ struct LayerAttributes {
   float alpha;
   float up_offset;
   int32_t power_of_two_scales;  // 1: scales of tokens and of h are rounded up to powers of two
+  int32_t accumulation;         // Accumulation
   int32_t gate_up_layout;       // GateUpLayout
   // The fields of Schedule in their order; 0 workers and dispatchers: as many as the device has room for.
   xla::ffi::Span<const int32_t> schedule;
@@ -104,12 +105,13 @@ inline Format weight_format_of(const LayerCall& call) {
 
 // Of a schedule that decodes weights, rows stay as wide as x; and beside weights in 4 bits, which one without slots for
 // decoded ones decodes as well.
-inline Formats formats_of(const LayerCall& call, const Schedule& schedule) {
+inline Formats formats_of(const LayerCall& call, const LayerAttributes& a, const Schedule& schedule) {
   const Element wide = *element_of(call.type(ArrayName::kX));
   if (!has_scaled_weights(call)) return Formats::of(wide);
   const Format weights = weight_format_of(call);
   const bool decodes = schedule.decodes() || weights.element == Element::kE2M1;
-  return decodes ? Formats::decoded(wide, weights) : Formats::eight_bit(wide, weights);
+  if (decodes) return Formats::decoded(wide, weights);
+  return Formats::eight_bit(wide, weights, static_cast<Accumulation>(a.accumulation));
 }
 
 // Gate and up, by the names of their own arrays or of the one of both; null where there are none.
@@ -169,7 +171,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
     xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
-    xla::ffi::StructMember<int32_t>("gate_up_layout"), xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
+    xla::ffi::StructMember<int32_t>("accumulation"), xla::ffi::StructMember<int32_t>("gate_up_layout"), xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"));

@@ -126,7 +126,7 @@ class Products {
           of_matrix(which, m_.shape.projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
       const auto matrix = ScaledMatrix::of_expert(all, scales, m_.formats.weights, task.expert,
                                                   is_down ? m_.shape.hidden : m_.shape.intermediate, rows.columns);
-      return multiply_scaled(matrix, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {
+      return multiply_scaled(matrix, m_.formats.accumulation, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {
         return {row_of(rows, task, i) + depth,
                 m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
       });

@@ -83,13 +83,14 @@ struct ScaledColumns {
 
 // Products of rows: sums[row, c] of column first + c of the results, promoted as in the GPU kernel. Those of
 // kScaleColumns depths are summed, and each such sum is scaled and added to the others, rounded once. Scales of columns
-// come last, once. row_of(i, first depth) gives the ScaledColumns of row i.
+// come last, once. Fast ones are those of all depths, scaled once; in float32, as a CPU adds up. row_of(i, first depth)
+// gives the ScaledColumns of row i.
 template <class RowOf>
-std::vector<float> multiply_scaled(const ScaledMatrix& matrix, int32_t rows, int32_t first, int32_t columns,
-                                   const RowOf& row_of) {
+std::vector<float> multiply_scaled(const ScaledMatrix& matrix, Accumulation accumulation, int32_t rows, int32_t first,
+                                   int32_t columns, const RowOf& row_of) {
   std::vector<float> sums(static_cast<size_t>(rows) * columns, 0.0f);
+  std::vector<float> parts(sums.size(), 0.0f);  // not scaled yet
   std::vector<float> weights(static_cast<size_t>(kScaleColumns) * columns);  // [depths, columns]
-  std::vector<float> part(columns);
   for (int32_t depth = 0; depth < matrix.depth; depth += kScaleColumns) {
     for (int32_t c = 0; c < columns; ++c) {
       const E4M3::Storage* line = matrix.elements + int64_t{first + c} * matrix.depth + depth;
@@ -97,15 +98,17 @@ std::vector<float> multiply_scaled(const ScaledMatrix& matrix, int32_t rows, int
     }
     for (int32_t i = 0; i < rows; ++i) {
       const ScaledColumns row = row_of(i, depth);
-      std::fill(part.begin(), part.end(), 0.0f);
+      float* const part = parts.data() + int64_t{i} * columns;
       for (int32_t k = 0; k < kScaleColumns; ++k) {
         const float factor = E4M3::load(row.elements[k]);
         for (int32_t c = 0; c < columns; ++c) part[c] += factor * weights[int64_t{k} * columns + c];
       }
+      if (accumulation == Accumulation::kFast && depth + kScaleColumns < matrix.depth) continue;
       float* of_row = sums.data() + int64_t{i} * columns;
       for (int32_t c = 0; c < columns; ++c) {
         const float weight_scale = matrix.scales_are_of_columns() ? 1.0f : matrix.scale_of(first + c, depth);
         of_row[c] = std::fma(part[c], row.scale * weight_scale, of_row[c]);
+        part[c] = 0.0f;
       }
     }
   }

@@ -23,7 +23,7 @@ from jaxmoe.bench.passes import BACKWARD_ALONE, Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Arguments, Precision
+from jaxmoe.options import Accumulation, Arguments, Precision
 from jaxmoe.plan import KernelPlan
 
 
@@ -41,6 +41,7 @@ class Candidate:
       residuals: of `moe_layer`; `None` for its default. Of `"both"` alone, the one that has a forward pass to keep
         something of.
       precision: of `moe_layer`; `None` for its default.
+      accumulation: of `moe_layer`.
       network: of `moe_layer`; `None` for its default, which on one host is one level.
       fused: how gate and up lie in one array; `None` for two.
     """
@@ -52,6 +53,7 @@ class Candidate:
     pass_name: Pass = "forward"
     residuals: str | None = None
     precision: Precision | None = None
+    accumulation: Accumulation = "promoted"
     network: NetworkPlan | None = None
     fused: str | None = None
 
@@ -105,7 +107,15 @@ def candidates(
       NotImplementedError: so.
     """
     residuals = residuals if pass_name == "both" else None
-    alone = [Candidate(implementation, pass_name=pass_name, residuals=residuals, precision=inputs.precision)]
+    alone = [
+        Candidate(
+            implementation,
+            pass_name=pass_name,
+            residuals=residuals,
+            precision=inputs.precision,
+            accumulation=inputs.accumulation,
+        )
+    ]
     if implementation == BASELINE:
         if inputs.precision is not None:
             raise NotImplementedError(f"{BASELINE} has no experts in 8 bits. Measure it with --dtype=bf16.")
@@ -131,6 +141,7 @@ def candidates(
             pass_name=pass_name,
             residuals=residuals,
             precision=inputs.precision,
+            accumulation=inputs.accumulation,
         )
         for i, swept in enumerate([default] if pass_name == "both" else sweep.plans(default))
     ]
@@ -160,6 +171,7 @@ def explain(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> jaxmoe.Explanat
         implementation=candidate.implementation,  # pyright: ignore[reportArgumentType]
         plan=candidate.plan,
         precision=candidate.precision,
+        accumulation=candidate.accumulation,
         network=candidate.network,
     )
 
@@ -177,6 +189,7 @@ def program(
         plan=candidate.plan,
         residuals=candidate.residuals,  # pyright: ignore[reportArgumentType]
         precision=candidate.precision,
+        accumulation=candidate.accumulation,
         network=candidate.network,
     )
     prepare = lambda experts: experts if candidate.fused is None else _fused(mesh, candidate.fused)(experts)  # noqa: E731

@@ -40,7 +40,8 @@ _DTYPE = flags.DEFINE_enum(
     [*DTYPES, *NARROW],
     "Of tokens and weights. Of layer also BF16 tokens with experts in 8 or 4 bits: fp8-block, a float32 scale for "
     "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; "
-    "fp8-static, one for each matrix, for all tokens and for all h; w8a16, 128 x 128 decoded to BF16; mxfp4-a16 and "
+    "fp8-static, one for each matrix, for all tokens and for all h, and fp8-static-fast, the same with sums of the "
+    "tensor cores; w8a16, 128 x 128 decoded to BF16; mxfp4-a16 and "
     "nvfp4-a16, 4 bits decoded to BF16. In 8 or 4 bits --pass=forward and frozen are measured.",
 )
 _IMPLEMENTATION = flags.DEFINE_list(

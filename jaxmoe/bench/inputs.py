@@ -25,7 +25,7 @@ from jaxmoe.activation import resolve
 from jaxmoe.bench import traffic
 from jaxmoe.bench.shapes import LayerShape
 from jaxmoe.implementations.reference import reference
-from jaxmoe.options import Arguments, Precision
+from jaxmoe.options import Accumulation, Arguments, Precision
 from jaxmoe.plan import Shape
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -72,6 +72,7 @@ class Inputs:
       samples: of each set.
       weight_copies: among which calls rotate.
       precision: of the calls, as of `moe_layer`.
+      accumulation: of the calls, as of `moe_layer`.
     """
 
     shape: Shape
@@ -81,6 +82,7 @@ class Inputs:
     samples: tuple[Sample, ...]
     weight_copies: int
     precision: Precision | None = None
+    accumulation: Accumulation = "promoted"
 
 
 def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None = None) -> jaxmoe.Experts:
@@ -144,6 +146,7 @@ def make_inputs(
     *,
     sets: int = SETS,
     precision: Precision | None = None,
+    accumulation: Accumulation = "promoted",
 ) -> Inputs:
     """Returns random tokens and routings for the experts, and the truth of a sample of them.
 
@@ -155,6 +158,7 @@ def make_inputs(
       mesh: of one axis, over which tokens and experts are split.
       sets: how many.
       precision: of the calls, as of `moe_layer`. Tokens beside experts in 8 or 4 bits are BF16.
+      accumulation: of the calls, as of `moe_layer`.
     """
     dtype, ranks = jnp.bfloat16 if isinstance(experts.w_down, QuantizedMatrix) else experts.w_down.dtype, mesh.size
     precision = precisions.resolve(precision, experts, dtype)
@@ -180,7 +184,7 @@ def make_inputs(
     # Of the rank that reads most: it is waited for.
     read = min(max(traffic.weight_bytes(routing, sizes, rank) for rank in range(ranks)) for routing in routings)
     copies = weight_copies(read) if mesh.devices.flat[0].platform == "gpu" else 1
-    return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies, precision)
+    return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies, precision, accumulation)
 
 
 def weight_copies(read_bytes: int) -> int:

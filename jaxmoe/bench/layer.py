@@ -51,7 +51,7 @@ def run(options: Options) -> int:
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
     narrow = NARROW.get(options.dtype)
-    block, precision = narrow or (None, None)
+    block, precision, accumulation = narrow or (None, None, "promoted")
     say(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
@@ -82,7 +82,9 @@ def run(options: Options) -> int:
             try:
                 if experts is None:
                     experts = random_experts(case.shape, mesh, DTYPES.get(options.dtype, jnp.bfloat16), block)
-                inputs = make_inputs(case.shape, experts, tokens, options.routing, mesh, precision=precision)
+                inputs = make_inputs(
+                    case.shape, experts, tokens, options.routing, mesh, precision=precision, accumulation=accumulation
+                )
                 if options.passes != ("forward",):
                     gradients = make_gradient_inputs(inputs, mesh, trained=bool({*options.passes} - UNTRAINED))
             except ValueError as error:

@@ -14,7 +14,7 @@ from jaxmoe.bench.passes import BACKWARD_ALONE, UNTRAINED, Pass
 from jaxmoe.experts import LAYOUTS
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Precision
+from jaxmoe.options import Accumulation, Precision
 from jaxmoe.plan import KernelPlan
 from jaxmoe.precision import PRECISIONS, has_given_scales, rounds_rows
 from jaxmoe.testing import RoutingKind
@@ -31,10 +31,12 @@ class Narrow(NamedTuple):
     Args:
       block: what the experts are quantised to, as of `inputs.quantized`.
       precision: as of `moe_layer`.
+      accumulation: as of `moe_layer`.
     """
 
     block: str
     precision: Precision
+    accumulation: Accumulation = "promoted"
 
 
 # A forward pass is measured in these, and the gradients beside frozen experts.
@@ -42,6 +44,7 @@ NARROW = {
     "fp8-block": Narrow("128x128", "fp8"),
     "fp8-channel": Narrow("channel", "fp8"),
     "fp8-static": Narrow("static", "fp8-static"),
+    "fp8-static-fast": Narrow("static", "fp8-static", "fast"),
     "w8a16": Narrow("128x128", "w8a16"),
     "mxfp4-a16": Narrow("mxfp4", "w4a16"),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
@@ -276,8 +279,10 @@ class BesideOptions:
     @property
     def of_layer(self) -> dict[str, Any]:
         """What `moe_layer` is called with beside its implementation."""
-        precision = NARROW[self.dtype].precision if self.dtype in NARROW else self.precision
-        return {"precision": precision, "network": self.network}
+        precision, accumulation = self.precision, "promoted"
+        if self.dtype in NARROW:
+            _, precision, accumulation = NARROW[self.dtype]
+        return {"precision": precision, "accumulation": accumulation, "network": self.network}
 
 
 def _check_dtype(dtype: str, known: Sequence[str]) -> None:

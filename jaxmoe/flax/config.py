@@ -113,7 +113,15 @@ class LayerConfig(CallOptions):
             experts_of(arrays),
         )
         on_one_rank = CallOptions(
-            self.activation, None, (), None, self.implementation, self.plan, self.residuals, self.precision
+            self.activation,
+            None,
+            (),
+            None,
+            self.implementation,
+            self.plan,
+            self.residuals,
+            self.precision,
+            self.accumulation,
         )
         calls.check(arguments, on_one_rank if mesh is None else self)
 

@@ -10,7 +10,7 @@ from jaxmoe.activation import Activation
 from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import AnyExperts
 from jaxmoe.formats import BF16, Formats, bits
-from jaxmoe.options import ImplementationName, Precision, Residuals
+from jaxmoe.options import Accumulation, ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement, vary_alike
 from jaxmoe.token_split import TokenSplit
 
@@ -131,6 +131,7 @@ class Call:
       residuals: what the backward pass keeps of the forward pass.
       precision: which arrays have 8 bits, see `precision.py`; `None` where none has.
       quantizes: whether the experts come wide, and are rounded to 8 bits in the call.
+      accumulation: how products of rows in 8 bits become sums.
       biases: whether the experts have any.
       levels: where the experts are on several hosts: what travels between them, around calls of the layer of one host,
         whose plan this is (`network/choice.py`).
@@ -148,6 +149,7 @@ class Call:
     residuals: Residuals
     precision: Precision | None = None
     quantizes: bool = False
+    accumulation: Accumulation = "promoted"
     biases: bool = False
     levels: "Levels | None" = None
     token_split: TokenSplit = dataclasses.field(default_factory=TokenSplit)
@@ -161,14 +163,18 @@ class Call:
     @property
     def wide(self) -> "Call":
         """The same call without 8 bits: what a backward pass differentiates."""
-        return dataclasses.replace(self, shape=self.shape.wide, precision=None, quantizes=False)
+        return dataclasses.replace(
+            self, shape=self.shape.wide, precision=None, quantizes=False, accumulation="promoted"
+        )
 
     @property
     def decoded(self) -> "Call":
         """The same call with rows in the dtype of x: what a backward pass beside frozen experts differentiates."""
         four_bit = bits(self.shape.formats.weights.dtype) == 4
         precision: Precision = "w4a16" if four_bit else "w8a16"
-        return dataclasses.replace(self, shape=self.shape.decoded, precision=precision, quantizes=False)
+        return dataclasses.replace(
+            self, shape=self.shape.decoded, precision=precision, quantizes=False, accumulation="promoted"
+        )
 
     @property
     def freezes(self) -> bool:

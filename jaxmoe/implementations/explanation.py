@@ -106,7 +106,8 @@ def precision_reasons(call: Call) -> list[str]:
     scales = f", scales of tokens and h are {of_rows[call.precision]}" if call.precision in of_rows else ""
     again = "; a backward pass computes gate and up again, without rounding, whatever residuals="
     kept = again if rounds_rows(call.precision) else ""
-    return [f"precision={call.precision!r}: {rounded}{scales}{kept}"]
+    sums = ", sums are those of the tensor cores, scaled once" if call.accumulation == "fast" else ""
+    return [f"precision={call.precision!r}: {rounded}{scales}{sums}{kept}"]
 
 
 def split_reasons(call: Call) -> list[str]:

@@ -119,7 +119,7 @@ def _one_case() -> tuple[shapes.Case, int]:
 def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], str, list[float]]:
     """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
     narrow = NARROW.get(_DTYPE.value)
-    block, precision = narrow or (None, None)
+    block, precision, accumulation = narrow or (None, None, "promoted")
     if narrow is not None and _PASS.value != "forward":
         raise app.UsageError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
@@ -127,12 +127,16 @@ def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], st
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     experts = random_experts(case.shape, mesh, DTYPES.get(_DTYPE.value, jnp.bfloat16), block)
     routing_kind: RoutingKind = _ROUTING.value  # pyright: ignore[reportAssignmentType]
-    inputs = make_inputs(case.shape, experts, tokens, routing_kind, mesh, precision=precision)
+    inputs = make_inputs(
+        case.shape, experts, tokens, routing_kind, mesh, precision=precision, accumulation=accumulation
+    )
     gradients = make_gradient_inputs(inputs, mesh) if _PASS.value == "backward" else None
     cotangents = (None,) * len(inputs.sets) if gradients is None else gradients.cotangents
 
     def layer(arguments: Arguments) -> jax.Array:
-        return jaxmoe.moe_layer(*arguments[:4], mesh=mesh, implementation="megakernel", precision=precision)
+        return jaxmoe.moe_layer(
+            *arguments[:4], mesh=mesh, implementation="megakernel", precision=precision, accumulation=accumulation
+        )
 
     function = jax.jit(function_of(_PASS.value, layer))  # pyright: ignore[reportArgumentType]
     compiled = function.lower(inputs.sets[0]._replace(experts=experts), cotangents[0]).compile()

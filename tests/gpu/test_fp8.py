@@ -5,7 +5,9 @@ import pytest
 
 import jaxmoe
 from jaxmoe import machine
-from tests.fp8_suite import Fp8Suite
+from jaxmoe.testing import relative_error
+from tests.fp8_suite import LONGEST, Fp8Suite, allowed_for_fast_sums, positive_inputs, with_given_scales
+from tests.quantized_layer import truth_of
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +31,16 @@ class TestXla(OnGpu):
 )
 class TestMegakernel(OnGpu):
     implementation = "megakernel"
+
+    def test_fast_sums_are_those_of_the_tensor_cores_and_promoted_ones_are_not(self):
+        arguments = with_given_scales(positive_inputs(LONGEST, 128, self.dtype, "channel"))
+        truth = truth_of(arguments, "fp8-static", activation="relu")
+        promoted, fast = (
+            relative_error(self.small_run(arguments, activation="relu", accumulation=accumulation), truth)
+            for accumulation in ("promoted", "fast")
+        )
+        assert 2 * promoted < fast <= allowed_for_fast_sums(arguments, truth, "relu")
+
     plans = (
         None,
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1),

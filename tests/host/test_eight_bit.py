@@ -62,6 +62,7 @@ def run(
     plan: KernelPlan = PLAN,
     activation: str = "relu",
     power_of_two: bool = False,
+    accumulation: int = 0,
     changes: dict[str, Any] | None = None,
     results: tuple[str, ...] = ("y",),
     tile: tuple[int, int, int] | None = None,
@@ -74,6 +75,7 @@ def run(
       plan: of the forward pass.
       activation: by name.
       power_of_two: whether scales of rows are.
+      accumulation: 1 for fast sums.
       changes: operands to replace, or with None to leave out.
       results: names of the results; `y` comes last.
       tile: rows, columns of h and of answers of a tile; None for those of a CPU.
@@ -101,6 +103,7 @@ def run(
         "activation": np.int32(ACTIVATIONS[activation][0]),
         **{name: np.float32(0) for name in ("limit", "alpha", "up_offset")},
         "power_of_two_scales": np.int32(power_of_two),
+        "accumulation": np.int32(accumulation),
         "gate_up_layout": np.int32(0),
         "schedule": np.array(numbers, np.int32),
         "timeout_seconds": np.float32(60),
@@ -434,6 +437,16 @@ def test_arrays_that_make_no_layer_in_8_bits_are_refused(wrong):
     changes, told = WRONG[wrong]
     with pytest.raises(jax.errors.JaxRuntimeError, match=told):
         run(inputs(12), changes=changes)
+
+
+def test_fast_sums_are_refused_where_scales_change_within_them():
+    given = {"row_scales": jnp.full(2, 1 / 32)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"accumulation=2\. It must be 0 for promoted sums, 1 for"):
+        run(inputs(12), accumulation=2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"accumulation=1\. Sums by the tensor cores .* row_scales"):
+        run(inputs(12), accumulation=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"accumulation=1\. Sums .* a scale for each output channel"):
+        run(inputs(12), accumulation=1, changes=given)
 
 
 def test_gate_and_up_of_weights_in_8_bits_are_not_kept():

@@ -41,7 +41,7 @@ def run(chosen: Options, path: Path) -> tuple[int, list[dict[str, Any]]]:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "fp8-static"])
+@pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "fp8-static", "fp8-static-fast"])
 def test_a_layer_in_8_bits_has_its_error_beside_that_of_rounding(dtype, tmp_path, capsys):
     status, results = run(options(dtype, "megakernel", "xla"), tmp_path / "results")
     assert status == 0
@@ -213,7 +213,8 @@ def test_options_in_8_bits_that_cannot_be_say_why():
         with pytest.raises(ValueError, match=r"--dtype=fp8-block is of experts that are not trained, and --pass="):
             options("fp8-block", passes=passes)
     with pytest.raises(
-        ValueError, match=r"--dtype=fp4 is not one of bf16, f16, fp8-block, fp8-channel, fp8-static, w8a16"
+        ValueError,
+        match=r"--dtype=fp4 is not one of bf16, f16, fp8-block, fp8-channel, fp8-static, fp8-static-fast, w8a16",
     ):
         options("fp4")
     with pytest.raises(ValueError, match=r"--precision=fp8 and --dtype=w8a16, which has one"):

@@ -103,6 +103,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'fp8-static', 'w8a16', 'w4a16', or None"],
     ),
+    "sums that nobody knows": (
+        {"accumulation": "slow"},
+        ValueError,
+        ["accumulation='slow' is not known", "'promoted', 'fast'"],
+    ),
+    "fast sums of tokens whose scales change": (
+        {"accumulation": "fast"},
+        ValueError,
+        ["precision='fp8' does not give all tokens one scale", "precision='fp8-static'", "accumulation='promoted'"],
+    ),
+    "fast sums of experts whose scales change": (
+        {"experts": STATIC, "accumulation": "fast"},
+        ValueError,
+        ["blocks of 128 x 128", "jaxmoe.quantize(experts, 'channel')", "accumulation='promoted'"],
+    ),
     "given scales of wide experts": (
         {"experts": WIDE, "precision": "fp8-static"},
         ValueError,
@@ -213,6 +228,15 @@ def test_bad_experts_in_8_bits_are_errors_that_say_what_to_do(what):
         with pytest.raises(error) as raised:
             function(**arguments)
         assert all(part in str(raised.value) for part in told), str(raised.value)
+
+
+def test_explain_says_how_products_become_sums_where_that_is_not_the_default():
+    experts = jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "channel"), 5 / 448, 9 / 448)
+    told = [
+        str(jaxmoe.explain(X, IDS, WEIGHTS, experts, axis_name=None, accumulation=accumulation))
+        for accumulation in ("promoted", "fast")
+    ]
+    assert ["sums are those of the tensor cores" in text for text in told] == [False, True]
 
 
 @pytest.mark.parametrize("experts", [NARROW, WIDE])

@@ -254,9 +254,9 @@ def test_a_worker_that_passes_many_experts_of_one_tile_finds_the_tasks_of_one_th
     shape = with_fields(shape, num_experts=len(rows), tokens=sum(rows))
     # One that takes every task has a next section at most one task away.
     every = steps.tasks(shape, with_fields(schedule, workers=1), rows, 0)
-    for given in (rows, steps.mark_experts_without_rows(rows)):
+    for marked in (rows, steps.mark_experts_without_rows(rows)):
         for worker in range(schedule.workers):
-            assert steps.tasks(shape, schedule, given, worker) == every[worker :: schedule.workers]
+            assert steps.tasks(shape, schedule, marked, worker) == every[worker :: schedule.workers]
 
 
 def test_a_mark_says_how_many_experts_behind_have_no_rows_either():

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <string>
-#include <tuple>
+#include <utility>
 
 #include "common/tiling.h"
 #include "cuda/host/errors.h"
@@ -31,8 +31,8 @@ struct Devices {
 // Workers of the kernel of a pass for these formats on the current device; the first call loads it.
 // `ahead` as for prepare_kernel().
 ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats, bool ahead) {
-  using Kernel = std::tuple<int, Pass, Element, Element, bool, bool>;
-  const Kernel kernel{device, pass, formats.tokens.element, formats.answers.element, formats.decodes(), ahead};
+  using Kernel = std::pair<int, const void*>;
+  const Kernel kernel{device, kernel_of(pass, formats, ahead)};
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {

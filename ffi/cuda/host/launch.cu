@@ -19,6 +19,7 @@ namespace {
 const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) {
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
+                                 forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
                                  backward_decoded_f16(), forward_packed_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
@@ -27,7 +28,7 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
   const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
-           each.decoding == decoding;
+           each.decoding == decoding && each.accumulation == formats.accumulation;
   };
   return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
@@ -58,6 +59,10 @@ std::string cuda_error(const char* what, cudaError_t status) {
 }
 
 }  // namespace
+
+const void* kernel_of(Pass pass, const Formats& formats, bool ahead) {
+  return variant_for(pass, formats, ahead).kernel;
+}
 
 std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers) {
   const KernelVariant& variant = variant_for(pass, formats, ahead);

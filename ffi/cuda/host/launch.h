@@ -23,6 +23,9 @@ struct LaunchSizes {
   Pass pass;
 };
 
+// The kernel of a pass for these formats; `ahead` as for prepare_kernel().
+const void* kernel_of(Pass pass, const Formats& formats, bool ahead);
+
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
 // for these formats and sets its attributes. `ahead`: weights that are decoded are so into a ring
 // (Schedule::decodes()). Returns what went wrong, empty where nothing did.

@@ -37,7 +37,7 @@ from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
-from jaxmoe.precision import experts_in_8_bits, powers_of_two, row_scales
+from jaxmoe.precision import ACCUMULATIONS, experts_in_8_bits, powers_of_two, row_scales
 from jaxmoe.sharding import vary_alike
 
 # Returns the gradients of x, of topk_weights and of the biases of experts in 8 bits, for the gradient of the output.
@@ -203,6 +203,7 @@ def _attributes(call: Call, schedule: Any, experts: AnyExperts) -> dict[str, np.
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
         "power_of_two_scales": np.int32(powers_of_two(call.precision)),
+        "accumulation": np.int32(ACCUMULATIONS.index(call.accumulation)),
         "gate_up_layout": np.int32(layout),
         "schedule": np.array(schedule.numbers, np.int32),
     }

@@ -80,12 +80,12 @@ __device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
 #define JAXMOE_EIGHT(first)                                                                                    \
   "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
       "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
-#define JAXMOE_WGMMA_64X256X16(types)                                                                          \
+#define JAXMOE_WGMMA_64X256(depth_and_types, majors)                                                           \
   asm volatile(                                                                                                \
       "{\n"                                                                                                    \
       ".reg .pred accumulate;\n"                                                                               \
       "setp.ne.b32 accumulate, %130, 0;\n"                                                                     \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." types " {"                                                \
+      "wgmma.mma_async.sync.aligned.m64n256" depth_and_types " {"                                              \
       "%0, %1, %2, %3, %4, %5, %6, %7, "                                                                       \
       "%8, %9, %10, %11, %12, %13, %14, %15, "                                                                 \
       "%16, %17, %18, %19, %20, %21, %22, %23, "                                                               \
@@ -102,7 +102,7 @@ __device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
       "%104, %105, %106, %107, %108, %109, %110, %111, "                                                       \
       "%112, %113, %114, %115, %116, %117, %118, %119, "                                                       \
       "%120, %121, %122, %123, %124, %125, %126, %127"                                                         \
-      "}, %128, %129, accumulate, 1, 1, %131, %132;\n"                                                         \
+      "}, %128, %129, accumulate, 1, 1" majors ";\n"                                                           \
       "}"                                                                                                      \
       : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32),                \
         JAXMOE_EIGHT(40), JAXMOE_EIGHT(48), JAXMOE_EIGHT(56), JAXMOE_EIGHT(64), JAXMOE_EIGHT(72),              \
@@ -114,15 +114,21 @@ __device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
 template <Major kA, Major kB>
 __device__ __forceinline__ void multiply_bf16(Accumulators& accumulators, uint64_t a, uint64_t b) {
   float(&d)[128] = accumulators.values;
-  JAXMOE_WGMMA_64X256X16("bf16.bf16");
+  JAXMOE_WGMMA_64X256("k16.f32.bf16.bf16", ", %131, %132");
 }
 template <Major kA, Major kB>
 __device__ __forceinline__ void multiply_f16(Accumulators& accumulators, uint64_t a, uint64_t b) {
   float(&d)[128] = accumulators.values;
-  JAXMOE_WGMMA_64X256X16("f16.f16");
+  JAXMOE_WGMMA_64X256("k16.f32.f16.f16", ", %131, %132");
+}
+// Both factors lie along the depth: the instruction takes no others.
+__device__ __forceinline__ void multiply_e4m3(Accumulators& accumulators, uint64_t a, uint64_t b) {
+  constexpr Major kA = Major::kDepth, kB = Major::kDepth;
+  float(&d)[128] = accumulators.values;
+  JAXMOE_WGMMA_64X256("k32.f32.e4m3.e4m3", "");
 }
 
-#undef JAXMOE_WGMMA_64X256X16
+#undef JAXMOE_WGMMA_64X256
 
 // accumulators = a * b, with what was in them where `add` is set: a constant for the compiler.
 __device__ __forceinline__ void multiply_e4m3(HalfAccumulators& accumulators, uint64_t a, uint64_t b, bool add) {

@@ -26,9 +26,9 @@ struct Forward {
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers.
-template <class Wide>
+template <class Wide, Accumulation kAccumulation = Accumulation::kPromoted>
 struct EightBitForward {
-  using Precision = E4M3<Wide>;
+  using Precision = E4M3<Wide, kAccumulation>;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
   static constexpr KernelConfig config{.registers = RoleRegisters{72, 216}, .timeline = kTimeline};

@@ -28,6 +28,7 @@ struct KernelVariant {
   Element tokens;            // and all that is multiplied with them
   Element wide;              // x, biases, answers
   Decoding decoding;
+  Accumulation accumulation;
   const void* kernel;
   std::size_t shared_bytes;  // of a block
   bool records_timeline;
@@ -38,6 +39,8 @@ KernelVariant forward_bf16();
 KernelVariant forward_f16();
 KernelVariant forward_e4m3_bf16();  // 8-bit tokens, h and weights; 16-bit x, biases and answers
 KernelVariant forward_e4m3_f16();
+KernelVariant forward_e4m3_fast_bf16();  // the same, summed by the tensor cores
+KernelVariant forward_e4m3_fast_f16();
 KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows

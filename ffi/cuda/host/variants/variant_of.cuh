@@ -18,7 +18,7 @@ KernelVariant variant_of(Kernel* kernel) {
   static_assert(Variant::config.registers.fit());
   return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
           Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
-          reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline,
+          Precision::kAccumulation, reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline,
           kRoomForExperts<Variant>};
 }
 

@@ -55,6 +55,14 @@ struct Direct {
   }
 };
 
+// Where the scales of 8-bit factors lie, for a warp: of the first step, of its first row and of the columns of each half.
+// In shared memory, since sums and products leave 16 registers.
+struct ScalesOfProducts {
+  const float* rows;
+  const float* columns[2];
+  int32_t columns_step;  // from the scale of one step to that of the next: 1, or 0 where all steps have the same
+};
+
 // Of 8-bit factors: the products of a step, 128 along the depth, are added to the sums in float32, times the scales of
 // their rows and columns. Half of the tile's columns at a time, since there are no registers for all; these are also
 // the columns that share a scale. Both factors lie along the depth.
@@ -63,13 +71,7 @@ struct Direct {
 // 256 cycles, and to add it about 110; it was not measured.
 class Promoted {
  public:
-  // Of a warp: where the scales of the first step lie, of its first row and of the columns of each half. In shared
-  // memory, since sums and products leave 16 registers.
-  struct Scales {
-    const float* rows;
-    const float* columns[2];
-    int32_t columns_step;  // from the scale of one step to that of the next: 1, or 0 where all steps have the same
-  };
+  using Scales = ScalesOfProducts;
 
   __device__ Promoted(const Scales& scales, int lane) : scales_(scales), lane_(lane) {}
 
@@ -141,6 +143,29 @@ class Promoted {
   const Scales& scales_;
   const int lane_;
   ptx::HalfAccumulators products_;
+};
+
+// Of 8-bit factors, each of which has the same scale all along the depth: the tensor cores add up all of it, and the sums
+// are scaled at the end. They keep some 13 bits behind the binary point of the largest number on the way.
+class ScaledAtEnd : public Direct {
+ public:
+  using Scales = ScalesOfProducts;
+
+  __device__ ScaledAtEnd(const Scales& scales, int lane) : Direct({}, lane), scales_(scales), lane_(lane) {}
+
+  template <class Position, class Release>
+  __device__ __forceinline__ void end(ptx::Accumulators& sums, Position position, const Release& release) const {
+    Direct::end(sums, position, release);
+    const float* const rows = scales_.rows + lane_ / 4;
+    const float of_rows[2] = {__ldcg(rows), __ldcg(rows + 8)};
+    const float of_columns[2] = {__ldg(scales_.columns[0]), __ldg(scales_.columns[1])};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums.values[i] *= of_rows[i / 2 % 2] * of_columns[i / 64];
+  }
+
+ private:
+  const Scales& scales_;
+  const int lane_;
 };
 
 }  // namespace jaxmoe

@@ -93,10 +93,11 @@ using Products = ProductTable<
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         H>,
     Product<Gemm::kDown,          ByDepth<Hs>,              ByWidth<DownWeights>,     Intermediate,   Answers>>;
 // Tokens, h and weights in 8 bits.
+template <class Accumulate>
 using EightBitProducts = ProductTable<
     //      task                  A                B                                               depth              sums
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenByTwo,       EightBitH, Promoted>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateByTwo, Answers,   Promoted>>;
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, InHalves<GateUpWeights, ptx::Major::kDepth>,    HiddenByTwo,       EightBitH, Accumulate>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     ByDepth<DownWeights>,                           IntermediateByTwo, Answers,   Accumulate>>;
 // Weights of fewer bits, decoded the way that 8-bit ones lie.
 using DecodedProducts = ProductTable<
     //      task                  A                         B                                             depth           sums become
@@ -149,9 +150,12 @@ using SecondProduct = ProductTable<
 // clang-format on
 
 // Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
+template <class Precision>
+using AccumulateOf = std::conditional_t<Precision::kAccumulation == Accumulation::kFast, ScaledAtEnd, Promoted>;
 template <class Variant>
 using ForwardProductsOf =
-    std::conditional_t<Variant::Precision::kTokens.is_scaled(), forward_pass::EightBitProducts,
+    std::conditional_t<Variant::Precision::kTokens.is_scaled(),
+                       forward_pass::EightBitProducts<AccumulateOf<typename Variant::Precision>>,
                        std::conditional_t<Variant::Precision::kPacked, forward_pass::PackedProducts,
                        std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts,
                                           forward_pass::Products>>>;

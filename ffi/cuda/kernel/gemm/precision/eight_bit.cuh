@@ -3,7 +3,8 @@
 // (Wide). What a policy offers: see sixteen_bit.cuh, and here multiply_half() on slices of 32 along K.
 //
 // The tensor cores add 8-bit products with some 13 bits behind the binary point. So sums of 128 products are taken out
-// and added up in float32, each times the scales of its rows and columns (accumulate.cuh, Promoted).
+// and added up in float32, each times the scales of its rows and columns (accumulate.cuh, Promoted). Who wants it, and has
+// one scale for a row and one for a column, gets sums of the tensor cores (ScaledAtEnd).
 #pragma once
 
 #include <cuda_fp8.h>
@@ -15,14 +16,20 @@
 
 namespace jaxmoe {
 
-template <class Wide_>
+template <class Wide_, Accumulation kAccumulation_ = Accumulation::kPromoted>
 struct E4M3 {
   using Element = __nv_fp8_storage_t;
   using Wide = Wide_;
+  static constexpr Accumulation kAccumulation = kAccumulation_;
   static constexpr Format kTokens = kEightBitRows;
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
 
+  template <ptx::Major kA, ptx::Major kB>
+  static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
+    static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
+    ptx::multiply_e4m3(sums, a, b);
+  }
   static __device__ __forceinline__ void multiply_half(ptx::HalfAccumulators& sums, uint64_t a, uint64_t b, bool add) {
     ptx::multiply_e4m3(sums, a, b, add);
   }

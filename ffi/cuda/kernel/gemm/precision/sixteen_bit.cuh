@@ -20,6 +20,7 @@ struct Bf16 {
   using Wide = Bf16;
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kBf16;
   static constexpr Format kTokens{kElement};
+  static constexpr Accumulation kAccumulation{};  // 8 bits have a choice
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
 
@@ -42,6 +43,7 @@ struct F16 {
   using Wide = F16;
   static constexpr jaxmoe::Element kElement = jaxmoe::Element::kF16;
   static constexpr Format kTokens{kElement};
+  static constexpr Accumulation kAccumulation{};  // 8 bits have a choice
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
 

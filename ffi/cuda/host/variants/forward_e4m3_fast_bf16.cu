@@ -1,0 +1,10 @@
+#include "cuda/host/variants/variant.cuh"
+
+namespace jaxmoe {
+
+KernelVariant forward_e4m3_fast_bf16() {
+  using Fast = EightBitForward<Bf16, Accumulation::kFast>;
+  return variant_of<Fast>(moe_forward<Fast>);
+}
+
+}  // namespace jaxmoe
