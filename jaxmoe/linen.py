@@ -194,7 +194,9 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def _config(self) -> LayerConfig:
-        return LayerConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)})
+        # Wide experts, which are all that it has, leave no choice of how sums are made.
+        chosen = {field.name for field in dataclasses.fields(LayerConfig)} - {"accumulation"}
+        return LayerConfig(**{name: getattr(self, name) for name in chosen})
 
     def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""

@@ -231,6 +231,17 @@ def test_weights_without_the_selection_bias_of_their_router_are_warned_of():
         MoE.from_weights(weights_of(selection_bias=None), router, axis_name=None)
 
 
+def test_a_layer_of_a_checkpoint_makes_its_sums_as_it_is_told():
+    given: dict[str, Any] = {"axis_name": None, "accumulation": "fast"}
+    fast = MoE.from_weights(weights_of("given scales"), ROUTER, **given)
+    assert fast.config.accumulation == "fast"
+    promoted = MoE.from_weights(weights_of("given scales"), ROUTER, axis_name=None)
+    # Without tensor cores they are the same.
+    np.testing.assert_array_equal(fast(tokens())[0], promoted(tokens())[0])
+    with pytest.raises(ValueError, match="accumulation='fast' scales the sum of all products"):
+        MoE.from_weights(weights_of("mxfp4"), ROUTER, **given)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_no_weights_and_a_precision_that_does_not_fit_them_are_refused():
     with pytest.raises(TypeError, match=r"weights is a Experts; pass what jaxmoe.convert.from_hf returned"):
