@@ -171,7 +171,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
     xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
-    xla::ffi::StructMember<int32_t>("accumulation"), xla::ffi::StructMember<int32_t>("gate_up_layout"), xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
+    xla::ffi::StructMember<int32_t>("accumulation"), xla::ffi::StructMember<int32_t>("gate_up_layout"),
+    xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"));

@@ -21,7 +21,8 @@ struct Layer {
   }
   static LaunchSizes sizes(const LayerCall& call, const LayerAttributes& a) {
     const Schedule schedule = schedule_of(a);
-    return {shape_of(call, a), schedule, formats_of(call, a, schedule), call.backward() ? Pass::kBackward : Pass::kForward};
+    const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
+    return {shape_of(call, a), schedule, formats_of(call, a, schedule), pass};
   }
   static ArenaCall arena_call(const LayerCall& call, const LayerAttributes& a) {
     ArenaCall ready{};

@@ -81,7 +81,7 @@ class LoadedB {
   B b_;
 };
 
-// Whether the first task of a block has its weights loaded before its rows are there: weights that nobody has to decode.
+// Whether the first task of a block has its weights loaded before its rows are there: those that nobody has to decode.
 template <class Product, class Variant>
 inline constexpr bool kWeightsFirst =
     Product::kGemm == Gemm::kGateUp && Variant::kPass == Pass::kForward && !Cta<Variant>::kDecodes;
