@@ -43,7 +43,7 @@ JAXMOE_ANY constexpr void keep_rows_with_room(const Room& room, int32_t* rows_pe
 class RoomWalk {
  public:
   // All three have to outlive the walk. `rows_per_expert` are those that are sent, or those that have found room; an
-  // expert without rows may be marked (mark_experts_without_rows() in scheduler.h).
+  // expert without rows may be marked (mark_experts_without_rows() in units.h).
   JAXMOE_ANY RoomWalk(const Room& room, const TileSizes& tile, const int32_t* rows_per_expert)
       : room_(room), tile_(tile), rows_per_expert_(rows_per_expert) {}
 

@@ -39,6 +39,7 @@
 #include <cstdint>
 
 #include "common/shape.h"
+#include "common/units.h"
 
 namespace jaxmoe {
 
@@ -74,182 +75,15 @@ struct Task {
   int32_t column_tiles;
   // Of weight gradients alone.
   int32_t weight_row_tile;  // of the matrix
-  int32_t part;         // kFirstPart | kLastPart, of the parts that an expert's segments contribute; else see below
+  int32_t part;         // kFirstPart | kLastPart (units.h), or one of those below
   int32_t sums_tile;    // row tile that stands for the segment whose sums lie where this one's will; none: -1
 };
 
-// The sum of an expert with one segment is both.
-inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segments to add to
-inline constexpr int32_t kLastPart = 2;   // the sums are complete
-// As the part of a h_gradient: gate and up of its tile are those that the forward pass has saved.
+// Other parts than those of segments (units.h). Of a h_gradient: gate and up of its tile are those that the forward
+// pass has saved.
 inline constexpr int32_t kSavedPart = 4;
-// As the part of a block in a down task: its half of the columns of a narrow tile's only column tile.
+// Of a block in a down task: its half of the columns of a narrow tile's only column tile.
 inline constexpr int32_t kSharedColumns = 8;
-
-// Row tiles of one expert whose weight gradients are summed at once; in a forward pass all tiles of the expert.
-struct Segment {
-  int32_t expert;
-  int32_t first_tile;       // over all local experts
-  int32_t tiles;
-  int32_t tile_of_expert;   // the first tile, counted within its expert
-  int32_t rows_of_expert;
-  int32_t nth;              // of the experts that have rows
-  int32_t part;             // kFirstPart | kLastPart
-  // First tile of the segment before it that left sums behind for a next one or took them up: experts with several
-  // segments use the same memory for them, one after the other. None: -1.
-  int32_t sums_tile;
-};
-
-// Size of the first of some parts over which `count` is spread evenly.
-JAXMOE_ANY constexpr int32_t first_of_parts(int32_t count, int32_t parts) {
-  return parts == 1 ? count : ceil_div(count, parts);
-}
-
-// Of hundreds of experts the tokens of a decode batch name few. For walks to pass the others in few steps, an expert
-// without rows may have a mark in the place of 0 rows: minus the number of experts right behind it that have none
-// either. Marks all of them.
-JAXMOE_ANY constexpr void mark_experts_without_rows(int32_t* rows_per_expert, int32_t num_experts) {
-  int32_t behind = 0;
-  for (int32_t expert = num_experts - 1; expert >= 0; --expert) {
-    int32_t& rows = rows_per_expert[expert];
-    behind = rows > 0 ? 0 : behind + 1;
-    if (rows <= 0) rows = 1 - behind;
-  }
-}
-
-// The segments of a rank, in order. The tiles of an expert are spread evenly over as few segments as hold them.
-class SegmentWalk {
- public:
-  // The schedule and the rows have to outlive the walk.
-  JAXMOE_ANY SegmentWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
-      : schedule_(schedule), rows_per_expert_(rows_per_expert), num_experts_(num_experts) {}
-
-  JAXMOE_ANY bool next(Segment& segment) {
-    const bool first = tiles_left_ == 0;
-    while (tiles_left_ == 0) {
-      if (++expert_ >= num_experts_) return false;
-      const int32_t rows = rows_per_expert_[expert_];
-      tiles_left_ = few_parts(rows, schedule_.tile.rows);
-      tile_of_expert_ = 0;
-      if (tiles_left_ > 0) ++nth_;
-      if (rows < 0) expert_ -= rows;
-    }
-    const int32_t segments = schedule_.backward() ? few_parts(tiles_left_, schedule_.segment_tiles) : 1;
-    const int32_t tiles = first_of_parts(tiles_left_, segments);
-    const int32_t part = (first ? kFirstPart : 0) | (segments == 1 ? kLastPart : 0);
-    segment = {expert_, first_tile_, tiles, tile_of_expert_, rows_per_expert_[expert_], nth_, part, sums_tile_};
-    if (part != (kFirstPart | kLastPart)) sums_tile_ = first_tile_;
-    first_tile_ += tiles;
-    tile_of_expert_ += tiles;
-    tiles_left_ -= tiles;
-    return true;
-  }
-
-  // Rows of the next segment, where that is the next expert and has a single tile; else 0.
-  JAXMOE_ANY int32_t rows_of_one_tile() const {
-    if (tiles_left_ > 0 || expert_ + 1 >= num_experts_) return 0;
-    const int32_t rows = rows_per_expert_[expert_ + 1];
-    return rows > 0 && rows <= schedule_.tile.rows ? rows : 0;
-  }
-  // What next() does with such a segment.
-  JAXMOE_ANY void pass_one_tile() {
-    ++expert_;
-    ++nth_;
-    ++first_tile_;
-  }
-  // The number of the expert, of those with rows, and of its tile, that came last: of one with a single tile.
-  JAXMOE_ANY int32_t expert() const { return expert_; }
-  JAXMOE_ANY int32_t nth() const { return nth_; }
-  JAXMOE_ANY int32_t last_tile() const { return first_tile_ - 1; }
-
- private:
-  const Schedule& schedule_;
-  const int32_t* rows_per_expert_;
-  int32_t num_experts_;
-  int32_t expert_ = -1;
-  int32_t nth_ = -1;
-  int32_t first_tile_ = 0;
-  int32_t tile_of_expert_ = 0;
-  int32_t tiles_left_ = 0;  // of the expert
-  int32_t sums_tile_ = -1;
-};
-
-// Row tiles of one segment that are worked on together.
-struct Unit {
-  int32_t expert;
-  int32_t first_tile;       // over all local experts
-  int32_t tiles;
-  int32_t tile_of_expert;   // the first tile, counted within its expert
-  int32_t rows_of_expert;
-  int32_t nth;              // its expert is, of those that have rows
-
-  JAXMOE_ANY constexpr int32_t rows_of_tile(int32_t tile, int32_t tile_rows) const {
-    return at_most(rows_of_expert - (tile_of_expert + tile) * tile_rows, tile_rows);
-  }
-};
-
-// The units of a rank, in order. The tiles of a segment are spread evenly over as few units as hold them, since a unit
-// of one or two tiles reads as many weights as a full one.
-class UnitWalk {
- public:
-  JAXMOE_ANY UnitWalk(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts)
-      : schedule_(schedule), segments_(schedule, rows_per_expert, num_experts) {}
-
-  JAXMOE_ANY bool next(Unit& unit) {
-    if (tiles_left_ == 0) {
-      if (!segments_.next(segment_)) return false;
-      tiles_left_ = segment_.tiles;
-    }
-    const int32_t tiles = first_of_parts(tiles_left_, few_parts(tiles_left_, schedule_.unit_tiles));
-    const int32_t passed = segment_.tiles - tiles_left_;
-    unit = {segment_.expert, segment_.first_tile + passed, tiles, segment_.tile_of_expert + passed,
-            segment_.rows_of_expert, segment_.nth};
-    tiles_left_ -= tiles;
-    return true;
-  }
-
-  // Rows of the next unit, where that is the next expert and has a single tile; else 0.
-  JAXMOE_ANY int32_t rows_of_one_tile() const { return tiles_left_ > 0 ? 0 : segments_.rows_of_one_tile(); }
-  // What next() does with such a unit, in two parts: several may be passed before the last is asked for.
-  JAXMOE_ANY void pass_one_tile() { segments_.pass_one_tile(); }
-  JAXMOE_ANY Unit unit_of_one_tile(int32_t rows) const {
-    return {segments_.expert(), segments_.last_tile(), 1, 0, rows, segments_.nth()};
-  }
-
-  // Of the unit that came last.
-  JAXMOE_ANY const Segment& segment() const { return segment_; }
-  JAXMOE_ANY bool segment_ends() const { return tiles_left_ == 0; }
-
- private:
-  const Schedule& schedule_;
-  SegmentWalk segments_;
-  Segment segment_{};
-  int32_t tiles_left_ = 0;  // of the segment
-};
-
-// Decoded weights: those of an expert with rows, in a slot of their ring from before the first task of its rows until
-// after the last one. Experts are decoded in order, each by all dispatchers.
-struct DecodedExpert {
-  int32_t expert = -1;
-  int32_t nth = -1;         // of the experts that have rows
-  int32_t first_tile = 0;   // over all local experts; it stands for the expert in signals
-  int32_t tiles = 0;
-
-  JAXMOE_ANY constexpr int32_t weight_slot(const Schedule& schedule) const { return nth % schedule.weight_slots; }
-
-  // Goes on to the next one: from before the first, as it is made, to behind the last. False there.
-  JAXMOE_ANY bool advance(const Schedule& schedule, const int32_t* rows_per_expert, int32_t num_experts) {
-    first_tile += tiles;
-    for (tiles = 0; tiles == 0;) {
-      if (++expert >= num_experts) return false;
-      const int32_t rows = rows_per_expert[expert];
-      tiles = few_parts(rows, schedule.tile.rows);
-      if (rows < 0) expert -= rows;
-    }
-    ++nth;
-    return true;
-  }
-};
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
 // schedule.

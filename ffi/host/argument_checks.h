@@ -64,7 +64,7 @@ inline void check(const Schedule& schedule, int32_t fewest_ring_tiles = 1) {
   require_at_least("saved_tiles", schedule.saved_tiles, 0);
 }
 
-// Less than zero is a mark, see mark_experts_without_rows() in common/scheduler.h.
+// Less than zero is a mark, see mark_experts_without_rows() in common/units.h.
 inline void check(const Rows& rows_per_expert) {
   int64_t behind = 0;  // experts without rows right behind
   for (auto rows = rows_per_expert.rbegin(); rows != rows_per_expert.rend(); ++rows) {

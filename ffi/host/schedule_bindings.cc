@@ -151,7 +151,7 @@ void define_structs(py::module_& module) {
                 Field{"wait", &WaitFailure::wait}, Field{"seen", &WaitFailure::seen});
 }
 
-// --- scheduler.h, chunks.h ------------------------------------------------------------------------------------------
+// --- units.h, scheduler.h, chunks.h ---------------------------------------------------------------------------------
 
 template <class Item, class Walk>
 std::vector<Item> all_of(Walk walk) {

@@ -30,7 +30,7 @@ from jaxmoe.bench.inputs import (
     random_experts,
     unrounded_error_of,
 )
-from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, Options
+from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, Narrow, Options
 from jaxmoe.bench.passes import UNTRAINED, Pass, Results, function_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.table import Result
@@ -50,8 +50,7 @@ def run(options: Options) -> int:
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
-    narrow = NARROW.get(options.dtype)
-    block, precision, accumulation = narrow or (None, None, "promoted")
+    block, precision, accumulation = NARROW.get(options.dtype, Narrow())
     say(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
@@ -63,12 +62,12 @@ def run(options: Options) -> int:
         "Plan: unit tiles/lag units/ring tiles/rows of a chunk, of a backward pass /segment tiles. HBM and NVLink: the "
         f"busiest rank; > leaves out what only the compiler knows.{peak}"
     )
-    if narrow:
+    if block:
         say(
             "check: against the layer that rounds the same numbers, with sums in float32; unrounded: against "
             "the layer that rounds nothing."
         )
-    say(table.header(narrow is not None))
+    say(table.header(block is not None))
     failed = False
     for case in options.cases:
         experts, scaling = None, _Scaling(reference_ranks)

@@ -26,7 +26,7 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
 class Narrow(NamedTuple):
-    """BF16 tokens beside experts in 8 or 4 bits.
+    """BF16 tokens beside experts in 8 or 4 bits; or, with neither block nor precision, wide ones.
 
     Args:
       block: what the experts are quantised to, as of `inputs.quantized`.
@@ -34,8 +34,8 @@ class Narrow(NamedTuple):
       accumulation: as of `moe_layer`.
     """
 
-    block: str
-    precision: Precision
+    block: str | None = None
+    precision: Precision | None = None
     accumulation: Accumulation = "promoted"
 
 
@@ -274,14 +274,12 @@ class BesideOptions:
     @property
     def block(self) -> str | None:
         """What experts are quantised to, as of `jaxmoe.quantize`."""
-        return NARROW[self.dtype].block if self.dtype in NARROW else None
+        return NARROW.get(self.dtype, Narrow()).block
 
     @property
     def of_layer(self) -> dict[str, Any]:
         """What `moe_layer` is called with beside its implementation."""
-        precision, accumulation = self.precision, "promoted"
-        if self.dtype in NARROW:
-            _, precision, accumulation = NARROW[self.dtype]
+        _, precision, accumulation = NARROW.get(self.dtype, Narrow(precision=self.precision))
         return {"precision": precision, "accumulation": accumulation, "network": self.network}
 
 

@@ -113,15 +113,14 @@ class LayerConfig(CallOptions):
             experts_of(arrays),
         )
         on_one_rank = CallOptions(
-            self.activation,
-            None,
-            (),
-            None,
-            self.implementation,
-            self.plan,
-            self.residuals,
-            self.precision,
-            self.accumulation,
+            activation=self.activation,
+            axis_name=None,
+            data_axes=(),
+            implementation=self.implementation,
+            plan=self.plan,
+            residuals=self.residuals,
+            precision=self.precision,
+            accumulation=self.accumulation,
         )
         calls.check(arguments, on_one_rank if mesh is None else self)
 

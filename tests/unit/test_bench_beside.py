@@ -87,8 +87,9 @@ def test_experts_that_are_rounded_in_every_call_return_what_layer_and_other_work
     )
 
 
-def test_experts_with_given_scales_return_what_layer_and_other_work_return_alone():
-    results = measured("loss", "train_router", dtype="fp8-static", shape=IN_8_BITS, implementation="megakernel")
+@pytest.mark.parametrize("dtype", ["fp8-static", "fp8-static-fast"])
+def test_experts_with_given_scales_return_what_layer_and_other_work_return_alone(dtype):
+    results = measured("loss", "train_router", dtype=dtype, shape=IN_8_BITS, implementation="megakernel")
     assert_equal_to_their_parts(results)
 
 

@@ -1,4 +1,4 @@
-"""Units and segments (ffi/common/scheduler.h): how the row tiles of an expert are cut into them."""
+"""Units and segments (ffi/common/units.h): how the row tiles of an expert are cut into them."""
 
 import itertools
 import math
