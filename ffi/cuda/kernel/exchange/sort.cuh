@@ -2,7 +2,8 @@
 // over a few blocks (sorters), so that the same routing gives the same lists in every run. All threads of a block call
 // it, before the roles part.
 //
-//   count     each sorter counts its slots by expert           -> histograms, histograms_written
+//   count     each sorter counts its slots by expert           -> histograms, histograms_written; a single one tells
+//                                                              nobody
 //   position  sums over sorters and over an owner's experts give each its first position; sorter 0 tells the owner
 //                                                              -> rows_from
 //   write     slots into the owners' lists                     -> source_slots
@@ -19,7 +20,7 @@
 namespace jaxmoe::sort {
 
 template <class Variant>
-__device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots, int32_t sorter) {
+__device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots, int32_t sorter, int32_t sorters) {
   const Shape& shape = cta.params.shape;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
   __syncthreads();
@@ -28,6 +29,7 @@ __device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots
     if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
+  if (sorters == 1) return;
   int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{sorter} * shape.num_experts;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) histogram[e] = scratch.next[e];
   __syncthreads();
@@ -37,17 +39,20 @@ __device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots
 template <class Variant>
 __device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t sorter, int32_t sorters) {
   const auto& p = cta.params;
-  if (threadIdx.x == 0) {
+  if (sorters > 1) {
     // Pairs with the release at the end of count() of every sorter.
-    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kSort);
+    if (threadIdx.x == 0) {
+      cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kSort);
+    }
+    __syncthreads();
   }
-  __syncthreads();
   const int32_t* histograms = cta.template at<int32_t>(p.layout.histograms);
+  const int32_t others = sorters == 1 ? 0 : sorters;  // a single sorter has its counts in hand
   for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
     int32_t before = 0;
-    int32_t total = 0;
+    int32_t total = others == 0 ? scratch.next[e] : 0;
 #pragma unroll 4
-    for (int32_t other = 0; other < sorters; ++other) {
+    for (int32_t other = 0; other < others; ++other) {
       const int32_t count = __ldcg(histograms + int64_t{other} * p.shape.num_experts + e);
       before += other < sorter ? count : 0;
       total += count;
@@ -151,7 +156,7 @@ __device__ void run(const Cta<Variant>& cta) {
   if (sorter >= sorters) return;
   SortScratch& scratch = cta.shared.sort_scratch();
   const Share slots = share_of(cta.params.shape.slots(), sorter, sorters);
-  count(cta, scratch, slots, sorter);
+  count(cta, scratch, slots, sorter, sorters);
   position(cta, scratch, sorter, sorters);
   write(cta, scratch, slots);
 }
