@@ -2,8 +2,7 @@
 // over a few blocks (sorters), so that the same routing gives the same lists in every run. All threads of a block call
 // it, before the roles part.
 //
-//   count     each sorter counts its slots by expert           -> histograms, histograms_written; a single one tells
-//                                                              nobody
+//   count     each sorter counts its slots by expert           -> histograms, histograms_written
 //   position  sums over sorters and over an owner's experts give each its first position; sorter 0 tells the owner
 //                                                              -> rows_from
 //   write     slots into the owners' lists                     -> source_slots
@@ -29,30 +28,27 @@ __device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots
     if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
-  if (sorters == 1) return;
   int32_t* histogram = cta.template at<int32_t>(cta.params.layout.histograms) + int64_t{sorter} * shape.num_experts;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) histogram[e] = scratch.next[e];
   __syncthreads();
-  if (threadIdx.x == 0) cta.signals.release({Signal::kHistogramsWritten, 0, 1});
+  // The threads of a single sorter read what they have written themselves.
+  if (threadIdx.x == 0 && sorters > 1) cta.signals.release({Signal::kHistogramsWritten, 0, 1});
 }
 
 template <class Variant>
 __device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t sorter, int32_t sorters) {
   const auto& p = cta.params;
-  if (sorters > 1) {
+  if (threadIdx.x == 0 && sorters > 1) {
     // Pairs with the release at the end of count() of every sorter.
-    if (threadIdx.x == 0) {
-      cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kSort);
-    }
-    __syncthreads();
+    cta.signals.wait({Signal::kHistogramsWritten, 0, static_cast<uint32_t>(sorters)}, Site::kSort);
   }
+  __syncthreads();
   const int32_t* histograms = cta.template at<int32_t>(p.layout.histograms);
-  const int32_t others = sorters == 1 ? 0 : sorters;  // a single sorter has its counts in hand
   for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
     int32_t before = 0;
-    int32_t total = others == 0 ? scratch.next[e] : 0;
+    int32_t total = 0;
 #pragma unroll 4
-    for (int32_t other = 0; other < others; ++other) {
+    for (int32_t other = 0; other < sorters; ++other) {
       const int32_t count = __ldcg(histograms + int64_t{other} * p.shape.num_experts + e);
       before += other < sorter ? count : 0;
       total += count;
