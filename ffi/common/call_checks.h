@@ -120,10 +120,10 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
     expect({Name::kWDownScales},
            experts * blocks(hidden, weights.scale_rows) * blocks(intermediate, weights.scale_columns));
     // Decoding takes 16 bytes at a time, or whole groups.
-    const int64_t multiple = four_bit && schedule.decodes() ? weights.group_columns
-                             : four_bit                    ? kDepthInRegisters
-                             : schedule.decodes()          ? 16
-                                                           : kScaleColumns;
+    const int64_t multiple = a.rounds_rows != 0   ? kScaleColumns
+                             : !four_bit          ? 16
+                             : schedule.decodes() ? weights.group_columns
+                                                  : kDepthInRegisters;
     fit = fit && hidden % multiple == 0 && intermediate % multiple == 0;
     if (four_bit) {
       expect({Name::kWGateGroupScales, Name::kWUpGroupScales, Name::kWDownGroupScales}, matrix / weights.group_columns);
@@ -186,6 +186,23 @@ inline std::string types_error(const LayerCall& call) {
   return "";
 }
 
+// Rows in 8 bits go with weights in 8 or 4 bits that nothing decodes ahead; others with weights that something decodes.
+inline std::string rounding_error(const LayerCall& call, const LayerAttributes& a, const Schedule& schedule) {
+  const bool four_bit = call.has(ArrayName::kWGateGroupScales);
+  const std::string given = "jaxmoe: rounds_rows=" + std::to_string(a.rounds_rows);
+  if (a.rounds_rows != 0 && a.rounds_rows != 1) return given + ". It must be 0 or 1.";
+  if (a.rounds_rows == 1 && (!has_scaled_weights(call) || schedule.decodes() || call.backward())) {
+    return given + ". Rows in 8 bits are those of a forward pass with weights that have scales, and no weight_slots.";
+  }
+  if (a.rounds_rows == 1 && four_bit && call.type(ArrayName::kWGateGroupScales) != xla::ffi::F8E8M0FNU) {
+    return given + ". Weights in 4 bits beside rows in 8 must have scales of groups that are powers of two.";
+  }
+  if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
+    return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 bits.";
+  }
+  return "";
+}
+
 // Sums that are scaled once need scales that hold for the whole depth.
 inline std::string accumulation_error(const LayerCall& call, const LayerAttributes& a, bool rounds_rows) {
   const auto accumulation = static_cast<Accumulation>(a.accumulation);
@@ -222,7 +239,8 @@ inline std::string call_error(const LayerCall& call, const LayerAttributes& a) {
     return "jaxmoe: weight_slots=" + std::to_string(schedule.weight_slots) +
            " and weights without scales, which need no decoding. It must be 0.";
   }
-  const bool rounds_rows = has_scaled_weights(call) && !formats_of(call, a, schedule).decodes();
+  if (std::string error = rounding_error(call, a, schedule); !error.empty()) return error;
+  const bool rounds_rows = a.rounds_rows != 0;
   if (std::string error = accumulation_error(call, a, rounds_rows); !error.empty()) return error;
   if (rounds_rows && schedule.tile.h_columns % kScaleColumns != 0) {
     return "jaxmoe: h_columns=" + std::to_string(schedule.tile.h_columns) +

@@ -31,6 +31,7 @@ struct LayerAttributes {
   float limit;
   float alpha;
   float up_offset;
+  int32_t rounds_rows;          // 1: tokens and h are rounded to 8 bits; weights have 8 or 4
   int32_t power_of_two_scales;  // 1: scales of tokens and of h are rounded up to powers of two
   int32_t accumulation;         // Accumulation
   int32_t gate_up_layout;       // GateUpLayout
@@ -103,14 +104,12 @@ inline Format weight_format_of(const LayerCall& call) {
   return format;
 }
 
-// Of a schedule that decodes weights, rows stay as wide as x; and beside weights in 4 bits, which one without slots for
-// decoded ones decodes as well.
-inline Formats formats_of(const LayerCall& call, const LayerAttributes& a, const Schedule& schedule) {
+// Weights with scales are multiplied with rows in 8 bits, or decoded to what x has.
+inline Formats formats_of(const LayerCall& call, const LayerAttributes& a) {
   const Element wide = *element_of(call.type(ArrayName::kX));
   if (!has_scaled_weights(call)) return Formats::of(wide);
   const Format weights = weight_format_of(call);
-  const bool decodes = schedule.decodes() || weights.element == Element::kE2M1;
-  if (decodes) return Formats::decoded(wide, weights);
+  if (a.rounds_rows == 0) return Formats::decoded(wide, weights);
   return Formats::eight_bit(wide, weights, static_cast<Accumulation>(a.accumulation));
 }
 
@@ -170,7 +169,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxmoe::LayerAttributes, xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
-    xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
+    xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("rounds_rows"),
+    xla::ffi::StructMember<int32_t>("power_of_two_scales"),
     xla::ffi::StructMember<int32_t>("accumulation"), xla::ffi::StructMember<int32_t>("gate_up_layout"),
     xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),

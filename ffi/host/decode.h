@@ -44,6 +44,15 @@ class PackedMatrix {
   // Of a format that has one for all of a matrix.
   float scale_of_sums() const { return scales_[expert_]; }
 
+  // As multiply_scaled() takes a matrix (host/scaled_rows.h), where the scales of groups are powers of two: kScaleColumns
+  // elements of a line from a depth on, exact with those scales.
+  void load(int32_t line, int32_t first, float* numbers) const {
+    const int64_t index = (int64_t{expert_} * width_ + line) * depth_ + first;
+    for (int32_t k = 0; k < kScaleColumns; ++k) numbers[k] = element(index + k);
+  }
+  static constexpr bool scales_are_of_columns() { return false; }
+  float scale_of(int32_t, int32_t) const { return scale_of_sums(); }
+
  private:
   // The index-th of all experts, times the scale of its group where it has one. Exact.
   float element(int64_t index) const {

@@ -37,7 +37,7 @@ ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const I
     return ffi::Error::InvalidArgument(error);
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
-  const Formats formats = formats_of(call, attributes, schedule);
+  const Formats formats = formats_of(call, attributes);
   const Attendance attendance(site, shape, schedule, formats);
   Meeting& meeting = attendance.meeting();
   const Launch launch{.shape = shape,
@@ -70,7 +70,7 @@ ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, 
   if (error.empty()) error = call_error(call, attributes);
   if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  const Formats formats = formats_of(call, attributes, schedule_of(attributes));
+  const Formats formats = formats_of(call, attributes);
   const auto run_as = [&]<class Precision>(Precision) {
     return run<Precision>(call, attributes, instruction, run_id.run_id, device);
   };

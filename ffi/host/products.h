@@ -119,6 +119,14 @@ class Products {
   std::vector<Number> multiply(const Task& task, const Factor& rows, int32_t which, int32_t weight_slot, int32_t first,
                                int32_t columns) const {
     if constexpr (Precision::kScaled) {
+      const auto row_of_task = [&](int32_t i, int32_t depth) -> ScaledColumns {
+        return {row_of(rows, task, i) + depth,
+                m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
+      };
+      if (m_.formats.weights.element == Element::kE2M1) {
+        const PackedMatrix<Precision> matrix(m_, which, task.expert);
+        return multiply_scaled(matrix, rows.columns, m_.formats.accumulation, task.rows, first, columns, row_of_task);
+      }
       const bool is_down = which == m_.shape.projections;
       const auto& a = m_.arrays;
       const auto* const all = of_matrix(which, m_.shape.projections, a.w_gate, a.w_up, a.w_down);
@@ -126,10 +134,7 @@ class Products {
           of_matrix(which, m_.shape.projections, a.w_gate_scales, a.w_up_scales, a.w_down_scales);
       const auto matrix = ScaledMatrix::of_expert(all, scales, m_.formats.weights, task.expert,
                                                   is_down ? m_.shape.hidden : m_.shape.intermediate, rows.columns);
-      return multiply_scaled(matrix, m_.formats.accumulation, task.rows, first, columns, [&](int32_t i, int32_t depth) -> ScaledColumns {
-        return {row_of(rows, task, i) + depth,
-                m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
-      });
+      return multiply_scaled(matrix, rows.columns, m_.formats.accumulation, task.rows, first, columns, row_of_task);
     } else {
       if constexpr (kDecodes<Precision>) {
         if (!m_.schedule.decodes()) return multiply_packed(task, rows, which, first, columns);

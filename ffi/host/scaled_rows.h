@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -67,6 +68,11 @@ struct ScaledMatrix {
     return {elements + int64_t{number} * width * depth, scales + number * scales_of_each, format, width, depth};
   }
 
+  // Elements of column `column` of the results, kScaleColumns from a depth on.
+  void load(int32_t column, int32_t first, float* numbers) const {
+    const E4M3::Storage* const line = elements + int64_t{column} * depth + first;
+    for (int32_t k = 0; k < kScaleColumns; ++k) numbers[k] = E4M3::load(line[k]);
+  }
   bool scales_are_of_columns() const { return format.scale_rows == 1; }
   // Of the block that has this column of results, and depths from `first` on.
   float scale_of(int32_t column, int32_t first) const {
@@ -81,20 +87,22 @@ struct ScaledColumns {
   float scale;
 };
 
-// Products of rows: sums[row, c] of column first + c of the results, promoted as in the GPU kernel. Those of
+// Products of rows: sums[row, c] of column first + c of the results, of a ScaledMatrix or a PackedMatrix
+// (host/decode.h), promoted as in the GPU kernel. Those of
 // kScaleColumns depths are summed, and each such sum is scaled and added to the others, rounded once. Scales of columns
 // come last, once. Fast ones are those of all depths, scaled once; in float32, as a CPU adds up. row_of(i, first depth)
 // gives the ScaledColumns of row i.
-template <class RowOf>
-std::vector<float> multiply_scaled(const ScaledMatrix& matrix, Accumulation accumulation, int32_t rows, int32_t first,
-                                   int32_t columns, const RowOf& row_of) {
+template <class Matrix, class RowOf>
+std::vector<float> multiply_scaled(const Matrix& matrix, int32_t depth_of_all, Accumulation accumulation, int32_t rows,
+                                   int32_t first, int32_t columns, const RowOf& row_of) {
   std::vector<float> sums(static_cast<size_t>(rows) * columns, 0.0f);
   std::vector<float> parts(sums.size(), 0.0f);  // not scaled yet
   std::vector<float> weights(static_cast<size_t>(kScaleColumns) * columns);  // [depths, columns]
-  for (int32_t depth = 0; depth < matrix.depth; depth += kScaleColumns) {
+  std::array<float, kScaleColumns> line;
+  for (int32_t depth = 0; depth < depth_of_all; depth += kScaleColumns) {
     for (int32_t c = 0; c < columns; ++c) {
-      const E4M3::Storage* line = matrix.elements + int64_t{first + c} * matrix.depth + depth;
-      for (int32_t k = 0; k < kScaleColumns; ++k) weights[int64_t{k} * columns + c] = E4M3::load(line[k]);
+      matrix.load(first + c, depth, line.data());
+      for (int32_t k = 0; k < kScaleColumns; ++k) weights[int64_t{k} * columns + c] = line[k];
     }
     for (int32_t i = 0; i < rows; ++i) {
       const ScaledColumns row = row_of(i, depth);
@@ -103,7 +111,7 @@ std::vector<float> multiply_scaled(const ScaledMatrix& matrix, Accumulation accu
         const float factor = E4M3::load(row.elements[k]);
         for (int32_t c = 0; c < columns; ++c) part[c] += factor * weights[int64_t{k} * columns + c];
       }
-      if (accumulation == Accumulation::kFast && depth + kScaleColumns < matrix.depth) continue;
+      if (accumulation == Accumulation::kFast && depth + kScaleColumns < depth_of_all) continue;
       float* of_row = sums.data() + int64_t{i} * columns;
       for (int32_t c = 0; c < columns; ++c) {
         const float weight_scale = matrix.scales_are_of_columns() ? 1.0f : matrix.scale_of(first + c, depth);

@@ -102,6 +102,7 @@ def run(
         "arrays": np.int32(sum(1 << order.index(name) for name in ("place", *given, *results))),
         "activation": np.int32(ACTIVATIONS[activation][0]),
         **{name: np.float32(0) for name in ("limit", "alpha", "up_offset")},
+        "rounds_rows": np.int32(not carried.weight_slots),
         "power_of_two_scales": np.int32(power_of_two),
         "accumulation": np.int32(accumulation),
         "gate_up_layout": np.int32(0),

@@ -11,7 +11,6 @@ from tests.fp4_suite import Fp4Suite
 
 class TestMegakernel(Fp4Suite):
     implementation = "megakernel"
-    precisions = ("w4a16",)
     dtypes = (jnp.bfloat16, jnp.float16)
     plans = (
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=6, weight_slots=3),

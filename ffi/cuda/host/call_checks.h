@@ -41,7 +41,7 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
   const Element element = *element_of(call.type(ArrayName::kX));
   if (std::string error = element_error(element); !error.empty()) return error;
   const Schedule schedule = schedule_of(attributes);
-  if (formats_of(call, attributes, schedule).decodes() && !schedule.decodes() && element != Element::kBf16) {
+  if (formats_of(call, attributes).decodes() && !schedule.decodes() && element != Element::kBf16) {
     return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
            "; without slots for decoded weights it must be bfloat16.";
   }

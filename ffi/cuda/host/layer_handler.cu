@@ -22,7 +22,7 @@ struct Layer {
   static LaunchSizes sizes(const LayerCall& call, const LayerAttributes& a) {
     const Schedule schedule = schedule_of(a);
     const Pass pass = call.backward() ? Pass::kBackward : Pass::kForward;
-    return {shape_of(call, a), schedule, formats_of(call, a, schedule), pass};
+    return {shape_of(call, a), schedule, formats_of(call, a), pass};
   }
   static ArenaCall arena_call(const LayerCall& call, const LayerAttributes& a) {
     ArenaCall ready{};

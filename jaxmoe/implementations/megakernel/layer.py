@@ -202,6 +202,7 @@ def _attributes(call: Call, schedule: Any, experts: AnyExperts) -> dict[str, np.
         "limit": np.float32(form.limit),
         "alpha": np.float32(form.alpha),
         "up_offset": np.float32(form.up_offset),
+        "rounds_rows": np.int32(call.shape.formats.tokens.scale_rows > 0),
         "power_of_two_scales": np.int32(powers_of_two(call.precision)),
         "accumulation": np.int32(ACCUMULATIONS.index(call.accumulation)),
         "gate_up_layout": np.int32(layout),

@@ -32,10 +32,10 @@ _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
 
 def check(call: Call) -> None:
     """Raises where the megakernel cannot run a call."""
-    if bits(call.shape.formats.weights.dtype) == 4 and rounds_rows(call.precision):
+    if call.platform != "cpu" and bits(call.shape.formats.weights.dtype) == 4 and rounds_rows(call.precision):
         raise NotImplementedError(
             f"moe_layer: precision={call.precision!r} rounds tokens beside experts in 4 bits, for which "
-            "implementation='megakernel' has no kernel. Pass precision='w4a16', or implementation='xla'."
+            "implementation='megakernel' has no kernel on GPUs. Pass precision='w4a16', or implementation='xla'."
         )
     check_megakernel(call.shape, call.platform, call.activation, call.plan)
 
@@ -75,6 +75,11 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
 
 
 def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape) -> None:
+    if plan.weight_slots and not plan.segment_tiles and shape.formats.decodes and shape.formats.tokens.scale_rows:
+        raise ValueError(
+            f"moe_layer: {name} has weight_slots={plan.weight_slots}: beside tokens in 8 bits, weights in 4 bits are "
+            "decoded where they are multiplied. Leave weight_slots at 0."
+        )
     if not plan.weight_slots or plan.weight_slots >= min(plan.fewest_weight_slots, shape.local_experts):
         return
     lags = "2 * lag_units" if plan.segment_tiles else "lag_units"
@@ -103,11 +108,11 @@ def _check_precision(shape: Shape, platform: str) -> None:
     if not shape.formats.weights.scale_rows:
         return
     weights, width = shape.formats.weights, bits(shape.formats.weights.dtype)
-    multiple, reason = MULTIPLE_IN_8_BITS, "that many columns of a row share a scale"
-    if width == 4:
+    multiple, reason = MULTIPLE_TO_DECODE, "weights are decoded in pieces of 16 bytes"
+    if shape.formats.tokens.scale_rows:
+        multiple, reason = MULTIPLE_IN_8_BITS, "that many columns of a row share a scale"
+    elif width == 4:
         multiple, reason = weights.scale_columns, "that many weights share a scale"
-    elif shape.formats.decodes:
-        multiple, reason = MULTIPLE_TO_DECODE, "weights are decoded in pieces of 16 bytes"
     if shape.hidden % multiple or shape.intermediate % multiple:
         raise ValueError(
             f"moe_layer: hidden={shape.hidden} and intermediate={shape.intermediate}; implementation='megakernel' on "

@@ -115,7 +115,7 @@ def weight_slots(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int
 
 def decodes_in_registers(shape: Shape, platform: str) -> bool:
     """Whether a forward pass that keeps nothing can do without slots for decoded weights."""
-    wide = platform == "cpu" or shape.formats.tokens.dtype == jnp.bfloat16
+    wide = platform == "cpu" or shape.formats.answers.dtype == jnp.bfloat16
     whole = shape.hidden % DEPTH_IN_REGISTERS == 0 and shape.intermediate % DEPTH_IN_REGISTERS == 0
     return bits(shape.formats.weights.dtype) == 4 and shape.formats.decodes and wide and whole
 
