@@ -42,7 +42,8 @@ _DTYPE = flags.DEFINE_enum(
     "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; "
     "fp8-static, one for each matrix, for all tokens and for all h, and fp8-static-fast, the same with sums of the "
     "tensor cores; w8a16, 128 x 128 decoded to BF16; mxfp4-a16 and "
-    "nvfp4-a16, 4 bits decoded to BF16. In 8 or 4 bits --pass=forward and frozen are measured.",
+    "nvfp4-a16, 4 bits decoded to BF16; mxfp4-a8, 4 bits beside tokens and h in 8. In 8 or 4 bits --pass=forward and "
+    "frozen are measured.",
 )
 _IMPLEMENTATION = flags.DEFINE_list(
     "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."

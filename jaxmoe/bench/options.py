@@ -47,6 +47,7 @@ NARROW = {
     "fp8-static-fast": Narrow("static", "fp8-static", "fast"),
     "w8a16": Narrow("128x128", "w8a16"),
     "mxfp4-a16": Narrow("mxfp4", "w4a16"),
+    "mxfp4-a8": Narrow("mxfp4", "fp8"),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
 }
 # Of wide experts, which are rounded in the call.

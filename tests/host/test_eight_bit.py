@@ -63,6 +63,8 @@ def run(
     activation: str = "relu",
     power_of_two: bool = False,
     accumulation: int = 0,
+    rounds_rows: int = 1,
+    weight_slots: int = 0,
     changes: dict[str, Any] | None = None,
     results: tuple[str, ...] = ("y",),
     tile: tuple[int, int, int] | None = None,
@@ -76,6 +78,8 @@ def run(
       activation: by name.
       power_of_two: whether scales of rows are.
       accumulation: 1 for fast sums.
+      rounds_rows: 1 where rows are rounded.
+      weight_slots: of experts that are decoded ahead.
       changes: operands to replace, or with None to leave out.
       results: names of the results; `y` comes last.
       tile: rows, columns of h and of answers of a tile; None for those of a CPU.
@@ -92,7 +96,7 @@ def run(
         arguments.topk_ids.shape[1],
         1 if experts.w_up is None else 2,
     )
-    carried = schedule.schedule_for(shape, "cpu", plan, 0, True)
+    carried = schedule.schedule_for(shape, "cpu", plan, 0, True, weight_slots)
     numbers = [*tile, *carried.numbers[3:]] if tile else carried.numbers
     order = schedule.ARRAY_NAMES
     given = [name for name in order if name in operands]
@@ -102,7 +106,7 @@ def run(
         "arrays": np.int32(sum(1 << order.index(name) for name in ("place", *given, *results))),
         "activation": np.int32(ACTIVATIONS[activation][0]),
         **{name: np.float32(0) for name in ("limit", "alpha", "up_offset")},
-        "rounds_rows": np.int32(not carried.weight_slots),
+        "rounds_rows": np.int32(rounds_rows),
         "power_of_two_scales": np.int32(power_of_two),
         "accumulation": np.int32(accumulation),
         "gate_up_layout": np.int32(0),
@@ -448,6 +452,15 @@ def test_fast_sums_are_refused_where_scales_change_within_them():
         run(inputs(12), accumulation=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"accumulation=1\. Sums .* a scale for each output channel"):
         run(inputs(12), accumulation=1, changes=given)
+
+
+def test_rows_are_rounded_only_beside_weights_that_nothing_decodes_ahead():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rounds_rows=2\. It must be 0 or 1"):
+        run(inputs(12), rounds_rows=2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rounds_rows=0, weights in 8 bits and no weight_slots"):
+        run(inputs(12), rounds_rows=0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rounds_rows=1\. Rows in 8 bits .* no weight_slots"):
+        run(inputs(12), weight_slots=2)
 
 
 def test_gate_and_up_of_weights_in_8_bits_are_not_kept():

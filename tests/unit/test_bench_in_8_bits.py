@@ -91,6 +91,17 @@ def test_where_weights_alone_are_rounded_the_error_beside_it_is_theirs(dtype, ro
     assert result["hbm_bytes"]["weights"] == experts * 3 * 256 * 128 * bits / 8
 
 
+def test_4_bits_beside_rows_in_8_have_the_error_of_sums_in_float32(tmp_path):
+    status, [result] = run(options("mxfp4-a8", "megakernel"), tmp_path / "results")
+    assert status == 0
+    assert result["checked"]
+    assert result["relative_error"] <= result["allowed_error"] < 0.05 < result["unrounded_error"] < 0.4
+    experts = SHAPE.num_experts // RANKS
+    assert result["hbm_bytes"]["weights_decoded"] == 0
+    assert result["hbm_bytes"]["weights"] == experts * 3 * 256 * 128 * 4.25 / 8
+    assert result["hbm_bytes"]["tokens_staged"] == TOKENS * (2 * 256 + 256 + 2 * 4)
+
+
 @pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "w8a16", "mxfp4-a16", "nvfp4-a16"])
 def test_gradients_of_tokens_beside_frozen_experts_are_checked_and_timed(dtype, tmp_path):
     chosen = dataclasses.replace(options(dtype, "xla", "megakernel"), passes=("frozen",))

@@ -49,15 +49,6 @@ def test_a_layer_in_4_bits_can_be_exported_and_read_back():
     np.testing.assert_array_equal(again.call(*arguments[:4]), run(*arguments[:4]))
 
 
-def test_the_megakernel_rounds_no_tokens_beside_4_bits_and_says_what_does():
-    arguments = in_4_bits(make_inputs(0, **SIZES))
-    options: dict[str, Any] = {"axis_name": None, "precision": "fp8"}
-    assert jaxmoe.explain(*arguments[:4], **options).implementation == "xla"
-    told = r"precision='fp8' rounds tokens beside experts in 4 bits.*'w4a16'.*implementation='xla'"
-    with pytest.raises(NotImplementedError, match=told):
-        jaxmoe.explain(*arguments[:4], **options, implementation="megakernel")
-
-
 X, IDS, WEIGHTS, WIDE, _ = make_inputs(0, tokens=16, hidden=64, intermediate=96, num_experts=8, top_k=2)
 MX, NV = jitted_quantize("mxfp4")(WIDE), jitted_quantize("nvfp4")(WIDE)
 GATE: Any = MX.w_gate

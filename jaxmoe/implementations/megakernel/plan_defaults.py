@@ -95,7 +95,11 @@ def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
 def _forward_slots(shape: Shape, platform: str, lag_units: int) -> tuple[int, int, tuple[str, ...]]:
     rows = rows_per_expert(shape)
     if shape.formats.decodes and shape.formats.tokens.scale_rows:
-        return 0, lag_units, ("weight_slots=0: beside rows in 8 bits weights are decoded in the registers that multiply",)
+        return (
+            0,
+            lag_units,
+            ("weight_slots=0: beside rows in 8 bits weights are decoded in the registers that multiply",),
+        )
     if decodes_in_registers(shape, platform) and rows <= IN_REGISTERS_TO_ROWS:
         text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
         return 0, lag_units, (text,)
