@@ -198,7 +198,8 @@ inline std::string rounding_error(const LayerCall& call, const LayerAttributes& 
     return given + ". Weights in 4 bits beside rows in 8 must have scales of groups that are powers of two.";
   }
   if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
-    return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 bits.";
+    return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 "
+                   "bits.";
   }
   return "";
 }

@@ -1,7 +1,7 @@
 // What becomes of the sums of gate_up where weights are packed and rows have 8 bits: h, rounded to e4m3 with a scale for
 // each row and 128 columns, as in eight_bit_h.cuh. Here a thread has columns of several rows (packed.cuh), and the
-// columns that share a scale are those of all math warps, or without an up projection of a warpgroup. So warps tell each
-// other the largest number that each has of a row.
+// columns that share a scale are those of all math warps, or without an up projection those of a warpgroup. So warps
+// tell each other the largest number that each has of a row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,9 +46,9 @@ struct AcrossEightBitH {
     const auto& p = cta.params;
     const int32_t first = tile.first + (p.gated ? 16 : 32) * thread.warp + thread.lane / 4;
     const ColumnTerms gate = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first, tile.count);
-    const ColumnTerms second = p.gated
-                                   ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first, tile.count)
-                                   : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first + 16, tile.count);
+    const ColumnTerms second =
+        p.gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first, tile.count)
+                : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first + 16, tile.count);
     // At once: where both these and what they are made of were alive there would not be enough registers.
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
@@ -69,7 +69,7 @@ struct AcrossEightBitH {
     });
   }
   // The largest magnitude of each row among this warp's columns, for all math warps to read: as bits, in whose order NaN
-  // is above all numbers. All of them meet before, when they have read those of the task before, and after.
+  // is above all numbers. They meet before it, when all have read those of the task before, and after it.
   template <class Variant>
   static __device__ __forceinline__ void find_largest(const Cta<Variant>& cta, const Task& task,
                                                       const MathThread& thread, const ptx::Accumulators& sums) {
