@@ -21,8 +21,7 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
-                                 backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(),
-                                 dispatch_bf16(),
+                                 backward_decoded_f16(), forward_packed_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
@@ -89,9 +88,8 @@ namespace {
 class MapMaker {
  public:
   void make(CUtensorMap* map, const char* name, const Format& format, const void* base,
-            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0,
-            Swizzle swizzle = Swizzle::kBy128Bytes) {
-    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch, swizzle);
+            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0) {
+    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch);
   }
   const std::string& error() const { return error_; }
 
@@ -150,11 +148,7 @@ class WeightMaps {
     // Those with scales lie the other way round.
     if (formats_.weights.is_scaled()) std::swap(rows, columns);
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
-    // Beside rows in 8 bits each of four lanes reads 4 bytes of a line, beside wider ones 8 (gemm/packed*.cuh).
-    const Swizzle swizzle = !packed                        ? Swizzle::kBy128Bytes
-                            : formats_.tokens.is_scaled() ? Swizzle::kBy64Bytes
-                                                           : Swizzle::kNone;
-    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle);
+    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch);
   }
 
   // Gate and up, each as an array of its own, whether or not it is one.

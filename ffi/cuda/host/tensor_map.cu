@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kAlignment = 16;         // of the base and of every stride, in bytes
 constexpr int32_t kMaxBoxExtent = 256;
-constexpr int32_t kMaxLineBytes = 128;     // of a box, under the widest swizzle
+constexpr int32_t kSwizzleBytes = 128;     // widest row of a box under this swizzle
 constexpr std::size_t kMaxRank = 5;
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -39,12 +39,6 @@ std::optional<CUtensorMapDataType> copied_as(Element element) {
   }
 }
 
-CUtensorMapSwizzle driver_swizzle(Swizzle swizzle) {
-  return swizzle == Swizzle::kNone        ? CU_TENSOR_MAP_SWIZZLE_NONE
-         : swizzle == Swizzle::kBy64Bytes ? CU_TENSOR_MAP_SWIZZLE_64B
-                                          : CU_TENSOR_MAP_SWIZZLE_128B;
-}
-
 template <class Integers>
 std::string join(const Integers& values) {
   std::string text;
@@ -55,13 +49,12 @@ std::string join(const Integers& values) {
 }  // namespace
 
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
-                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch,
-                            Swizzle swizzle) {
+                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch) {
   const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
                             " (innermost first, " + info_of(element).name + ")";
   const std::optional<CUtensorMapDataType> type = copied_as(element);
   if (!type) return given + ". The copy engine is given no such elements.";
-  // Those of 4 bits are copied as bytes that hold two.
+  // Those of 4 bits are copied as bytes that hold two, lines of them not swizzled (stage.cuh).
   const bool packed = info_of(element).bits == 4;
   const int64_t element_bytes = packed ? 1 : info_of(element).bits / 8;
   const int64_t of_byte = packed ? 2 : 1;
@@ -78,7 +71,7 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   for (const int32_t extent : box) {
     if (extent < 1 || extent > kMaxBoxExtent) return given + ". Box sizes have to be in 1 .. 256.";
   }
-  if (*box.begin() * element_bytes / of_byte > kMaxLineBytes) {
+  if (*box.begin() * element_bytes / of_byte > kSwizzleBytes) {
     return given + ". A row of a box has to be at most 128 bytes.";
   }
   const int64_t multiple = kAlignment * of_byte / element_bytes;
@@ -109,8 +102,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
       packed ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult status = encode(
       map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
-      box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, driver_swizzle(swizzle), fetched,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+      packed ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
            "). Strides have to be multiples of 16 bytes and below 2^40.";

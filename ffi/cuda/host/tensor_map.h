@@ -13,14 +13,11 @@
 
 namespace jaxmoe {
 
-// How the copy engine permutes the 16 bytes pieces of lines of a box, so that those of several lines are read at once.
-enum class Swizzle { kNone, kBy64Bytes, kBy128Bytes };
-
-// Fills `map` for the tensor at `base` with these extents and boxes, innermost dimension first; what a box holds outside
-// the tensor is read as zeros. Its elements lie side by side, but for lines that are part of longer
+// Fills `map` for the tensor at `base` with these extents and boxes, innermost dimension first, 128-byte swizzle; what a
+// box holds outside the tensor is read as zeros. Its elements lie side by side, but for lines that are part of longer
 // ones: those begin `pitch` elements apart. Returns what is wrong, empty where nothing is.
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
                             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box,
-                            int64_t pitch = 0, Swizzle swizzle = Swizzle::kBy128Bytes);
+                            int64_t pitch = 0);
 
 }  // namespace jaxmoe

@@ -43,8 +43,7 @@ struct GemmShape {
 
   using Rows = OperandTile<Element, Tiling::kRows>;
   using Stage = std::conditional_t<Variant::Precision::kPacked,
-                                   jaxmoe::Stage<std::conditional_t<sizeof(Element) == 1, Rows, TwoPanels<Rows>>,
-                                                 PackedTile<Tiling::kColumns>>,
+                                   jaxmoe::Stage<TwoPanels<Rows>, PackedTile<Tiling::kColumns>>,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 

@@ -46,12 +46,6 @@ struct TakenSums {
 
 struct NoTakenSums {};
 
-// The largest number that each math warp has of each row of its tile, as bits (epilogues/across_eight_bit_h.cuh).
-struct LargestOfRows {
-  uint32_t of_warp[Roles::kMathWarps][Tiling::kRows];
-};
-struct NoLargestOfRows {};
-
 // Local experts that a block has room for: fewer where it records what it does and holds scales beside that.
 template <class Variant>
 inline constexpr int32_t kRoomForExperts =
@@ -83,9 +77,6 @@ struct KernelStorage {
   int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
   [[no_unique_address]] std::conditional_t<kAddsUpEarly<Variant>, TakenSums, NoTakenSums> sums;
-  [[no_unique_address]] std::conditional_t<Variant::Precision::kPacked && Variant::Precision::kTokens.is_scaled(),
-                                           LargestOfRows, NoLargestOfRows>
-      largest_of_rows;
   std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
       decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
   TimelineStorage<Variant::config.timeline> timeline;

@@ -19,17 +19,4 @@ __device__ __forceinline__ void multiply_bf16(float* sums, const uint32_t* a, co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same of 32 along the depth, in 8 bits: 4 t to 4 t + 3, and 16 more. Returns the products alone.
-struct Products {
-  float values[4];
-};
-__device__ __forceinline__ Products multiply_e4m3(const uint32_t* a, const uint32_t* b) {
-  Products sums;
-  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %10, %10, %10};"
-      : "=f"(sums.values[0]), "=f"(sums.values[1]), "=f"(sums.values[2]), "=f"(sums.values[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
-  return sums;
-}
-
 }  // namespace jaxmoe::ptx

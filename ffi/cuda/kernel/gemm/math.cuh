@@ -10,7 +10,6 @@
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/epilogues/across.cuh"
-#include "cuda/kernel/gemm/epilogues/across_eight_bit_h.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
 #include "cuda/kernel/gemm/epilogues/array_rows.cuh"
 #include "cuda/kernel/gemm/epilogues/eight_bit_h.cuh"
@@ -81,8 +80,6 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   constexpr bool kFewRegisters = kBackward || kScaled || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes || Variant::Precision::kPacked;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
-  // Only where nothing else fits: others then spill.
-  const auto for_target = [&] { return kScaled && Variant::Precision::kPacked ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {
     const Task& task = queue.next(ring, position);
@@ -97,7 +94,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if constexpr (!kLateTargets && !kScaled) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) {
       queue.announce_meanwhile(step, steps);
-      if constexpr (kScaled && !kLateTargets) {
+      if constexpr (kScaled) {
         if (step == steps - 1 && rows > 0) {
           target = target_of(cta, task, stored_row<Variant>(thread.anew()));
           stage_channels(cta, task, thread);
@@ -111,7 +108,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
     });
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
-    if constexpr (kLateTargets) target = target_of(cta, task, stored_row<Variant>(for_target()));
+    if constexpr (kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
     // In a backward pass also without rows: stages and biases are left.
     if (kBackward || computed) {
       Products::template with<EpilogueOf>(task.gemm, [&](auto of_product) {

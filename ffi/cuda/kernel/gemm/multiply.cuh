@@ -64,7 +64,7 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
-  if constexpr (Variant::Precision::kPacked) {
+  if constexpr (std::is_same_v<typename Factors::Accumulate, FromPacked>) {
     accumulate.multiply_tile(sums, ring, position, thread.lane, depth_steps, meanwhile, track);
   } else {
     const auto release = [&](auto stage) { ring.release(stage, thread.lane); };

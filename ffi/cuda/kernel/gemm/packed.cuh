@@ -70,32 +70,34 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
   }
 }
 
-// Where a warp's part of a tile of packed weights lies. In shared memory, as the Scales of other policies.
-struct PackedScales {
-  const uint8_t* groups[2];  // of its first column of each block
-  int32_t columns[2];        // that the matrix has from there on
-  int32_t row_bytes;         // groups of a column
-  int32_t lines[2];          // of the stage, where its columns of each block begin
-  int16_t row_blocks;        // of 8
-  bool sixteen;              // to a group, else 32
-};
-
-// Accumulate policies (accumulate.cuh) with the loop over steps in them, so that it is chosen once for a tile by its
+// The Accumulate policy (accumulate.cuh), with the loop over steps in it, so that it is chosen once for a tile by its
 // rows. Scales through shared memory, by asynchronous copies, took 4 % longer (docs/performance.md).
 //
 // With g = lane / 4 and t = lane % 4, sums.values[4 (16 b + i) + 2 h + j] is column g + 8 h of the warp's block b of
 // columns, and row 8 i + 2 t + j.
 //
-// A policy offers prepare(step), asked before the stage of a step is there; multiply_step(sums, stage), which adds its
-// products; and finish(sums). All have the number of row blocks as a template argument. Its scales of groups come ahead
-// of the steps that they are for, since memory is as far away as a stage takes: begin_groups(), and in every step
-// take_groups(step, steps) before its products and skip_groups() behind them.
-template <class Policy>
-class PackedSums {
+// A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth a thread has 16 t
+// to 16 t + 15, in 8 bytes of a column and 32 of a row, all of one group; so 8 neighbouring numbers are a word of
+// weights and 16 bytes of a row.
+class FromPacked {
  public:
+  // Of a warp. In shared memory, as those of other policies.
+  struct Scales {
+    const uint8_t* groups[2];  // of its first column of each block
+    int32_t columns[2];        // that the matrix has from there on
+    int32_t row_bytes;         // groups of a column
+    int32_t lines[2];          // of the stage, where its columns of each block begin
+    int16_t row_blocks;        // of 8, up to a power of two
+    bool sixteen;              // to a group, else 32
+  };
+
+  __device__ FromPacked(const Scales& scales, int) : scales_(scales), now_{}, next_{} {}
+
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
     ptx::clear_accumulators(sums);
-    static_cast<Policy&>(*this).begin_groups();
+    load_groups(0);
+    take_groups();
+    load_groups(1);
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
@@ -103,36 +105,40 @@ class PackedSums {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
                                                 typename Ring::Position& position, int lane, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
-    Policy& policy = static_cast<Policy&>(*this);
     const auto multiply = [&](auto row_blocks) {
       constexpr int kRowBlocks = decltype(row_blocks)::value;
       bool full = false;  // the stage of the step, as was seen while the one before was multiplied
       for (int32_t step = 0; step < steps; ++step) {
-        policy.template prepare<kRowBlocks>(step);
         if (!full) track.stall([&] { ring.wait(position); });
-        policy.take_groups(step, steps);
+        const int log_steps = scales_.sixteen ? 1 : 2;  // that a load is for
+        if (step > 0 && (step & ((1 << log_steps) - 1)) == 0) {
+          take_groups();
+          load_groups((step >> log_steps) + 1);
+        }
         const auto& stage = ring.stage(position);
         full = step + 1 < steps && ring.looks_full(position.after());
-        policy.template multiply_step<kRowBlocks>(sums, stage);
+        multiply_rows<at_most(kRowBlocks, 8)>(sums, stage);
+        if constexpr (kRowBlocks > 8) multiply_rows<8, 8>(sums, stage);
         ring.release(position, lane);
-        policy.skip_groups();
+        skip_groups();
         meanwhile(step);
         position.advance();
       }
-      policy.template finish<kRowBlocks>(sums);
+      if constexpr (kRowBlocks <= kSplitBlocks) add_split<kRowBlocks>(sums);
     };
-    const int row_blocks = scales_.row_blocks;
-    if (row_blocks <= 1) return multiply(std::integral_constant<int, 1>{});
-    if (row_blocks <= 2) return multiply(std::integral_constant<int, 2>{});
-    if (row_blocks <= 4) return multiply(std::integral_constant<int, 4>{});
-    if (row_blocks <= 8) return multiply(std::integral_constant<int, 8>{});
-    multiply(std::integral_constant<int, 16>{});
+    switch (scales_.row_blocks) {
+      case 1: return multiply(std::integral_constant<int, 1>{});
+      case 2: return multiply(std::integral_constant<int, 2>{});
+      case 4: return multiply(std::integral_constant<int, 4>{});
+      case 8: return multiply(std::integral_constant<int, 8>{});
+      default: return multiply(std::integral_constant<int, 16>{});
+    }
   }
 
- protected:
-  explicit __device__ PackedSums(const PackedScales& scales) : scales_(scales) {}
-
-  const PackedScales& scales_;
+ private:
+  // A lane loads groups for all four of its quad, 16 bytes of the column g + 8 t of the warp at a time, ahead of the
+  // steps that they are for: memory is as far away as a stage takes. Nothing touches what comes before take_groups().
+  static constexpr int32_t kLoadBytes = 16;
 
   // Where the groups of this lane's column begin, null of a column behind the last one.
   __device__ __forceinline__ const uint8_t* groups_of_column() const {
@@ -141,55 +147,6 @@ class PackedSums {
     if (column >= scales_.columns[block]) return nullptr;
     return scales_.groups[block] + int64_t{column} * scales_.row_bytes;
   }
-};
-
-// Of rows in 16 bits. A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth
-// a thread has 16 t to 16 t + 15, in 8 bytes of a column and 32 of a row, all of one group; so 8 neighbouring numbers
-// are a word of weights and 16 bytes of a row.
-class FromPacked : public PackedSums<FromPacked> {
- public:
-  using Scales = PackedScales;
-  static constexpr float kToSums = GroupScales::kToSums;
-
-  __device__ FromPacked(const Scales& scales, int) : PackedSums(scales), now_{}, next_{} {}
-
-  __device__ __forceinline__ void begin_groups() {
-    load_groups(0);
-    take_loaded();
-    load_groups(1);
-  }
-  __device__ __forceinline__ void take_groups(int32_t step, int32_t) {
-    const int log_steps = scales_.sixteen ? 1 : 2;  // that a load is for
-    if (step > 0 && (step & ((1 << log_steps) - 1)) == 0) {
-      take_loaded();
-      load_groups((step >> log_steps) + 1);
-    }
-  }
-
-  // Those of the step that was multiplied are gone.
-  __device__ __forceinline__ void skip_groups() {
-    const bool two = scales_.sixteen;  // words to a step
-    now_[0] = two ? now_[2] : now_[1];
-    now_[1] = two ? now_[3] : now_[2];
-    now_[2] = now_[3];
-  }
-
-  template <int kRowBlocks>
-  __device__ __forceinline__ void prepare(int32_t) const {}
-  template <int kRowBlocks, class Stage>
-  __device__ __forceinline__ void multiply_step(ptx::Accumulators& sums, const Stage& stage) const {
-    multiply_rows<at_most(kRowBlocks, 8)>(sums, stage);
-    if constexpr (kRowBlocks > 8) multiply_rows<8, 8>(sums, stage);
-  }
-  template <int kRowBlocks>
-  __device__ __forceinline__ void finish(ptx::Accumulators& sums) const {
-    if constexpr (kRowBlocks <= kSplitBlocks) add_split<kRowBlocks>(sums);
-  }
-
- private:
-  // A lane loads groups for all four of its quad, 16 bytes of the column g + 8 t of the warp at a time. Nothing touches
-  // what comes before take_loaded().
-  static constexpr int32_t kLoadBytes = 16;
 
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
@@ -210,10 +167,18 @@ class FromPacked : public PackedSums<FromPacked> {
       }
     }
   }
-  __device__ __forceinline__ void take_loaded() {
+  __device__ __forceinline__ void take_groups() {
     const int32_t before = 8 * (reinterpret_cast<uintptr_t>(groups_of_column()) % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
+  }
+
+  // Those of the step that was multiplied are gone.
+  __device__ __forceinline__ void skip_groups() {
+    const bool two = scales_.sixteen;  // words to a step
+    now_[0] = two ? now_[2] : now_[1];
+    now_[1] = two ? now_[3] : now_[2];
+    now_[2] = now_[3];
   }
 
   // The products of the two slices of a word have sums of their own where these are free: those of row blocks behind
@@ -310,6 +275,7 @@ class FromPacked : public PackedSums<FromPacked> {
     }
   }
 
+  const Scales& scales_;
   uint32_t now_[4], next_[5];  // groups of this step and those after it; what is being loaded
 };
 

@@ -10,7 +10,6 @@
 #include "cuda/kernel/gemm/accumulate.cuh"
 #include "cuda/kernel/gemm/operands.cuh"
 #include "cuda/kernel/gemm/packed.cuh"
-#include "cuda/kernel/gemm/packed_eight_bit.cuh"
 
 namespace jaxmoe {
 
@@ -74,7 +73,6 @@ struct EightBitH;        // activation, rounding to 8 bits: h and its scales, to
 struct Answers;          // to the ranks that own the tokens
 struct AcrossH;          // as H and Answers, of sums of which a thread has columns of several rows
 struct AcrossAnswers;
-struct AcrossEightBitH;  // as EightBitH, of such sums
 struct Projections;      // gate and up, to their ring
 struct HGradients;       // with gate and up: their gradients and h, to the rings
 struct TokenGradients;   // to the ranks that own the tokens, with the gradients of routing weights
@@ -110,11 +108,6 @@ using PackedProducts = ProductTable<
     //      task                  A                B                                depth              sums
     Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       AcrossH,       FromPacked>,
     Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, FromPacked>>;
-// The same beside tokens and h in 8 bits.
-using PackedEightBitProducts = ProductTable<
-    //      task                  A                B                                depth              sums
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       AcrossEightBitH, FromPackedEightBit>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers,   FromPackedEightBit>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -162,8 +155,7 @@ using AccumulateOf = std::conditional_t<Precision::kAccumulation == Accumulation
 template <class Variant>
 using ForwardProductsOf =
     std::conditional_t<Variant::Precision::kTokens.is_scaled(),
-                       std::conditional_t<Variant::Precision::kPacked, forward_pass::PackedEightBitProducts,
-                       forward_pass::EightBitProducts<AccumulateOf<typename Variant::Precision>>>,
+                       forward_pass::EightBitProducts<AccumulateOf<typename Variant::Precision>>,
                        std::conditional_t<Variant::Precision::kPacked, forward_pass::PackedProducts,
                        std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts,
                                           forward_pass::Products>>>;

@@ -22,7 +22,7 @@ static __device__ const float kNoScale = 1.0f;
 // The columns of a task's product that a warp decodes, in two blocks of 16, and where the scales of their groups lie.
 template <class Variant>
 __device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task& task, int warp,
-                                            PackedScales& noted) {
+                                            FromPacked::Scales& noted) {
   const auto& p = cta.params;
   constexpr int32_t kBlock = 16, kHalf = Tiling::kColumns / 2;
   const bool down = task.gemm == Gemm::kDown;
@@ -41,7 +41,9 @@ __device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task&
     noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
   }
   noted.row_bytes = row_bytes;
-  noted.row_blocks = static_cast<int16_t>(ceil_div(task.rows, 8));
+  int16_t row_blocks = 1;
+  while (8 * row_blocks < task.rows) row_blocks *= 2;
+  noted.row_blocks = row_blocks;
   noted.sixteen = p.weight_group_columns == 16;
 }
 
@@ -51,18 +53,9 @@ template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
                                                      const MathThread& thread) {
   auto& noted = cta.shared.scales[thread.warp];
-  if constexpr (std::is_base_of_v<PackedScales, Scales>) {
+  if constexpr (std::is_same_v<Scales, FromPacked::Scales>) {
     __syncwarp();  // nobody reads those of the task before
-    if (thread.lane == 0) {
-      find_groups(cta, task, thread.warp, noted);
-      if constexpr (std::is_same_v<PackedRowScales, Scales>) {
-        const auto& p = cta.params;
-        const bool down = task.gemm == Gemm::kDown;
-        const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
-        noted.rows = ring_scales(cta, down ? p.layout.h : p.layout.rows, depth) +
-                     ring_scale(Tiling::kRows, ring_row_of<Variant>(task, 0), scale_blocks(depth), 0);
-      }
-    }
+    if (thread.lane == 0) find_groups(cta, task, thread.warp, noted);
     __syncwarp();
   } else if constexpr (!std::is_empty_v<Scales>) {
     const auto& p = cta.params;

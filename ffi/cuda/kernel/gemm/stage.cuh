@@ -58,9 +58,8 @@ struct TwoPanels {
 };
 
 // `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes
-// of one column. Beside rows in 16 bits nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which costs
-// two turns at shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the halves
-// together. Beside rows in 8 bits, where a warp reads 16 bytes of 8 lines, it has that done in one.
+// of one column, and nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which costs two turns at
+// shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the halves together.
 template <int kWidth>
 struct PackedTile {
   static constexpr int kLineBytes = 64;

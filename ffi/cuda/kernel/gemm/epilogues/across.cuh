@@ -78,8 +78,7 @@ struct ColumnTerms {
   static __device__ __forceinline__ ColumnTerms of(const Cta<Variant>&, const void* biases, const float* scales,
                                                    int32_t expert, int32_t first, int32_t count) {
     using Element = typename Variant::Precision::Wide::Element;
-    using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
-    ColumnTerms terms{__ldg(scales + expert) * First::Accumulate::kToSums, {0.0f, 0.0f}};
+    ColumnTerms terms{__ldg(scales + expert) * GroupScales::kToSums, {0.0f, 0.0f}};
     if (biases == nullptr) return terms;
     const auto* const of_expert = static_cast<const Element*>(biases) + int64_t{expert} * count;
 #pragma unroll

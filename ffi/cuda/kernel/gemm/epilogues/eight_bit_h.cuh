@@ -17,20 +17,6 @@
 
 namespace jaxmoe::epilogue {
 
-// Calls activate() for every sum, a few at a time: ptxas would interleave all of them, for which there are no
-// registers. A branch that is always taken, which it cannot know, keeps the few apart.
-template <int kSums, class Activate>
-__device__ __forceinline__ void activate_all(const Shape& shape, const Activate& activate) {
-  constexpr int kAtOnce = 8;
-  static_assert(kSums <= kScaleColumns);
-#pragma unroll
-  for (int first = 0; first < kSums; first += kAtOnce) {
-    if (shape.intermediate <= first) break;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) activate(first + i);
-  }
-}
-
 struct EightBitH {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
@@ -58,6 +44,20 @@ struct EightBitH {
   }
 
  private:
+  // Calls activate() for every sum, a few at a time: ptxas would interleave all of them, for which there are no
+  // registers. A branch that is always taken, which it cannot know, keeps the few apart.
+  template <int kSums, class Activate>
+  static __device__ __forceinline__ void activate_all(const Shape& shape, const Activate& activate) {
+    constexpr int kAtOnce = 8;
+    static_assert(kSums <= kScaleColumns);
+#pragma unroll
+    for (int first = 0; first < kSums; first += kAtOnce) {
+      if (shape.intermediate <= first) break;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) activate(first + i);
+    }
+  }
+
   // 128 columns of all 16 rows of the warp: row r and row r + 8 in the two halves of line r of the staging.
   template <int kGroup, class Variant>
   static __device__ __forceinline__ void store_group(const Cta<Variant>& cta, const Task& task,

@@ -2,7 +2,6 @@
 // as `Wide` has it, but stages hold 4-bit numbers, and products are those of gemm/packed.cuh. See sixteen_bit.cuh.
 #pragma once
 
-#include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 
 namespace jaxmoe {
@@ -10,12 +9,6 @@ namespace jaxmoe {
 template <class Wide_>
 struct Packed : Wide_ {
   using Wide = Wide_;
-  static constexpr bool kPacked = true;
-};
-
-// The same beside tokens and h in 8 bits.
-template <class Wide>
-struct PackedE4M3 : E4M3<Wide> {
   static constexpr bool kPacked = true;
 };
 

@@ -1,9 +1,0 @@
-#include "cuda/host/variants/variant.cuh"
-
-namespace jaxmoe {
-
-KernelVariant forward_packed_e4m3_bf16() {
-  return variant_of<Forward<PackedE4M3<Bf16>>>(moe_forward<Forward<PackedE4M3<Bf16>>>);
-}
-
-}  // namespace jaxmoe
