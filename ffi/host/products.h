@@ -1,4 +1,5 @@
-// What a task computes: the products of both passes. Caller: host/rank.h.
+// What a task computes: the products of both passes; those over rows, of weight gradients, are in weight_gradients.h.
+// Caller: host/rank.h.
 //
 // With h = activation(gate, up) of a row, w its routing weight and dy the gradient of its token's output, the answer of
 // an expert is w (h w_down + b_down), so that
@@ -18,6 +19,7 @@
 #include "host/decode.h"
 #include "host/rank_memory.h"
 #include "host/scaled_rows.h"
+#include "host/weight_gradients.h"
 
 namespace jaxmoe::host {
 
@@ -28,7 +30,7 @@ class Products {
   using Number = typename Precision::Number;
 
  public:
-  explicit Products(const RankMemory<Precision>& memory) : m_(memory) {}
+  explicit Products(const RankMemory<Precision>& memory) : m_(memory), weight_gradients_(memory) {}
 
   // `weight_slot` is that of weights that are decoded ahead; others need none.
   void compute(const Task& task, int32_t weight_slot) {
@@ -43,13 +45,13 @@ class Products {
       case Gemm::kHGradient: return h_gradient(task, weight_slot);
       case Gemm::kTokenGradient: return token_gradient(task, weight_slot);
       case Gemm::kGateGradient:
-        return weight_gradient(task, tokens(), projection(0), gate_up_result(0, m_.arrays.dw_gate, m_.arrays.db_gate),
+        return weight_gradients_.add_up(task, tokens(), projection(0), gate_up_result(0, m_.arrays.dw_gate, m_.arrays.db_gate),
                                0, bias_sums());
       case Gemm::kUpGradient:
-        return weight_gradient(task, tokens(), projection(1), gate_up_result(1, m_.arrays.dw_up, m_.arrays.db_up),
+        return weight_gradients_.add_up(task, tokens(), projection(1), gate_up_result(1, m_.arrays.dw_up, m_.arrays.db_up),
                                matrix_size(), bias_sums() + m_.shape.intermediate);
       default:
-        return weight_gradient(task, h(), {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden},
+        return weight_gradients_.add_up(task, h(), {m_.layout.rows, m_.row_width(), m_.shape.hidden, m_.shape.hidden},
                                {m_.arrays.dw_down, m_.arrays.db_down, 0, m_.shape.hidden, 1},
                                m_.shape.projections * matrix_size(),
                                bias_sums() + m_.shape.projections * m_.shape.intermediate);
@@ -79,11 +81,6 @@ class Products {
     return {0, pitch, 1};
   }
 
-  // Columns `first` to `first + columns` of a ring whose rows are `width` wide.
-  struct Factor {
-    Region ring;
-    int32_t width, first, columns;
-  };
   Factor tokens() const { return {m_.layout.rows, m_.row_width(), 0, m_.shape.hidden}; }
   Factor h() const { return {m_.layout.h, m_.shape.intermediate, 0, m_.shape.intermediate}; }
   Factor projection(int32_t which) const {
@@ -92,6 +89,11 @@ class Products {
   }
   const RowStorage* row_of(const Factor& factor, const Task& task, int32_t tile_row) const {
     return m_.ring_row(factor.ring, task.ring_slot, tile_row, factor.width) + factor.first;
+  }
+
+  WeightResult gate_up_result(int32_t which, void* gradient, void* bias) const {
+    const auto [first, pitch, stride] = columns_of(which);
+    return {gradient, bias, first, pitch, stride};
   }
 
   // The matrix of a task's expert: element (row, column) is elements[row * row_stride + column * column_stride].
@@ -334,77 +336,8 @@ class Products {
     return sum + multiply_line(dy, m_.arrays.b_down + int64_t{task.expert} * m_.shape.hidden, m_.shape.hidden);
   }
 
-  // --- weight gradients ----------------------------------------------------------------------------------------------
-
-  // Gradients of a matrix and of its bias, of all experts, and where their columns lie (Columns).
-  struct WeightResult {
-    void* gradient;
-    void* bias;
-    int64_t first, pitch, stride;
-
-    int64_t at(int64_t row, int64_t column) const { return first + row * pitch + column * stride; }
-  };
-  WeightResult gate_up_result(int32_t which, void* gradient, void* bias) const {
-    const auto [first, pitch, stride] = columns_of(which);
-    return {gradient, bias, first, pitch, stride};
-  }
-
-  // result = rows^T columns, a tile of it, and behind it the bias gradient of its columns. `sums` and `bias_sums` are
-  // where those of an expert with several segments lie in the weight sums.
-  void weight_gradient(const Task& task, const Factor& rows, const Factor& columns, const WeightResult& result,
-                       int64_t sums, int64_t bias_sums) {
-    const int32_t first_row = task.weight_row_tile * m_.schedule.tile.rows;
-    const int32_t end_row = std::min(first_row + m_.schedule.tile.rows, rows.columns);
-    const int32_t first = task.column_tile * m_.schedule.tile.columns;
-    const int32_t count = std::min(m_.schedule.tile.columns, columns.columns - first);
-    std::vector<Number> line(count);
-    const auto add_rows = [&](auto factor_of) {
-      std::fill(line.begin(), line.end(), Number{0});
-      for (int32_t i = 0; i < task.rows; ++i) {
-        const int32_t slot = (task.ring_slot + i / m_.schedule.tile.rows) % m_.schedule.ring_tiles;
-        const int32_t tile_row = i % m_.schedule.tile.rows;
-        const Number factor = factor_of(slot, tile_row);
-        const Storage* row = m_.ring_row(columns.ring, slot, tile_row, columns.width) + columns.first + first;
-        for (int32_t c = 0; c < count; ++c) line[c] += factor * Precision::load(row[c]);
-      }
-    };
-    for (int32_t row = first_row; row < end_row; ++row) {
-      add_rows([&](int32_t slot, int32_t tile_row) {
-        return Precision::load(m_.ring_row(rows.ring, slot, tile_row, rows.width)[rows.first + row]);
-      });
-      const int64_t at = result.at(int64_t{task.expert} * rows.columns + row, first);
-      finish(task, line, result.gradient, at, result.stride, sums + int64_t{row} * columns.columns + first);
-    }
-    if (result.bias != nullptr && task.weight_row_tile == 0) {
-      // Gradients of gate and up have their routing weight in them already; those of outputs have not.
-      const bool weighted = task.gemm == Gemm::kDownGradient;
-      add_rows([&](int32_t slot, int32_t tile_row) {
-        return weighted ? *m_.routing_weight_of(slot, tile_row) : Number{1};
-      });
-      finish(task, line, result.bias, result.at(task.expert, first), result.stride, bias_sums + first);
-    }
-  }
-
-  // Adds what earlier segments of the expert have left, and leaves the sum to the next one or rounds it.
-  // Gradients as wide as sums are their own sums. Those of the line are `stride` elements apart.
-  void finish(const Task& task, const std::vector<Number>& line, void* gradients, int64_t offset, int64_t stride,
-              int64_t sums_offset) {
-    const bool in_place = m_.arrays.wide_gradients;
-    Number* sums = in_place ? static_cast<Number*>(gradients) + offset
-                            : m_.template here<Number>(m_.layout.weight_sums) + sums_offset;
-    const int64_t sums_stride = in_place ? stride : 1;
-    for (size_t c = 0; c < line.size(); ++c) {
-      Number& earlier = sums[c * sums_stride];
-      const Number sum = task.part & kFirstPart ? line[c] : earlier + line[c];
-      if (task.part & kLastPart && !in_place) {
-        static_cast<Storage*>(gradients)[offset + c * stride] = Precision::store(sum);
-      } else {
-        earlier = sum;
-      }
-    }
-  }
-
   const RankMemory<Precision>& m_;
+  const WeightGradients<Precision> weight_gradients_;
 };
 
 }  // namespace jaxmoe::host

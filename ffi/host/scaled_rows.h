@@ -87,19 +87,18 @@ struct ScaledColumns {
   float scale;
 };
 
-// Products of rows: sums[row, c] of column first + c of the results, of a ScaledMatrix or a PackedMatrix
-// (host/decode.h), promoted as in the GPU kernel. Those of
-// kScaleColumns depths are summed, and each such sum is scaled and added to the others, rounded once. Scales of columns
-// come last, once. Fast ones are those of all depths, scaled once; in float32, as a CPU adds up. row_of(i, first depth)
-// gives the ScaledColumns of row i.
+// Products of rows: sums[row, c] of column first + c of the results, of a ScaledMatrix or a PackedMatrix (host/decode.h)
+// of `total_depth`, promoted as in the GPU kernel. Those of kScaleColumns depths are summed, and each such sum is scaled
+// and added to the others, rounded once. Scales of columns come last, once. Fast ones are those of all depths, scaled
+// once; in float32, as a CPU adds up. row_of(i, first depth) gives the ScaledColumns of row i.
 template <class Matrix, class RowOf>
-std::vector<float> multiply_scaled(const Matrix& matrix, int32_t depth_of_all, Accumulation accumulation, int32_t rows,
+std::vector<float> multiply_scaled(const Matrix& matrix, int32_t total_depth, Accumulation accumulation, int32_t rows,
                                    int32_t first, int32_t columns, const RowOf& row_of) {
   std::vector<float> sums(static_cast<size_t>(rows) * columns, 0.0f);
   std::vector<float> parts(sums.size(), 0.0f);  // not scaled yet
   std::vector<float> weights(static_cast<size_t>(kScaleColumns) * columns);  // [depths, columns]
   std::array<float, kScaleColumns> line;
-  for (int32_t depth = 0; depth < depth_of_all; depth += kScaleColumns) {
+  for (int32_t depth = 0; depth < total_depth; depth += kScaleColumns) {
     for (int32_t c = 0; c < columns; ++c) {
       matrix.load(first + c, depth, line.data());
       for (int32_t k = 0; k < kScaleColumns; ++k) weights[int64_t{k} * columns + c] = line[k];
@@ -111,7 +110,7 @@ std::vector<float> multiply_scaled(const Matrix& matrix, int32_t depth_of_all, A
         const float factor = E4M3::load(row.elements[k]);
         for (int32_t c = 0; c < columns; ++c) part[c] += factor * weights[int64_t{k} * columns + c];
       }
-      if (accumulation == Accumulation::kFast && depth + kScaleColumns < depth_of_all) continue;
+      if (accumulation == Accumulation::kFast && depth + kScaleColumns < total_depth) continue;
       float* of_row = sums.data() + int64_t{i} * columns;
       for (int32_t c = 0; c < columns; ++c) {
         const float weight_scale = matrix.scales_are_of_columns() ? 1.0f : matrix.scale_of(first + c, depth);

@@ -3,14 +3,13 @@
 Weights are decoded by the tasks that multiply them, and with one plan ahead of these.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe.implementations.megakernel import limits
+from jaxmoe import sharding
 from jaxmoe.testing import make_inputs
 from tests.fp4_suite import Fp4Suite, in_4_bits
 from tests.quantized_layer import SIZES
@@ -25,13 +24,14 @@ class TestMegakernel(Fp4Suite):
     )
 
 
-def test_the_megakernel_of_gpus_rounds_no_tokens_beside_4_bits_and_says_what_does():
+def test_on_gpus_xla_rounds_tokens_beside_4_bits_and_the_megakernel_says_so(monkeypatch):
+    monkeypatch.setattr(sharding, "platform", lambda *_: "gpu")
     arguments = in_4_bits(make_inputs(0, **SIZES))
-    options: dict[str, Any] = {"axis_name": None, "precision": "fp8", "implementation": "megakernel"}
-    call = jaxmoe.explain(*arguments[:4], **options).call
+    options: dict[str, Any] = {"axis_name": None, "precision": "fp8"}
+    assert jaxmoe.explain(*arguments[:4], **options).implementation == "xla"
     told = r"precision='fp8' rounds tokens beside experts in 4 bits.*'w4a16'.*implementation='xla'"
     with pytest.raises(NotImplementedError, match=told):
-        limits.check(dataclasses.replace(call, platform="gpu"))
+        jaxmoe.explain(*arguments[:4], **options, implementation="megakernel")
 
 
 def test_beside_rounded_tokens_the_megakernel_decodes_4_bits_where_they_are_multiplied():

@@ -96,8 +96,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   if (strides.empty()) strides.push_back(bytes);
   const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
   // What L2 fetches for a miss: a line of a box, and not its neighbour too, which another box of the same step asks for
-  // in the same moment. With 256 bytes weights in 16 bits came 8 % slower (docs/performance.md, "What is in it because
-  // it was tried"). A line of packed numbers is half as long, and the steps that follow read on in it.
+  // in the same moment (docs/performance.md, "What is in it because it was tried"). A line of packed numbers is half as
+  // long, and the steps that follow read on in it.
   const CUtensorMapL2promotion fetched =
       packed ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult status = encode(
