@@ -18,6 +18,7 @@
 #include "cuda/kernel/exchange/decode.cuh"
 #include "cuda/kernel/exchange/places.cuh"
 #include "cuda/kernel/exchange/scaled_rows.cuh"
+#include "cuda/kernel/gemm/turned.cuh"
 
 namespace jaxmoe::dispatch {
 
@@ -147,6 +148,28 @@ __device__ __forceinline__ void pass_experts(ChunkWalk& walk, int32_t num_expert
   }
 }
 
+// By a warp: copies a row to `target`, turned (gemm/turned.cuh), and to `kept` as it is, unless that is null.
+__device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors,
+                                                int lane) {
+  constexpr int kLoadsInFlight = 4;
+  const int place = (lane & ~7) + turned::vector_of(lane);
+#pragma unroll 1
+  for (int32_t first = 0; first < vectors; first += 32 * kLoadsInFlight) {
+    uint4 values[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      if (first + 32 * i + lane < vectors) values[i] = ptx::load_once(source + first + 32 * i + lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const uint4 turned = turned::turn_vector(values[i], lane);
+      if (first + 32 * i + lane >= vectors) continue;  // the same for all 8 that turn theirs together
+      target[first + 32 * i + place] = turned;
+      if (kept != nullptr) kept[first + 32 * i + lane] = values[i];
+    }
+  }
+}
+
 // By warp `dispatch_warp` of the block, which is number `dispatcher` of the crew's.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatcher) {
@@ -238,6 +261,8 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
           pulled.store(ring_scales(cta, p.layout.rows, p.shape.hidden) +
                            ring_scale(Tiling::kRows, ring_row + i, blocks, 0),
                        Tiling::kRows, keeps ? all_tokens.scales_at(kept_row) : nullptr);
+        } else if constexpr (Variant::Precision::kPacked) {
+          copy_turned_row(target, kept_elements, all_tokens.at(row), vectors, lane);
         } else {
           copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
         }

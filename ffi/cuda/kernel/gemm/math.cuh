@@ -102,11 +102,13 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       }
     };
     ptx::Accumulators sums;
-    const bool computed = Products::template with<FactorsOf>(task.gemm, [&](auto factors) {
+    // Inlined whatever its size: of a call, sums would lie in memory.
+    const auto multiply_task = [&](auto factors) __attribute__((always_inline)) {
       using Factors = decltype(factors);
       const auto& scales = find_scales<typename Factors::Accumulate::Scales>(cta, task, thread);
       return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
-    });
+    };
+    const bool computed = Products::template with<FactorsOf>(task.gemm, multiply_task);
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if constexpr (kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
     // In a backward pass also without rows: stages and biases are left.

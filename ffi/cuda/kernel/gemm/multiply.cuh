@@ -65,7 +65,7 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
   if constexpr (std::is_same_v<typename Factors::Accumulate, FromPacked>) {
-    accumulate.multiply_tile(sums, ring, position, thread.lane, depth_steps, meanwhile, track);
+    accumulate.multiply_tile(sums, ring, position, depth_steps, meanwhile, track);
   } else {
     const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
     for (int32_t step = 0; step < depth_steps; ++step) {

@@ -4,7 +4,7 @@
 //
 // The factors change places: columns of weights are the rows of what the tensor cores multiply, so that few rows of
 // tokens cost them little. A warp has 32 columns of a tile, in two blocks of 16, of all its rows, so every weight is
-// decoded once. (wgmma takes the same factor from registers as well, but between products nobody may write to those.)
+// decoded once. wgmma takes this factor from registers as well, and with few rows was slower (docs/performance.md).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -71,14 +71,17 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
 }
 
 // The Accumulate policy (accumulate.cuh), with the loop over steps in it, so that it is chosen once for a tile by its
-// rows. Scales through shared memory, by asynchronous copies, took 4 % longer (docs/performance.md).
+// rows. A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth a thread has
+// numbers 16 t to 16 t + 15 of a column, in 8 bytes, all of one group; rows have theirs in the order that goes with that
+// (turned.cuh).
 //
 // With g = lane / 4 and t = lane % 4, sums.values[4 (16 b + i) + 2 h + j] is column g + 8 h of the warp's block b of
 // columns, and row 8 i + 2 t + j.
 //
-// A step is 128 along the depth: two panels of rows, 64 bytes of each column. Of 64 along the depth a thread has 16 t
-// to 16 t + 15, in 8 bytes of a column and 32 of a row, all of one group; so 8 neighbouring numbers are a word of
-// weights and 16 bytes of a row.
+// While one half of a step is multiplied, what the next one needs is on its way from shared memory: there are two warps
+// to a scheduler, too few to wait for each other. Scales of groups are loaded ahead of the steps that they are for, since
+// memory is as far away as a stage takes. Through shared memory, by asynchronous copies, they took 4 % longer
+// (docs/performance.md).
 class FromPacked {
  public:
   // Of a warp. In shared memory, as those of other policies.
@@ -87,75 +90,150 @@ class FromPacked {
     int32_t columns[2];        // that the matrix has from there on
     int32_t row_bytes;         // groups of a column
     int32_t lines[2];          // of the stage, where its columns of each block begin
-    int16_t row_blocks;        // of 8, up to a power of two
-    bool sixteen;              // to a group, else 32
+    int16_t row_blocks;        // of 8
+    bool sixteen;              // numbers to a group, else 32
   };
 
   __device__ FromPacked(const Scales& scales, int) : scales_(scales), now_{}, next_{} {}
 
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
     ptx::clear_accumulators(sums);
-    load_groups(0);
-    take_groups();
-    load_groups(1);
+    const Lane places = find_lane();
+    load_groups(places, 0);
+    take_loaded(places);
+    load_groups(places, 1);
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
   template <class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int lane, int32_t steps,
+                                                typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
-    const auto multiply = [&](auto row_blocks) {
-      constexpr int kRowBlocks = decltype(row_blocks)::value;
-      bool full = false;  // the stage of the step, as was seen while the one before was multiplied
-      for (int32_t step = 0; step < steps; ++step) {
-        if (!full) track.stall([&] { ring.wait(position); });
-        const int log_steps = scales_.sixteen ? 1 : 2;  // that a load is for
-        if (step > 0 && (step & ((1 << log_steps) - 1)) == 0) {
-          take_groups();
-          load_groups((step >> log_steps) + 1);
-        }
-        const auto& stage = ring.stage(position);
-        full = step + 1 < steps && ring.looks_full(position.after());
-        multiply_rows<at_most(kRowBlocks, 8)>(sums, stage);
-        if constexpr (kRowBlocks > 8) multiply_rows<8, 8>(sums, stage);
-        ring.release(position, lane);
-        skip_groups();
-        meanwhile(step);
-        position.advance();
-      }
-      if constexpr (kRowBlocks <= kSplitBlocks) add_split<kRowBlocks>(sums);
-    };
-    switch (scales_.row_blocks) {
-      case 1: return multiply(std::integral_constant<int, 1>{});
-      case 2: return multiply(std::integral_constant<int, 2>{});
-      case 4: return multiply(std::integral_constant<int, 4>{});
-      case 8: return multiply(std::integral_constant<int, 8>{});
-      default: return multiply(std::integral_constant<int, 16>{});
-    }
+    multiply_at_most<1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
   }
 
  private:
-  // A lane loads groups for all four of its quad, 16 bytes of the column g + 8 t of the warp at a time, ahead of the
-  // steps that they are for: memory is as far away as a stage takes. Nothing touches what comes before take_groups().
+  static constexpr int32_t kLineBytes = 64;  // of PackedTile
+  static constexpr int kHalves = 2;          // of a step
+
+  // Of so few row blocks there are registers for rows that are loaded early, and the products of the two slices of a word
+  // have sums of their own, those of row blocks behind the ones that there are: so neighbouring products do not wait for
+  // each other.
+  static constexpr int kFewBlocks = 2;
+  // Of more there are no registers for two halves, nor for what is the same in all of them.
+  static constexpr int kMostBlocks = 8;
+
+  // What a half of a step needs, but for rows of many blocks.
+  template <int kBlocks>
+  struct Half {
+    uint2 columns[4];  // of the quad's columns (find_lane())
+    uint32_t scales[4];
+    uint32_t rows[kBlocks <= kFewBlocks ? kBlocks : 1][2][4];  // of each block and word
+  };
+
+  // Those of the quad's columns for both halves of a step, where they are one word.
+  struct GroupWords {
+    uint32_t words[4];
+  };
+
+  // By the code for as many row blocks as the first number that is enough.
+  template <int kBlocks, int... kMore, class... Arguments>
+  __device__ __forceinline__ void multiply_at_most(Arguments&&... arguments) {
+    if constexpr (sizeof...(kMore) > 0) {
+      if (scales_.row_blocks > kBlocks) return multiply_at_most<kMore...>(arguments...);
+    }
+    if (scales_.sixteen) return multiply_steps<kBlocks, 16>(arguments...);
+    multiply_steps<kBlocks, 32>(arguments...);
+  }
+
+  template <int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Ring& ring,
+                                                 typename Ring::Position& position, int32_t steps,
+                                                 const Meanwhile& meanwhile, const Track& track) {
+    GroupWords groups{};
+    track.stall([&] { ring.wait(position); });
+    if constexpr (kBlocks <= kMostBlocks) {
+      const Lane places = find_lane();
+      Half<kBlocks> first, second;
+      load<kBlocks, kGroup>(first, groups, places, ring.stage(position), 0);
+#pragma unroll 1
+      for (int32_t step = 0; step < steps; ++step) {
+        const bool more = step + 1 < steps;
+        const bool full = more && ring.looks_full(position.after());
+        auto& stage = ring.stage(position);
+        load<kBlocks, kGroup>(second, groups, places, stage, 1);
+        multiply_half<kBlocks>(sums, first, places, stage, 0);
+        if (more) {
+          if (!full) track.stall([&] { ring.wait(position.after()); });
+          take_groups<kGroup>(places, step + 1);
+          load<kBlocks, kGroup>(first, groups, places, ring.stage(position.after()), 0);
+        }
+        multiply_half<kBlocks>(sums, second, places, stage, 1);
+        ring.release(position, ptx::read_lane());
+        meanwhile(step);
+        position.advance();
+      }
+    } else {
+#pragma unroll 1
+      for (int32_t step = 0; step < steps; ++step) {
+        if (step > 0) {
+          track.stall([&] { ring.wait(position); });
+          take_groups<kGroup>(find_lane(), step);
+        }
+        auto& stage = ring.stage(position);
+#pragma unroll 1
+        for (int half = 0; half < kHalves; ++half) {
+          const Lane places = find_lane();
+          Half<kBlocks> loaded;
+          load<kBlocks, kGroup>(loaded, groups, places, stage, half);
+          multiply_half<kBlocks>(sums, loaded, places, stage, half);
+        }
+        ring.release(position, ptx::read_lane());
+        meanwhile(step);
+        position.advance();
+      }
+    }
+    if constexpr (kBlocks <= kFewBlocks) {
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        float* const of_block = sums.values + 64 * block;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlocks; ++i) of_block[i] += of_block[4 * kFewBlocks + i];
+      }
+    }
+  }
+
+  // A lane loads groups for all four of its quad, 16 bytes of the quad's column number t at a time. Nothing touches what
+  // comes before take_loaded().
   static constexpr int32_t kLoadBytes = 16;
 
-  // Where the groups of this lane's column begin, null of a column behind the last one.
-  __device__ __forceinline__ const uint8_t* groups_of_column() const {
-    const int lane = ptx::read_lane();
-    const int block = lane / 2 % 2, column = lane / 4 + 8 * (lane % 2);
-    if (column >= scales_.columns[block]) return nullptr;
-    return scales_.groups[block] + int64_t{column} * scales_.row_bytes;
+  // What this lane takes. A quad's column number 2 b + h is g + 8 h of block b.
+  struct Lane {
+    const uint8_t* groups;  // of the quad's column number t
+    int32_t group_bytes;    // none of a column behind the last one
+    int32_t columns[2];     // in the stage: its part of column g of each block
+    int32_t rows;           // in a panel: the row whose address it names
+  };
+  __device__ __forceinline__ Lane find_lane() const {
+    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+    const int32_t column = g + 8 * (t % 2);
+    Lane places;
+    places.groups = scales_.groups[t / 2] + int64_t{column} * scales_.row_bytes;
+    places.group_bytes = column < scales_.columns[t / 2] ? scales_.row_bytes : 0;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) places.columns[block] = (scales_.lines[block] + g) * kLineBytes + 8 * t;
+    // As the copy engine swizzles a line of 128 bytes.
+    places.rows = lane % 8 * 128 + 16 * (lane / 8 ^ lane % 8);
+    return places;
   }
 
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
   // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
-  __device__ __forceinline__ void load_groups(int32_t nth) {
-    const uint8_t* const column = groups_of_column();
+  __device__ __forceinline__ void load_groups(const Lane& places, int32_t nth) {
     const int32_t first = kLoadBytes * nth;
-    const int32_t left = column == nullptr ? 0 : scales_.row_bytes - first;
-    const auto* source = column + first;
+    const int32_t left = places.group_bytes - first;
+    const auto* source = places.groups + first;
     if (scales_.row_bytes % kLoadBytes == 0) {
       ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(source));
     } else {
@@ -163,111 +241,109 @@ class FromPacked {
       source -= before;
 #pragma unroll
       for (int i = 0; i < 5; ++i) {
-        ptx::load_if(left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(source) + i);
+        ptx::load_if(left > 0 && left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(source) + i);
       }
     }
   }
-  __device__ __forceinline__ void take_groups() {
-    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(groups_of_column()) % 4);
+  __device__ __forceinline__ void take_loaded(const Lane& places) {
+    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(places.groups) % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
   }
-
-  // Those of the step that was multiplied are gone.
-  __device__ __forceinline__ void skip_groups() {
-    const bool two = scales_.sixteen;  // words to a step
-    now_[0] = two ? now_[2] : now_[1];
-    now_[1] = two ? now_[3] : now_[2];
-    now_[2] = now_[3];
-  }
-
-  // The products of the two slices of a word have sums of their own where these are free: those of row blocks behind
-  // the ones that there are. So neighbouring products do not wait for each other.
-  static constexpr int kSplitBlocks = 4;
-  template <int kRowBlocks>
-  static __device__ __forceinline__ void add_split(ptx::Accumulators& sums) {
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4 * kRowBlocks; ++i) {
-        float* const of_block = sums.values + 64 * block;
-        of_block[i] += of_block[4 * kSplitBlocks + i];
-      }
-    }
-  }
-
-  // scales[u]: of column g + 8 u of the warp's 32, in one half of the step.
-  __device__ __forceinline__ void find_scales(uint32_t (&scales)[4], int half) const {
-    const int lane = ptx::read_lane(), quad = lane & ~3, t = lane & 3;
-    const bool sixteen = scales_.sixteen;
-    uint32_t words[4];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) words[u] = __shfl_sync(0xffffffff, sixteen && half > 0 ? now_[1] : now_[0], quad + u);
-    if (sixteen) {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) scales[u] = GroupScales::of_e4m3(words[u], t);
+  // Those of a step that is not the first.
+  template <int kGroup>
+  __device__ __forceinline__ void take_groups(const Lane& places, int32_t step) {
+    constexpr int kSteps = kLoadBytes * kGroup / 128;  // that a load is for
+    constexpr int kWords = 4 / kSteps;                 // to a step
+    if (step % kSteps == 0) {
+      take_loaded(places);
+      load_groups(places, step / kSteps + 1);
     } else {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) scales[u] = GroupScales::of_power_of_two(words[u], 2 * half + t / 2);
+      now_[0] = now_[kWords];
+      now_[1] = now_[kWords + 1];
+      now_[2] = now_[3];
     }
   }
 
-  // Of so many blocks of 8 rows, from the one that is named on. More than 8 would spill: of more rows weights are
-  // decoded twice, which is less than what the products then take.
-  template <int kRowBlocks, int kFirstBlock = 0, class Stage>
-  __device__ __forceinline__ void multiply_rows(ptx::Accumulators& sums, const Stage& stage) const {
-    constexpr int kInTurn = kRowBlocks < 4 ? kRowBlocks : 4;
-    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;  // asked anew: there is no register to keep it
-#pragma unroll kRowBlocks < 8 ? 2 : 1
-    for (int half = 0; half < Stage::A::kPanels; ++half) {
-      uint32_t scales[4];
-      find_scales(scales, half);
-      uint2 columns[4];  // u: column g + 8 u of the warp's 32
+  template <int kBlocks, int kGroup, class Stage>
+  __device__ __forceinline__ void load(Half<kBlocks>& loaded, GroupWords& groups, const Lane& places, Stage& stage,
+                                       int half) const {
 #pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        const std::byte* const line = stage.b.lines[scales_.lines[u / 2] + g + 8 * (u % 2)];
-        columns[u] = *reinterpret_cast<const uint2*>(line + 32 * half + 8 * t);
+    for (int u = 0; u < 4; ++u) {
+      const std::byte* const column = stage.b.lines[0] + places.columns[u / 2] + u % 2 * 8 * kLineBytes;
+      loaded.columns[u] = *reinterpret_cast<const uint2*>(column + kLineBytes / kHalves * half);
+    }
+    if constexpr (kBlocks <= kFewBlocks) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int word = 0; word < 2; ++word) load_rows(loaded.rows[i][word], places, stage, half, i, word);
       }
-      const auto* const rows = reinterpret_cast<const std::byte*>(stage.a.panel(half).lines[8 * kFirstBlock + g]);
+    }
+    const int lane = ptx::read_lane(), quad = lane & ~3, t = lane & 3;
 #pragma unroll
-      for (int word = 0; word < 2; ++word) {
-        // As the copy engine swizzles a line of 128 bytes.
-        const std::byte* const of_word = rows + 16 * ((2 * t + word) ^ g);
-        uint32_t a[2][2][4];  // of each block of columns: two slices
+    for (int u = 0; u < 4; ++u) {
+      if (kGroup == 16) {
+        const uint32_t word = __shfl_sync(0xffffffff, half > 0 ? now_[1] : now_[0], quad + u);
+        loaded.scales[u] = GroupScales::of_e4m3(word, t);
+      } else {
+        if (half == 0) groups.words[u] = __shfl_sync(0xffffffff, now_[0], quad + u);
+        loaded.scales[u] = GroupScales::of_power_of_two(groups.words[u], 2 * half + t / 2);
+      }
+    }
+  }
+  // Of 8 rows, for the two slices of a word.
+  template <class Stage>
+  __device__ __forceinline__ void load_rows(uint32_t (&rows)[4], const Lane& places, Stage& stage, int half, int block,
+                                            int word) const {
+    const auto* const lines = reinterpret_cast<const std::byte*>(stage.a.panel(half).lines[8 * block]);
+    ptx::load_tiles(rows, lines + (places.rows ^ 64 * word));
+  }
+
+  template <int kBlocks, class Stage>
+  __device__ __forceinline__ void multiply_half(ptx::Accumulators& sums, const Half<kBlocks>& loaded,
+                                                const Lane& places, Stage& stage, int half) const {
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-          const uint2 &first = columns[2 * block], &second = columns[2 * block + 1];
-          uint32_t upper[4], lower[4];
-          decode_word(upper, word == 0 ? first.x : first.y, scales[2 * block]);
-          decode_word(lower, word == 0 ? second.x : second.y, scales[2 * block + 1]);
+    for (int word = 0; word < 2; ++word) {
+      uint32_t a[2][2][4];  // of each slice and block of columns
 #pragma unroll
-          for (int slice = 0; slice < 2; ++slice) {
-            a[block][slice][0] = upper[2 * slice];
-            a[block][slice][1] = lower[2 * slice];
-            a[block][slice][2] = upper[2 * slice + 1];
-            a[block][slice][3] = lower[2 * slice + 1];
+      for (int block = 0; block < 2; ++block) {
+        const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
+        uint32_t upper[4], lower[4];
+        decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block]);
+        decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1]);
+#pragma unroll
+        for (int slice = 0; slice < 2; ++slice) {
+          a[slice][block][0] = upper[2 * slice];
+          a[slice][block][1] = lower[2 * slice];
+          a[slice][block][2] = upper[2 * slice + 1];
+          a[slice][block][3] = lower[2 * slice + 1];
+        }
+      }
+      constexpr int kInTurn = kBlocks < 2 ? 1 : 2;  // so that products that add to the same sums are further apart
+#pragma unroll
+      for (int i = 0; i < kBlocks; i += kInTurn) {
+        // The branch also keeps ptxas from loading all rows at once, for which there are no registers.
+        if (kBlocks > kMostBlocks && i >= scales_.row_blocks) break;
+        uint32_t rows[kInTurn][4];
+#pragma unroll
+        for (int j = 0; j < kInTurn; ++j) {
+          if constexpr (kBlocks <= kFewBlocks) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) rows[j][r] = loaded.rows[i + j][word][r];
+          } else {
+            load_rows(rows[j], places, stage, half, i + j, word);
           }
         }
 #pragma unroll
-        for (int i = 0; i < kRowBlocks; i += kInTurn) {
-          uint4 lines[kInTurn];
+        for (int slice = 0; slice < 2; ++slice) {
+          constexpr int kApart = kBlocks <= kFewBlocks ? kFewBlocks : 0;
 #pragma unroll
           for (int j = 0; j < kInTurn; ++j) {
-            lines[j] = *reinterpret_cast<const uint4*>(of_word + 8 * (i + j) * Stage::A::kLineBytes);
-          }
-          // Products that add to the same sums as far apart as can be.
 #pragma unroll
-          for (int slice = 0; slice < 2; ++slice) {
-#pragma unroll
-            for (int j = 0; j < kInTurn; ++j) {
-              const uint32_t early = slice == 0 ? lines[j].x : lines[j].y;
-              const uint32_t late = slice == 0 ? lines[j].z : lines[j].w;
-              const uint32_t b[2] = {__byte_perm(early, late, 0x5410), __byte_perm(early, late, 0x7632)};
-#pragma unroll
-              for (int block = 0; block < 2; ++block) {
-                const int apart = kRowBlocks <= kSplitBlocks ? slice * kSplitBlocks : 0;
-                ptx::multiply_bf16(sums.values + 4 * (16 * block + kFirstBlock + apart + i + j), a[block][slice], b);
-              }
+            for (int block = 0; block < 2; ++block) {
+              ptx::multiply_bf16(sums.values + 4 * (16 * block + i + j + slice * kApart),
+                                 a[slice][block], rows[j] + 2 * slice);
             }
           }
         }

@@ -41,9 +41,7 @@ __device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task&
     noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
   }
   noted.row_bytes = row_bytes;
-  int16_t row_blocks = 1;
-  while (8 * row_blocks < task.rows) row_blocks *= 2;
-  noted.row_blocks = row_blocks;
+  noted.row_blocks = static_cast<int16_t>(ceil_div(task.rows, 8));
   noted.sixteen = p.weight_group_columns == 16;
 }
 

@@ -13,6 +13,7 @@
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
 #include "cuda/kernel/gemm/epilogues/h.cuh"
 #include "cuda/kernel/gemm/packed.cuh"
+#include "cuda/kernel/gemm/turned.cuh"
 
 namespace jaxmoe::epilogue {
 
@@ -42,9 +43,9 @@ __device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
   }
 }
 
-// For each 32 rows of the tile: fill(lines, first row block, rows left) fills lines, and of each `columns` go to
-// target(row) + first_column, where there is one.
-template <class Variant, class Fill, class Target>
+// For each 32 rows of the tile: fill(lines, first row block, rows left) fills lines, and of each `columns`, turned
+// (gemm/turned.cuh) if so, go to target(row) + first_column, where there is one.
+template <bool kTurned, class Variant, class Fill, class Target>
 __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              int32_t first_column, int32_t columns, const Fill& fill,
                                              const Target& target) {
@@ -57,8 +58,17 @@ __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task
     ptx::wait_stores_read<0>();
     meet_warpgroup(thread);
     fill(lines, pass * (Lines::kRows / 8), task.rows - first_row);
-    ptx::fence_proxy_async_shared();
-    meet_warpgroup(thread);
+    if constexpr (kTurned) {
+      meet_warpgroup(thread);
+      const int32_t first_of_warp = Lines::kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps);
+      const int32_t rows = at_most(task.rows - first_row - first_of_warp, Lines::kRowsOfWarp);
+      turned::turn_rows(lines + first_of_warp * Lines::kStride, rows, Lines::kStride, columns, thread.lane);
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+    } else {
+      ptx::fence_proxy_async_shared();
+      meet_warpgroup(thread);
+    }
     const int32_t row = first_row + Lines::row_of(thread);
     if (thread.lane < Lines::kRowsOfWarp && row < task.rows && columns > 0) {
       if (auto* const to = target(row); to != nullptr) {
@@ -128,7 +138,7 @@ struct AcrossAnswers {
       fill_whole<Variant>(sums, thread, lines, first_block, rows,
                           [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
     };
-    store_across(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
+    store_across<false>(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
       if (row < Lines::kRows) return answer_of(cta, target);
       const int64_t ring_row = ring_row_of<Variant>(task, row);
       return answer_of(cta, {__ldcg(cta.template at<uint32_t>(p.layout.row_targets) + ring_row)});
@@ -136,6 +146,7 @@ struct AcrossAnswers {
   }
 };
 
+// Turned, as the tokens in the ring are.
 struct AcrossH {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
@@ -183,7 +194,7 @@ struct AcrossH {
           ptx::store_turned_tiles(address + 8 * i * Lines::kStride, tiles);
         }
       };
-      store_across(cta, task, thread, first, at_most(tile.count - first, columns), fill, target);
+      store_across<true>(cta, task, thread, first, at_most(tile.count - first, columns), fill, target);
     });
   }
 };

@@ -1,0 +1,61 @@
+// The order of numbers along the depth of rows beside packed weights (packed.cuh): tokens in the ring, and h.
+//
+// A thread decodes 16 neighbours of a column at a time, in two words. The tensor cores want the first factor so that
+// four threads have neighbouring places in turn, and the order along the depth is free as long as both factors have the
+// same. So rows are written in the order in which their partners come out of words, and nothing is moved between them:
+// place 8 v + 2 t + e of each 64 has the number 16 t + 8 (v / 4) + v % 4 + 4 e.
+//
+// Tokens are turned on their way into the ring (exchange/dispatch.cuh), h on its way out of shared memory
+// (epilogues/across.cuh).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jaxmoe::turned {
+
+inline constexpr int kNumbers = 64;  // as many are turned among themselves: 8 lanes with a vector each
+
+// The vector of places that lane `lane` of each 8 has after turn_vector().
+__device__ __forceinline__ int vector_of(int lane) { return lane % 2 * 4 + lane % 8 / 2; }
+
+// The numbers of a lane's vector of a row in memory order become those of its vector of places. All lanes of a warp.
+__device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
+  // Numbers i and i + 4 of 8 are neighbours.
+  uint32_t pairs[4] = {__byte_perm(numbers.x, numbers.z, 0x5410), __byte_perm(numbers.x, numbers.z, 0x7632),
+                       __byte_perm(numbers.y, numbers.w, 0x5410), __byte_perm(numbers.y, numbers.w, 0x7632)};
+  // Of four lanes, every second one, each has pair i of all: a transposition, one bit of the lane at a time.
+#pragma unroll
+  for (int bit = 0; bit < 2; ++bit) {
+    const int distance = 2 << bit;
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t& first = pairs[bit == 0 ? 2 * pair : pair];
+      uint32_t& second = pairs[bit == 0 ? 2 * pair + 1 : pair + 2];
+      const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? first : second, distance);
+      (upper ? first : second) = received;
+    }
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// Turns rows of `numbers` each in shared memory where they lie, `stride` bytes apart. By a warp, of whose rows nobody
+// reads or writes anything meanwhile.
+__device__ __forceinline__ void turn_rows(std::byte* rows, int32_t count, int32_t stride, int32_t numbers, int lane) {
+  constexpr int kLanes = 8, kAtOnce = 32 / kLanes;
+  if (count <= 0 || numbers <= 0) return;
+  const int32_t pieces = numbers / kNumbers;  // of a row
+#pragma unroll 1
+  for (int32_t first = 0; first < count * pieces; first += kAtOnce) {
+    const int32_t piece = first + lane / kLanes;
+    const bool exists = piece < count * pieces;
+    auto* const vectors = reinterpret_cast<uint4*>(rows + piece / pieces * stride) + piece % pieces * kLanes;
+    const uint4 turned = turn_vector(exists ? vectors[lane % kLanes] : uint4{}, lane);
+    if (exists) vectors[vector_of(lane)] = turned;
+  }
+}
+
+}  // namespace jaxmoe::turned
