@@ -463,6 +463,23 @@ def test_rows_are_rounded_only_beside_weights_that_nothing_decodes_ahead():
         run(inputs(12), weight_slots=2)
 
 
+def test_weights_in_4_bits_beside_rounded_rows_have_scales_that_are_powers_of_two():
+    def of_4_bits(format_: str) -> dict[str, Any]:
+        experts = jaxmoe.quantize(make_inputs(12, **SIZES).experts, format_)
+        operands: dict[str, Any] = {}
+        for name in ("w_gate", "w_up", "w_down"):
+            matrix = getattr(experts, name)
+            factors = jnp.ones(experts.num_experts) if matrix.factors is None else matrix.factors
+            operands |= {name: matrix.packed, f"{name}_group_scales": matrix.scales}
+            operands[f"{name}_scales"] = factors[:, None, None]
+        return operands
+
+    assert np.isfinite(run(inputs(12), changes=of_4_bits("mxfp4"))).all()
+    told = r"rounds_rows=1\. Weights in 4 bits beside rows in 8 must have scales of groups that are powers of two"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        run(inputs(12), changes=of_4_bits("nvfp4"))
+
+
 def test_gate_and_up_of_weights_in_8_bits_are_not_kept():
     with pytest.raises(jax.errors.JaxRuntimeError, match="a forward pass with gate_up"):
         run(inputs(12), results=("gate_up", "y"))
