@@ -29,7 +29,7 @@ PLANS = (
     KernelPlan(3, 2, 2**31 - 1, 16),
     KernelPlan(2, 1, 4, 3, keep_tokens=True),
 )
-SIZES = {"tokens": 24, "hidden": 256, "intermediate": 384, "num_experts": 8, "top_k": 2}
+SIZES: dict[str, Any] = {"tokens": 24, "hidden": 256, "intermediate": 384, "num_experts": 8, "top_k": 2}
 ACTIVATIONS = {"silu": (0, model.silu), "relu": (3, model.relu)}
 
 
