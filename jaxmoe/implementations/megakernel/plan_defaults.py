@@ -46,8 +46,8 @@ SEGMENT_TILES_ON_CPU = 3
 # Of decoded weights: one expert beyond those that tasks may wait for, which is decoded meanwhile, and the bytes of all
 # slots, at most, where a lag of one unit allows it.
 SLOTS_BEYOND_LAG = 1
-# Weights in 4 bits are decoded where they are multiplied, once for each 64 rows, where experts have no more rows than
-# this. Of gpt-oss-120b (64 experts, one H200) that takes as long as decoding ahead at some 150 rows.
+# Weights in 4 bits are decoded where they are multiplied where experts have no more rows than this. Of gpt-oss-120b (64
+# experts, one H200) that took as long as decoding ahead at some 150 rows, with products that were slower than today's.
 IN_REGISTERS_TO_ROWS = 128
 DECODED_BYTES = 1024 * 2**20
 

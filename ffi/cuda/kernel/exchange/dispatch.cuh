@@ -155,7 +155,7 @@ __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, cons
   const int place = (lane & ~7) + turned::vector_of(lane);
 #pragma unroll 1
   for (int32_t first = 0; first < vectors; first += 32 * kLoadsInFlight) {
-    uint4 values[kLoadsInFlight];
+    uint4 values[kLoadsInFlight];  // those behind the last vector are turned too, and stored nowhere
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) {
       if (first + 32 * i + lane < vectors) values[i] = ptx::load_once(source + first + 32 * i + lane);
