@@ -1,17 +1,24 @@
 """The suite of 4 bits on GPUs, with tokens in 16 bits, over as many devices as there are."""
 
+import dataclasses
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmoe
 from jaxmoe import machine
-from tests.fp4_suite import KINDS, Fp4Suite
+from jaxmoe.testing import ROUTING_KINDS
+from tests.fp4_suite import Fp4Suite, with_scale
 from tests.quantized_layer import assert_as_exact
 
 pytestmark = pytest.mark.gpu
 needs_cuda_part = pytest.mark.skipif(
     not machine.cuda_status().available, reason=f"the CUDA part cannot run: {machine.cuda_status().reason}"
 )
+
+# Of few rows, half of a column tile to each block.
+SHARES_COLUMNS = jaxmoe.KernelPlan(unit_tiles=1, lag_units=2, ring_tiles=8, share_columns=True)
 
 
 class OnGpu(Fp4Suite):
@@ -28,21 +35,50 @@ class TestMegakernel(OnGpu):
     """Weights decoded in registers, but where x is float16."""
 
     implementation = "megakernel"
-    precisions = ("w4a16",)
     plans = (
         None,
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1, weight_slots=1),
+        SHARES_COLUMNS,
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True),
     )
 
-    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 64, 65, 128, 129, 257])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_tiles_of_any_number_of_rows_are_multiplied_as_exactly_as_wide_ones(self, kind, rows):
+    @pytest.mark.parametrize("plan", [plans[-1], SHARES_COLUMNS], ids=["columns of its own", "shared columns"])
+    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 48, 64, 65, 128, 129, 257])
+    @pytest.mark.parametrize(("kind", "precision"), [("mxfp4", "w4a16"), ("nvfp4", "w4a16"), ("mxfp4", "fp8")])
+    def test_tiles_of_any_number_of_rows_are_as_exact(self, kind, precision, rows, plan):
         arguments = self.inputs_in_4_bits(30, kind, tokens=rows)
         # All tokens to the same experts, each of which has a row of every one.
         ids = jnp.broadcast_to(jnp.arange(arguments.topk_ids.shape[1], dtype=jnp.int32), arguments.topk_ids.shape)
         arguments = arguments._replace(topk_ids=ids)
-        assert_as_exact(self.small_run(arguments), arguments, "w4a16")
+        assert_as_exact(self.small_run(arguments, precision=precision, plan=plan), arguments, precision)
+
+    @pytest.mark.parametrize("routing", ROUTING_KINDS)
+    def test_beside_rows_in_8_bits_they_are_as_exact_for_every_routing(self, routing):
+        arguments = self.inputs_in_4_bits(31, routing=routing)
+        assert_as_exact(self.run(arguments, precision="fp8"), arguments, "fp8")
+
+    def test_beside_rows_in_8_bits_the_same_call_gives_the_same_bits_for_every_plan(self):
+        arguments = self.inputs_in_4_bits(32, routing="zipf")
+        first = self.small_run(arguments, precision="fp8")
+        assert_as_exact(first, arguments, "fp8")
+        for plan in (None, SHARES_COLUMNS, *[self.plans[-1]] * 5):
+            np.testing.assert_array_equal(self.small_run(arguments, precision="fp8", plan=plan), first)
+
+    def test_beside_rows_in_8_bits_a_scale_that_is_no_number_stays_with_its_column(self):
+        arguments = self.inputs_in_4_bits(33)
+        spoiled = with_scale(arguments.experts.w_down, (2, 17, 3), float("nan"))
+        y, clean = (
+            np.asarray(self.run(arguments._replace(experts=experts), precision="fp8"), np.float32)
+            for experts in (dataclasses.replace(arguments.experts, w_down=spoiled), arguments.experts)
+        )
+        visits = (np.asarray(arguments.topk_ids) == 2).any(-1) & np.asarray(arguments.token_valid)
+        np.testing.assert_array_equal(np.isnan(y[:, 17]), visits)
+        np.testing.assert_array_equal(np.delete(y, 17, 1), np.delete(clean, 17, 1))
+
+    def test_beside_rows_in_8_bits_float16_is_refused_with_what_to_do(self):
+        arguments = self.inputs_in_4_bits(34, dtype=jnp.float16)
+        with pytest.raises(NotImplementedError, match=r"x is float16.*takes bfloat16.*precision='w4a16'"):
+            self.small_run(arguments, precision="fp8")
 
 
 @needs_cuda_part

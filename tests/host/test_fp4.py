@@ -24,12 +24,12 @@ class TestMegakernel(Fp4Suite):
     )
 
 
-def test_on_gpus_xla_rounds_tokens_beside_4_bits_and_the_megakernel_says_so(monkeypatch):
+def test_on_gpus_the_megakernel_rounds_no_float16_beside_4_bits_and_says_so(monkeypatch):
     monkeypatch.setattr(sharding, "platform", lambda *_: "gpu")
-    arguments = in_4_bits(make_inputs(0, **SIZES))
+    arguments = in_4_bits(make_inputs(0, **SIZES, dtype=jnp.float16))
     options: dict[str, Any] = {"axis_name": None, "precision": "fp8"}
     assert jaxmoe.explain(*arguments[:4], **options).implementation == "xla"
-    told = r"precision='fp8' rounds tokens beside experts in 4 bits.*'w4a16'.*implementation='xla'"
+    told = r"x is float16.*precision='fp8', which rounds tokens.*takes bfloat16.*'w4a16'.*implementation='xla'"
     with pytest.raises(NotImplementedError, match=told):
         jaxmoe.explain(*arguments[:4], **options, implementation="megakernel")
 

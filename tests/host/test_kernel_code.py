@@ -189,9 +189,19 @@ def test_fast_products_in_8_bits_are_whole_and_add_to_their_sums_all_along_the_d
 
 @pytest.mark.parametrize("has_timeline", ["without a timeline"], indirect=True)
 def test_products_of_weights_decoded_in_registers_are_those_of_a_warp(kernels, has_timeline):
-    (kernel,) = filter(in_registers, kernels)
+    (kernel,) = (kernel for kernel in kernels if in_registers(kernel) and "E4M3" not in named(kernel))
     assert set(re.findall(r"\bHMMA\.(\S+)", kernel)) == {"16816.F32.BF16"}
     assert not re.search(r"\b(HGMMA|QGMMA|LDL|STL)\b", kernel)
+
+
+@pytest.mark.parametrize("has_timeline", ["without a timeline"], indirect=True)
+def test_beside_rows_in_8_bits_they_are_those_of_a_warpgroup_of_a_group_each_from_registers(kernels, has_timeline):
+    (kernel,) = (kernel for kernel in kernels if in_registers(kernel) and "E4M3" in named(kernel))
+    products = re.findall(r"\bQGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, (R\d+), gdesc\[\w+\], (\w+)", kernel)
+    assert len(products) == len(re.findall(r"\bQGMMA\b", kernel))
+    assert {int(rows) for rows, *_ in products} == {8, 16, 32, 48, 64}
+    assert {added for *_, added in products} == {"RZ"}
+    assert not re.search(r"\b(HMMA|HGMMA|LDL|STL)\b", kernel)
 
 
 @pytest.mark.parametrize("has_timeline", ["without a timeline"], indirect=True)

@@ -134,10 +134,13 @@ def test_blocks_share_columns_where_half_of_the_workers_would_have_no_down_task(
     many = default_plan(Shape(tokens=8192, **sizes), "gpu", "megakernel")
     assert not many.share_columns
     assert not default_plan(Shape(tokens=64, **sizes), "cpu", "megakernel").share_columns
-    # Those are decoded.
+    # Those that are decoded where they are multiplied too; not those that are so ahead, here of float16.
     mxfp4 = Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu)
-    four_bits = dataclasses.replace(Formats.of(jnp.bfloat16), weights=mxfp4)
-    assert not default_plan(Shape(tokens=64, **sizes, formats=four_bits), "gpu", "megakernel").share_columns
+    for dtype, in_registers in ((jnp.bfloat16, True), (jnp.float16, False)):
+        formats = dataclasses.replace(Formats.of(dtype), weights=mxfp4)
+        plan = default_plan(Shape(tokens=64, **sizes, formats=formats), "gpu", "megakernel")
+        assert plan.share_columns == (shares and in_registers)
+        assert (plan.weight_slots == 0) == in_registers
 
 
 @pytest.mark.parametrize(

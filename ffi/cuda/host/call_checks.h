@@ -41,9 +41,6 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
   const Element element = *element_of(call.type(ArrayName::kX));
   if (std::string error = element_error(element); !error.empty()) return error;
   const Formats formats = formats_of(call, attributes);
-  if (formats.decodes() && formats.tokens.is_scaled()) {
-    return "jaxmoe: rounds_rows=1 beside weights in 4 bits, for which there is no kernel on GPUs. It must be 0.";
-  }
   if (formats.decodes() && !schedule_of(attributes).decodes() && element != Element::kBf16) {
     return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
            "; without slots for decoded weights it must be bfloat16.";

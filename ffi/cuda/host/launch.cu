@@ -21,7 +21,7 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
-                                 backward_decoded_f16(), forward_packed_bf16(), dispatch_bf16(),
+                                 backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
@@ -88,8 +88,9 @@ namespace {
 class MapMaker {
  public:
   void make(CUtensorMap* map, const char* name, const Format& format, const void* base,
-            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0) {
-    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch);
+            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0,
+            int32_t swizzle_bytes = 128) {
+    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch, swizzle_bytes);
   }
   const std::string& error() const { return error_; }
 
@@ -148,7 +149,9 @@ class WeightMaps {
     // Those with scales lie the other way round.
     if (formats_.weights.is_scaled()) std::swap(rows, columns);
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
-    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch);
+    // PackedTile says why.
+    const int32_t swizzle_bytes = !packed ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
+    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes);
   }
 
   // Gate and up, each as an array of its own, whether or not it is one.

@@ -39,6 +39,12 @@ std::optional<CUtensorMapDataType> copied_as(Element element) {
   }
 }
 
+CUtensorMapSwizzle swizzle_of(int32_t bytes) {
+  return bytes == 0    ? CU_TENSOR_MAP_SWIZZLE_NONE
+         : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                       : CU_TENSOR_MAP_SWIZZLE_128B;
+}
+
 template <class Integers>
 std::string join(const Integers& values) {
   std::string text;
@@ -49,12 +55,13 @@ std::string join(const Integers& values) {
 }  // namespace
 
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
-                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch) {
+                            std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch,
+                            int32_t swizzle_bytes) {
   const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
                             " (innermost first, " + info_of(element).name + ")";
   const std::optional<CUtensorMapDataType> type = copied_as(element);
   if (!type) return given + ". The copy engine is given no such elements.";
-  // Those of 4 bits are copied as bytes that hold two, lines of them not swizzled (stage.cuh).
+  // Those of 4 bits are copied as bytes that hold two.
   const bool packed = info_of(element).bits == 4;
   const int64_t element_bytes = packed ? 1 : info_of(element).bits / 8;
   const int64_t of_byte = packed ? 2 : 1;
@@ -103,7 +110,7 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   const CUresult status = encode(
       map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
       box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      packed ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      swizzle_of(swizzle_bytes), fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
            "). Strides have to be multiples of 16 bytes and below 2^40.";

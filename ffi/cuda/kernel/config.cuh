@@ -42,8 +42,10 @@ struct GemmShape {
   static_assert(Tiling::kBlocks == 1 || Tiling::kBlocks == 2);
 
   using Rows = OperandTile<Element, Tiling::kRows>;
+  // Packed weights come 128 along the depth at a time.
+  using RowsOfPacked = std::conditional_t<Rows::kLine == PackedTile<Tiling::kColumns>::kLine, Rows, TwoPanels<Rows>>;
   using Stage = std::conditional_t<Variant::Precision::kPacked,
-                                   jaxmoe::Stage<TwoPanels<Rows>, PackedTile<Tiling::kColumns>>,
+                                   jaxmoe::Stage<RowsOfPacked, PackedTile<Tiling::kColumns>>,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 

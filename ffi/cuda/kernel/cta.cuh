@@ -34,9 +34,9 @@ struct Cta {
                                       !Variant::Precision::kTokens.is_scaled() &&
                                       (kBackward || !Variant::config.timeline);
   // Whether blocks may share the columns of a task, half of a column tile each. Not of weights that are decoded ahead,
-  // for which few rows are the wrong case, nor of those decoded in registers, whose warpgroups share a tile by columns.
+  // for which few rows are the wrong case.
   static constexpr bool kSharesColumns = Variant::kPass == Pass::kForward && Tiling::kBlocks == 2 &&
-                                         !Variant::Precision::kPacked && !Variant::Precision::kDecodes;
+                                         !Variant::Precision::kDecodes;
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 

@@ -32,10 +32,13 @@ _ANY_SIZE = "Or pass implementation='xla', which has no such limit."
 
 def check(call: Call) -> None:
     """Raises where the megakernel cannot run a call."""
-    if call.platform != "cpu" and bits(call.shape.formats.weights.dtype) == 4 and rounds_rows(call.precision):
+    dtype = call.shape.formats.answers.dtype
+    four_bit_beside_rounded = bits(call.shape.formats.weights.dtype) == 4 and rounds_rows(call.precision)
+    if call.platform != "cpu" and four_bit_beside_rounded and dtype.name != "bfloat16":
         raise NotImplementedError(
-            f"moe_layer: precision={call.precision!r} rounds tokens beside experts in 4 bits, for which "
-            "implementation='megakernel' has no kernel on GPUs. Pass precision='w4a16', or implementation='xla'."
+            f"moe_layer: x is {dtype}; beside experts in 4 bits and precision={call.precision!r}, which rounds tokens, "
+            "implementation='megakernel' on GPUs takes bfloat16. Cast x, pass precision='w4a16', or "
+            "implementation='xla'."
         )
     check_megakernel(call.shape, call.platform, call.activation, call.plan)
 

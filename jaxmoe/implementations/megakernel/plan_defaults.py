@@ -67,7 +67,7 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     )
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    share_columns, share_reasons = _share_columns(shape, platform, unit_tiles)
+    share_columns, share_reasons = _share_columns(shape, platform, unit_tiles, weight_slots)
     reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
     return KernelPlan(
         unit_tiles,
@@ -213,9 +213,9 @@ def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
     return True, f"keep_tokens=True: a token goes to peers for {of_slots:.3g} slots, but to {of_ranks:.3g} of them only"
 
 
-def _share_columns(shape: Shape, platform: str, unit_tiles: int) -> tuple[bool, tuple[str, ...]]:
+def _share_columns(shape: Shape, platform: str, unit_tiles: int, weight_slots: int) -> tuple[bool, tuple[str, ...]]:
     """Returns whether blocks share the columns of narrow down tasks, and why, where they do."""
-    if platform == "cpu" or shape.formats.decodes or not _is_narrow(shape, platform, unit_tiles):
+    if platform == "cpu" or weight_slots or not _is_narrow(shape, platform, unit_tiles):
         return False, ()
     tasks = shape.local_experts * -(-shape.hidden // (2 * tile_sizes(shape, platform).columns))
     if 2 * tasks > WORKERS_OF_A_GPU:

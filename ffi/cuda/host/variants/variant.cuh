@@ -18,9 +18,11 @@ struct Forward {
   // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both
   // there are none left. Nor where they decode themselves, and have sums of 128 rows beside it.
   static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
-  static constexpr RoleRegisters kRegisters = Precision::kPacked ? RoleRegisters{72, 216}
-                                              : kMoreForMath     ? RoleRegisters{88, 208}
-                                                                 : RoleRegisters{};
+  static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();  // takes dispatch a few more
+  static constexpr RoleRegisters kRegisters = kTurnsBytes          ? RoleRegisters{80, 208}
+                                              : Precision::kPacked ? RoleRegisters{72, 216}
+                                              : kMoreForMath       ? RoleRegisters{88, 208}
+                                                                   : RoleRegisters{};
   static constexpr KernelConfig config{.registers = kRegisters,
                                        .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
 };

@@ -19,7 +19,7 @@ inline constexpr bool kTimeline = false;
 enum class Decoding {
   kNone,
   kAhead,        // into a ring, expert by expert (kernel/exchange/decode.cuh)
-  kInRegisters,  // when they are multiplied (kernel/gemm/packed.cuh)
+  kInRegisters,  // when they are multiplied (kernel/gemm/packed.cuh, packed_eight_bit.cuh)
 };
 
 // A kernel as the host starts it.
@@ -44,6 +44,7 @@ KernelVariant forward_e4m3_fast_f16();
 KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
+KernelVariant forward_packed_e4m3_bf16();  // the same; 8-bit tokens and h
 KernelVariant dispatch_bf16();  // of experts of the caller's own (common/exchange.h)
 KernelVariant dispatch_f16();
 KernelVariant dispatch_e4m3_bf16();  // rows that are rounded to 8 bits

@@ -148,11 +148,13 @@ __device__ __forceinline__ void pass_experts(ChunkWalk& walk, int32_t num_expert
   }
 }
 
-// By a warp: copies a row to `target`, turned (gemm/turned.cuh), and to `kept` as it is, unless that is null.
+// By a warp: copies a row to `target`, turned (gemm/turned.cuh), and to `kept` as it is, unless that is null. Numbers
+// have 8 bits, or 16.
+template <bool kBytes>
 __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors,
                                                 int lane) {
   constexpr int kLoadsInFlight = 4;
-  const int place = (lane & ~7) + turned::vector_of(lane);
+  const int place = kBytes ? lane : (lane & ~7) + turned::vector_of(lane);
 #pragma unroll 1
   for (int32_t first = 0; first < vectors; first += 32 * kLoadsInFlight) {
     uint4 values[kLoadsInFlight];  // those behind the last vector are turned too, and stored nowhere
@@ -162,8 +164,9 @@ __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, cons
     }
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) {
-      const uint4 turned = turned::turn_vector(values[i], lane);
-      if (first + 32 * i + lane >= vectors) continue;  // the same for all 8 that turn theirs together
+      const uint4 turned =
+          kBytes ? turned::turn_vector_of_bytes(values[i], lane) : turned::turn_vector(values[i], lane);
+      if (first + 32 * i + lane >= vectors) continue;  // the same for all that turn theirs together
       target[first + 32 * i + place] = turned;
       if (kept != nullptr) kept[first + 32 * i + lane] = values[i];
     }
@@ -257,12 +260,16 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
         if constexpr (Tokens<Variant>::kScaled) {
           const int32_t blocks = scale_blocks(p.shape.hidden);
           const PulledScales pulled(all_tokens.scales_at(row), blocks, lane);
-          copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+          if constexpr (Variant::Precision::kPacked) {
+            copy_turned_row<true>(target, kept_elements, all_tokens.at(row), vectors, lane);
+          } else {
+            copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+          }
           pulled.store(ring_scales(cta, p.layout.rows, p.shape.hidden) +
                            ring_scale(Tiling::kRows, ring_row + i, blocks, 0),
                        Tiling::kRows, keeps ? all_tokens.scales_at(kept_row) : nullptr);
         } else if constexpr (Variant::Precision::kPacked) {
-          copy_turned_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+          copy_turned_row<false>(target, kept_elements, all_tokens.at(row), vectors, lane);
         } else {
           copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
         }

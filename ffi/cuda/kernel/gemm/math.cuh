@@ -10,6 +10,7 @@
 #include "common/scheduler.h"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/epilogues/across.cuh"
+#include "cuda/kernel/gemm/epilogues/across_eight_bit_h.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
 #include "cuda/kernel/gemm/epilogues/array_rows.cuh"
 #include "cuda/kernel/gemm/epilogues/eight_bit_h.cuh"
@@ -76,9 +77,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
 
   // A backward pass has no register for what epilogues could keep from one task to the next; sums beside products leave
   // none to any. With the code that decodes, whoever runs it, math has fewer as well.
-  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled();
-  constexpr bool kFewRegisters = kBackward || kScaled || Variant::Precision::kDecodes || Variant::Precision::kPacked;
-  constexpr bool kLateTargets = kBackward || Variant::Precision::kDecodes || Variant::Precision::kPacked;
+  constexpr bool kDecoding = Variant::Precision::kDecodes || Variant::Precision::kPacked;
+  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled() && !kDecoding;
+  constexpr bool kFewRegisters = kBackward || kScaled || kDecoding;
+  constexpr bool kLateTargets = kBackward || kDecoding;
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -64,7 +63,7 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
-  if constexpr (std::is_same_v<typename Factors::Accumulate, FromPacked>) {
+  if constexpr (Variant::Precision::kPacked) {
     accumulate.multiply_tile(sums, ring, position, depth_steps, meanwhile, track);
   } else {
     const auto release = [&](auto stage) { ring.release(stage, thread.lane); };

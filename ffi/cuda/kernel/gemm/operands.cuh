@@ -112,7 +112,7 @@ struct PackedColumns {
     Tensor::load(p, task, 0, k / 2, first + kHalf * box, copy);
   }
 
-  const int32_t first;
+  int32_t first;
 };
 template <class Tensor>
 struct PackedInHalves {

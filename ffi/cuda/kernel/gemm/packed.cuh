@@ -15,10 +15,10 @@
 #include <type_traits>
 
 #include "common/formats.h"
-#include "cuda/device/ptx/memory.cuh"
 #include "cuda/device/ptx/mma.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
 
 namespace jaxmoe {
@@ -79,29 +79,17 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
 // columns, and row 8 i + 2 t + j.
 //
 // While one half of a step is multiplied, what the next one needs is on its way from shared memory: there are two warps
-// to a scheduler, too few to wait for each other. Scales of groups are loaded ahead of the steps that they are for, since
-// memory is as far away as a stage takes. Through shared memory, by asynchronous copies, they took 4 % longer
-// (docs/performance.md).
+// to a scheduler, too few to wait for each other.
 class FromPacked {
  public:
-  // Of a warp. In shared memory, as those of other policies.
-  struct Scales {
-    const uint8_t* groups[2];  // of its first column of each block
-    int32_t columns[2];        // that the matrix has from there on
-    int32_t row_bytes;         // groups of a column
-    int32_t lines[2];          // of the stage, where its columns of each block begin
-    int16_t row_blocks;        // of 8
-    bool sixteen;              // numbers to a group, else 32
-  };
+  using Scales = PackedPart;
+  static constexpr float kToSums = GroupScales::kToSums;  // of a sum
 
-  __device__ FromPacked(const Scales& scales, int) : scales_(scales), now_{}, next_{} {}
+  __device__ FromPacked(const Scales& part, int) : part_(part) {}
 
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
     ptx::clear_accumulators(sums);
-    const Lane places = find_lane();
-    load_groups(places, 0);
-    take_loaded(places);
-    load_groups(places, 1);
+    groups_.begin(part_);
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
@@ -109,7 +97,11 @@ class FromPacked {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
                                                 typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
-    multiply_at_most<1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+    if (part_.one_block) {
+      multiply_at_most<1, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+    } else {
+      multiply_at_most<2, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+    }
   }
 
  private:
@@ -123,52 +115,55 @@ class FromPacked {
   // Of more there are no registers for two halves, nor for what is the same in all of them.
   static constexpr int kMostBlocks = 8;
 
-  // What a half of a step needs, but for rows of many blocks.
-  template <int kBlocks>
+  // What a half of a step needs, but for rows of many blocks. A quad has two columns in each block of columns
+  // (group_words.cuh).
+  template <int kColumnBlocks, int kBlocks>
   struct Half {
-    uint2 columns[4];  // of the quad's columns (find_lane())
-    uint32_t scales[4];
+    uint2 columns[2 * kColumnBlocks];
+    uint32_t scales[2 * kColumnBlocks];
     uint32_t rows[kBlocks <= kFewBlocks ? kBlocks : 1][2][4];  // of each block and word
   };
 
   // Those of the quad's columns for both halves of a step, where they are one word.
-  struct GroupWords {
-    uint32_t words[4];
+  template <int kColumnBlocks>
+  struct StepScales {
+    uint32_t words[2 * kColumnBlocks];
   };
 
   // By the code for as many row blocks as the first number that is enough.
-  template <int kBlocks, int... kMore, class... Arguments>
+  template <int kColumnBlocks, int kBlocks, int... kMore, class... Arguments>
   __device__ __forceinline__ void multiply_at_most(Arguments&&... arguments) {
     if constexpr (sizeof...(kMore) > 0) {
-      if (scales_.row_blocks > kBlocks) return multiply_at_most<kMore...>(arguments...);
+      if (part_.row_blocks > kBlocks) return multiply_at_most<kColumnBlocks, kMore...>(arguments...);
     }
-    if (scales_.sixteen) return multiply_steps<kBlocks, 16>(arguments...);
-    multiply_steps<kBlocks, 32>(arguments...);
+    if (part_.sixteen) return multiply_steps<kColumnBlocks, kBlocks, 16>(arguments...);
+    multiply_steps<kColumnBlocks, kBlocks, 32>(arguments...);
   }
 
-  template <int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
+  template <int kColumnBlocks, int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Ring& ring,
                                                  typename Ring::Position& position, int32_t steps,
                                                  const Meanwhile& meanwhile, const Track& track) {
-    GroupWords groups{};
+    using OfHalf = Half<kColumnBlocks, kBlocks>;
+    StepScales<kColumnBlocks> scales{};
     track.stall([&] { ring.wait(position); });
     if constexpr (kBlocks <= kMostBlocks) {
-      const Lane places = find_lane();
-      Half<kBlocks> first, second;
-      load<kBlocks, kGroup>(first, groups, places, ring.stage(position), 0);
+      const Lane places(part_);
+      OfHalf first, second;
+      load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position), 0);
 #pragma unroll 1
       for (int32_t step = 0; step < steps; ++step) {
         const bool more = step + 1 < steps;
         const bool full = more && ring.looks_full(position.after());
         auto& stage = ring.stage(position);
-        load<kBlocks, kGroup>(second, groups, places, stage, 1);
-        multiply_half<kBlocks>(sums, first, places, stage, 0);
+        load<kColumnBlocks, kBlocks, kGroup>(second, scales, places, stage, 1);
+        multiply_half<kColumnBlocks, kBlocks>(sums, first, places, stage, 0);
         if (more) {
           if (!full) track.stall([&] { ring.wait(position.after()); });
-          take_groups<kGroup>(places, step + 1);
-          load<kBlocks, kGroup>(first, groups, places, ring.stage(position.after()), 0);
+          groups_.template take<kGroup>(part_, step + 1);
+          load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position.after()), 0);
         }
-        multiply_half<kBlocks>(sums, second, places, stage, 1);
+        multiply_half<kColumnBlocks, kBlocks>(sums, second, places, stage, 1);
         ring.release(position, ptx::read_lane());
         meanwhile(step);
         position.advance();
@@ -178,15 +173,15 @@ class FromPacked {
       for (int32_t step = 0; step < steps; ++step) {
         if (step > 0) {
           track.stall([&] { ring.wait(position); });
-          take_groups<kGroup>(find_lane(), step);
+          groups_.template take<kGroup>(part_, step);
         }
         auto& stage = ring.stage(position);
 #pragma unroll 1
         for (int half = 0; half < kHalves; ++half) {
-          const Lane places = find_lane();
-          Half<kBlocks> loaded;
-          load<kBlocks, kGroup>(loaded, groups, places, stage, half);
-          multiply_half<kBlocks>(sums, loaded, places, stage, half);
+          const Lane places(part_);
+          OfHalf loaded;
+          load<kColumnBlocks, kBlocks, kGroup>(loaded, scales, places, stage, half);
+          multiply_half<kColumnBlocks, kBlocks>(sums, loaded, places, stage, half);
         }
         ring.release(position, ptx::read_lane());
         meanwhile(step);
@@ -195,7 +190,7 @@ class FromPacked {
     }
     if constexpr (kBlocks <= kFewBlocks) {
 #pragma unroll
-      for (int block = 0; block < 2; ++block) {
+      for (int block = 0; block < kColumnBlocks; ++block) {
         float* const of_block = sums.values + 64 * block;
 #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) of_block[i] += of_block[4 * kFewBlocks + i];
@@ -203,73 +198,25 @@ class FromPacked {
     }
   }
 
-  // A lane loads groups for all four of its quad, 16 bytes of the quad's column number t at a time. Nothing touches what
-  // comes before take_loaded().
-  static constexpr int32_t kLoadBytes = 16;
-
-  // What this lane takes. A quad's column number 2 b + h is g + 8 h of block b.
+  // Where this lane finds what it multiplies, in a stage.
   struct Lane {
-    const uint8_t* groups;  // of the quad's column number t
-    int32_t group_bytes;    // none of a column behind the last one
-    int32_t columns[2];     // in the stage: its part of column g of each block
-    int32_t rows;           // in a panel: the row whose address it names
+    int32_t columns[2];  // its part of column g of each block
+    int32_t rows;        // in a panel: the row whose address it names
+
+    __device__ __forceinline__ explicit Lane(const PackedPart& part) {
+      const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+      for (int block = 0; block < 2; ++block) columns[block] = (part.lines[block] + g) * kLineBytes + 8 * t;
+      // As the copy engine swizzles a line of 128 bytes.
+      rows = lane % 8 * 128 + 16 * (lane / 8 ^ lane % 8);
+    }
   };
-  __device__ __forceinline__ Lane find_lane() const {
-    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
-    const int32_t column = g + 8 * (t % 2);
-    Lane places;
-    places.groups = scales_.groups[t / 2] + int64_t{column} * scales_.row_bytes;
-    places.group_bytes = column < scales_.columns[t / 2] ? scales_.row_bytes : 0;
-#pragma unroll
-    for (int block = 0; block < 2; ++block) places.columns[block] = (scales_.lines[block] + g) * kLineBytes + 8 * t;
-    // As the copy engine swizzles a line of 128 bytes.
-    places.rows = lane % 8 * 128 + 16 * (lane / 8 ^ lane % 8);
-    return places;
-  }
 
-  // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
-  // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
-  // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
-  __device__ __forceinline__ void load_groups(const Lane& places, int32_t nth) {
-    const int32_t first = kLoadBytes * nth;
-    const int32_t left = places.group_bytes - first;
-    const auto* source = places.groups + first;
-    if (scales_.row_bytes % kLoadBytes == 0) {
-      ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(source));
-    } else {
-      const int32_t before = reinterpret_cast<uintptr_t>(source) % 4;
-      source -= before;
+  template <int kColumnBlocks, int kBlocks, int kGroup, class Stage>
+  __device__ __forceinline__ void load(Half<kColumnBlocks, kBlocks>& loaded, StepScales<kColumnBlocks>& scales,
+                                       const Lane& places, Stage& stage, int half) const {
 #pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        ptx::load_if(left > 0 && left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(source) + i);
-      }
-    }
-  }
-  __device__ __forceinline__ void take_loaded(const Lane& places) {
-    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(places.groups) % 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
-  }
-  // Those of a step that is not the first.
-  template <int kGroup>
-  __device__ __forceinline__ void take_groups(const Lane& places, int32_t step) {
-    constexpr int kSteps = kLoadBytes * kGroup / 128;  // that a load is for
-    constexpr int kWords = 4 / kSteps;                 // to a step
-    if (step % kSteps == 0) {
-      take_loaded(places);
-      load_groups(places, step / kSteps + 1);
-    } else {
-      now_[0] = now_[kWords];
-      now_[1] = now_[kWords + 1];
-      now_[2] = now_[3];
-    }
-  }
-
-  template <int kBlocks, int kGroup, class Stage>
-  __device__ __forceinline__ void load(Half<kBlocks>& loaded, GroupWords& groups, const Lane& places, Stage& stage,
-                                       int half) const {
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < 2 * kColumnBlocks; ++u) {
       const std::byte* const column = stage.b.lines[0] + places.columns[u / 2] + u % 2 * 8 * kLineBytes;
       loaded.columns[u] = *reinterpret_cast<const uint2*>(column + kLineBytes / kHalves * half);
     }
@@ -280,15 +227,14 @@ class FromPacked {
         for (int word = 0; word < 2; ++word) load_rows(loaded.rows[i][word], places, stage, half, i, word);
       }
     }
-    const int lane = ptx::read_lane(), quad = lane & ~3, t = lane & 3;
+    const int t = ptx::read_lane() & 3;
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < 2 * kColumnBlocks; ++u) {
       if (kGroup == 16) {
-        const uint32_t word = __shfl_sync(0xffffffff, half > 0 ? now_[1] : now_[0], quad + u);
-        loaded.scales[u] = GroupScales::of_e4m3(word, t);
+        loaded.scales[u] = GroupScales::of_e4m3(groups_.of_column(u, half > 0), t);
       } else {
-        if (half == 0) groups.words[u] = __shfl_sync(0xffffffff, now_[0], quad + u);
-        loaded.scales[u] = GroupScales::of_power_of_two(groups.words[u], 2 * half + t / 2);
+        if (half == 0) scales.words[u] = groups_.of_column(u);
+        loaded.scales[u] = GroupScales::of_power_of_two(scales.words[u], 2 * half + t / 2);
       }
     }
   }
@@ -300,14 +246,14 @@ class FromPacked {
     ptx::load_tiles(rows, lines + (places.rows ^ 64 * word));
   }
 
-  template <int kBlocks, class Stage>
-  __device__ __forceinline__ void multiply_half(ptx::Accumulators& sums, const Half<kBlocks>& loaded,
+  template <int kColumnBlocks, int kBlocks, class Stage>
+  __device__ __forceinline__ void multiply_half(ptx::Accumulators& sums, const Half<kColumnBlocks, kBlocks>& loaded,
                                                 const Lane& places, Stage& stage, int half) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
-      uint32_t a[2][2][4];  // of each slice and block of columns
+      uint32_t a[2][kColumnBlocks][4];  // of each slice and block of columns
 #pragma unroll
-      for (int block = 0; block < 2; ++block) {
+      for (int block = 0; block < kColumnBlocks; ++block) {
         const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
         uint32_t upper[4], lower[4];
         decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block]);
@@ -324,7 +270,7 @@ class FromPacked {
 #pragma unroll
       for (int i = 0; i < kBlocks; i += kInTurn) {
         // The branch also keeps ptxas from loading all rows at once, for which there are no registers.
-        if (kBlocks > kMostBlocks && i >= scales_.row_blocks) break;
+        if (kBlocks > kMostBlocks && i >= part_.row_blocks) break;
         uint32_t rows[kInTurn][4];
 #pragma unroll
         for (int j = 0; j < kInTurn; ++j) {
@@ -341,7 +287,7 @@ class FromPacked {
 #pragma unroll
           for (int j = 0; j < kInTurn; ++j) {
 #pragma unroll
-            for (int block = 0; block < 2; ++block) {
+            for (int block = 0; block < kColumnBlocks; ++block) {
               ptx::multiply_bf16(sums.values + 4 * (16 * block + i + j + slice * kApart),
                                  a[slice][block], rows[j] + 2 * slice);
             }
@@ -351,8 +297,8 @@ class FromPacked {
     }
   }
 
-  const Scales& scales_;
-  uint32_t now_[4], next_[5];  // groups of this step and those after it; what is being loaded
+  const PackedPart& part_;
+  GroupWords groups_;
 };
 
 }  // namespace jaxmoe

@@ -97,8 +97,8 @@ __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, c
   const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
   const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
   const int32_t row_bytes = depth / p.weight_group_columns;
-  const int32_t columns = halves ? Tiling::kColumns / 2 : Tiling::kColumns;
-  const int32_t first = own.column_tile * columns;
+  const int32_t columns = halves || cta.shares_columns(own) ? Tiling::kColumns / 2 : Tiling::kColumns;
+  const int32_t first = down ? cta.first_answer_column(own) : own.column_tile * columns;
   const int64_t offset = (int64_t{own.expert} * width + first) * row_bytes;
   const uint32_t bytes = at_most(width - first, columns) * row_bytes;
   ptx::prefetch_bytes((down ? p.w_down_group_scales : p.w_gate_group_scales) + offset, bytes);

@@ -10,6 +10,7 @@
 #include "cuda/kernel/gemm/accumulate.cuh"
 #include "cuda/kernel/gemm/operands.cuh"
 #include "cuda/kernel/gemm/packed.cuh"
+#include "cuda/kernel/gemm/packed_eight_bit.cuh"
 
 namespace jaxmoe {
 
@@ -72,6 +73,7 @@ struct H;                // activation: h, to its ring; gate and up, where a bac
 struct EightBitH;        // activation, rounding to 8 bits: h and its scales, to the ring
 struct Answers;          // to the ranks that own the tokens
 struct AcrossH;          // as H and Answers, of sums of which a thread has columns of several rows
+struct AcrossEightBitH;  // the same as EightBitH
 struct AcrossAnswers;
 struct Projections;      // gate and up, to their ring
 struct HGradients;       // with gate and up: their gradients and h, to the rings
@@ -103,11 +105,12 @@ using DecodedProducts = ProductTable<
     //      task                  A                         B                                             depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         H>,
     Product<Gemm::kDown,          ByDepth<Hs>,              ByDepth<DownWeights>,                         Intermediate,   Answers>>;
-// Weights in 4 bits, decoded in registers.
+// Weights in 4 bits, decoded in registers; tokens and h in 16 bits, or in 8.
+template <class HOfSums, class Accumulate>
 using PackedProducts = ProductTable<
     //      task                  A                B                                depth              sums
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       AcrossH,       FromPacked>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, FromPacked>>;
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       HOfSums,       Accumulate>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, Accumulate>>;
 }  // namespace forward_pass
 
 namespace backward_pass {
@@ -153,12 +156,16 @@ using SecondProduct = ProductTable<
 template <class Precision>
 using AccumulateOf = std::conditional_t<Precision::kAccumulation == Accumulation::kFast, ScaledAtEnd, Promoted>;
 template <class Variant>
+using PackedProductsOf =
+    std::conditional_t<Variant::Precision::kTokens.is_scaled(),
+                       forward_pass::PackedProducts<epilogue::AcrossEightBitH, EightBitFromPacked>,
+                       forward_pass::PackedProducts<epilogue::AcrossH, FromPacked>>;
+template <class Variant>
 using ForwardProductsOf =
+    std::conditional_t<Variant::Precision::kPacked, PackedProductsOf<Variant>,
     std::conditional_t<Variant::Precision::kTokens.is_scaled(),
                        forward_pass::EightBitProducts<AccumulateOf<typename Variant::Precision>>,
-                       std::conditional_t<Variant::Precision::kPacked, forward_pass::PackedProducts,
-                       std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts,
-                                          forward_pass::Products>>>;
+    std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts, forward_pass::Products>>>;
 template <class Variant>
 using BackwardProductsOf =
     std::conditional_t<Variant::Precision::kDecodes, backward_pass::DecodedProducts, backward_pass::Products>;

@@ -19,22 +19,24 @@ namespace jaxmoe {
 
 static __device__ const float kNoScale = 1.0f;
 
-// The columns of a task's product that a warp decodes, in two blocks of 16, and where the scales of their groups lie.
+// The columns of a task's product that a warp decodes, and where the scales of their groups lie.
 template <class Variant>
-__device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task& task, int warp,
-                                            FromPacked::Scales& noted) {
+__device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& task, int warp, PackedPart& noted) {
   const auto& p = cta.params;
   constexpr int32_t kBlock = 16, kHalf = Tiling::kColumns / 2;
+  const bool one_block = cta.shares_columns(task);
   const bool down = task.gemm == Gemm::kDown;
   const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
   const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
   const int32_t row_bytes = depth / p.weight_group_columns;
   const uint8_t* const first = down ? p.w_down_group_scales : p.w_gate_group_scales;
   const bool halves = p.gated && !down;  // gate and up of the same columns
+  const int32_t first_column =
+      down ? cta.first_answer_column(task) : task.column_tile * (halves ? kHalf : Tiling::kColumns);
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    const int32_t in_tile = halves ? kBlock * warp : kBlock * (2 * warp + block);
-    const int32_t column = task.column_tile * (halves ? kHalf : Tiling::kColumns) + in_tile;
+    const int32_t in_tile = halves || one_block ? kBlock * warp : kBlock * (2 * warp + block);
+    const int32_t column = first_column + in_tile;
     const uint8_t* const matrix = halves && block > 0 ? p.w_up_group_scales : first;
     noted.groups[block] = matrix + (int64_t{task.expert} * width + column) * row_bytes;
     noted.columns[block] = width - column;
@@ -43,6 +45,17 @@ __device__ __forceinline__ void find_groups(const Cta<Variant>& cta, const Task&
   noted.row_bytes = row_bytes;
   noted.row_blocks = static_cast<int16_t>(ceil_div(task.rows, 8));
   noted.sixteen = p.weight_group_columns == 16;
+  noted.one_block = one_block;
+}
+template <class Variant>
+__device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& task, int warp,
+                                          PackedPartAndRows& noted) {
+  find_part(cta, task, warp, static_cast<PackedPart&>(noted));
+  const auto& p = cta.params;
+  const bool down = task.gemm == Gemm::kDown;
+  const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
+  noted.rows = ring_scales(cta, down ? p.layout.h : p.layout.rows, depth) +
+               ring_scale(Tiling::kRows, ring_row_of<Variant>(task, 0), scale_blocks(depth), 0);
 }
 
 // Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring
@@ -51,9 +64,9 @@ template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
                                                      const MathThread& thread) {
   auto& noted = cta.shared.scales[thread.warp];
-  if constexpr (std::is_same_v<Scales, FromPacked::Scales>) {
+  if constexpr (std::is_base_of_v<PackedPart, Scales>) {
     __syncwarp();  // nobody reads those of the task before
-    if (thread.lane == 0) find_groups(cta, task, thread.warp, noted);
+    if (thread.lane == 0) find_part(cta, task, thread.warp, noted);
     __syncwarp();
   } else if constexpr (!std::is_empty_v<Scales>) {
     const auto& p = cta.params;

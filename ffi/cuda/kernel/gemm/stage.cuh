@@ -58,11 +58,14 @@ struct TwoPanels {
 };
 
 // `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes
-// of one column, and nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which costs two turns at
-// shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the halves together.
+// of one column. Beside rows of 16 bits nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which
+// costs two turns at shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the
+// halves together. Beside rows of 8 bits a warp reads 16 bytes of 8 lines, and with that swizzle in one turn instead of
+// four.
 template <int kWidth>
 struct PackedTile {
   static constexpr int kLineBytes = 64;
+  static constexpr int kLine = 2 * kLineBytes;  // numbers
   static constexpr int kBoxColumns = 128;
   static constexpr int kBoxes = kWidth / kBoxColumns;
   static constexpr uint32_t kBoxBytes = kBoxColumns * kLineBytes;

@@ -1,9 +1,12 @@
-// The order of numbers along the depth of rows beside packed weights (packed.cuh): tokens in the ring, and h.
+// The order of numbers along the depth of rows beside packed weights (packed.cuh, packed_eight_bit.cuh): tokens in the
+// ring, and h.
 //
-// A thread decodes 16 neighbours of a column at a time, in two words. The tensor cores want the first factor so that
-// four threads have neighbouring places in turn, and the order along the depth is free as long as both factors have the
-// same. So rows are written in the order in which their partners come out of words, and nothing is moved between them:
-// place 8 v + 2 t + e of each 64 has the number 16 t + 8 (v / 4) + v % 4 + 4 e.
+// A thread decodes neighbours of a column at a time. The tensor cores want the first factor so that four threads have
+// neighbouring places in turn, and the order along the depth is free as long as both factors have the same. So rows are
+// written in the order in which their partners come out of words, and nothing is moved between them:
+//
+//   16 bits   place 8 v + 2 t + e of each 64 has the number 16 t + 8 (v / 4) + v % 4 + 4 e
+//   8 bits    of each 32, the even numbers come first and then the odd ones
 //
 // Tokens are turned on their way into the ring (exchange/dispatch.cuh), h on its way out of shared memory
 // (epilogues/across.cuh).
@@ -16,12 +19,13 @@
 
 namespace jaxmoe::turned {
 
-inline constexpr int kNumbers = 64;  // as many are turned among themselves: 8 lanes with a vector each
+inline constexpr int kNumbers = 64;  // of 16 bits: as many are turned among themselves, 8 lanes with a vector each
 
 // The vector of places that lane `lane` of each 8 has after turn_vector().
 __device__ __forceinline__ int vector_of(int lane) { return lane % 2 * 4 + lane % 8 / 2; }
 
-// The numbers of a lane's vector of a row in memory order become those of its vector of places. All lanes of a warp.
+// The numbers of a lane's vector of a row in memory order, of 16 bits each, become those of its vector of places. All
+// lanes of a warp.
 __device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
   // Numbers i and i + 4 of 8 are neighbours.
   uint32_t pairs[4] = {__byte_perm(numbers.x, numbers.z, 0x5410), __byte_perm(numbers.x, numbers.z, 0x7632),
@@ -42,7 +46,20 @@ __device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// Turns rows of `numbers` each in shared memory where they lie, `stride` bytes apart. By a warp, of whose rows nobody
+// The same of 8 bits: every two lanes turn theirs together, and keep the vector that they have.
+__device__ __forceinline__ uint4 turn_vector_of_bytes(uint4 numbers, int lane) {
+  constexpr uint32_t kEven = 0x6420, kOdd = 0x7531;
+  const uint2 even = {__byte_perm(numbers.x, numbers.y, kEven), __byte_perm(numbers.z, numbers.w, kEven)};
+  const uint2 odd = {__byte_perm(numbers.x, numbers.y, kOdd), __byte_perm(numbers.z, numbers.w, kOdd)};
+  const bool second = lane % 2 != 0;
+  const uint32_t x = __shfl_xor_sync(0xffffffff, second ? even.x : odd.x, 1);
+  const uint32_t y = __shfl_xor_sync(0xffffffff, second ? even.y : odd.y, 1);
+  return second ? uint4{x, y, odd.x, odd.y} : uint4{even.x, even.y, x, y};
+}
+// The place of such a number.
+__device__ __forceinline__ int32_t place_of_byte(int32_t number) { return number / 32 * 32 + number % 2 * 16 + number % 32 / 2; }
+
+// Turns rows of `numbers` of 16 bits each in shared memory where they lie, `stride` bytes apart. By a warp, of whose rows nobody
 // reads or writes anything meanwhile.
 __device__ __forceinline__ void turn_rows(std::byte* rows, int32_t count, int32_t stride, int32_t numbers, int lane) {
   constexpr int kLanes = 8, kAtOnce = 32 / kLanes;

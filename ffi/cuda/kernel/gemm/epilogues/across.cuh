@@ -12,7 +12,7 @@
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/kernel/gemm/epilogues/answers.cuh"
 #include "cuda/kernel/gemm/epilogues/h.cuh"
-#include "cuda/kernel/gemm/packed.cuh"
+#include "cuda/kernel/gemm/products.cuh"
 #include "cuda/kernel/gemm/turned.cuh"
 
 namespace jaxmoe::epilogue {
@@ -43,8 +43,23 @@ __device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
   }
 }
 
+// Stores this warp's lines of the pass that begins with a row: of each `columns` go to target(row) + first_column, where
+// there is one.
+template <class Target>
+__device__ __forceinline__ void store_lines_of_warp(const Task& task, const MathThread& thread, const std::byte* lines,
+                                                    int32_t first_row, int32_t first_column, int32_t columns,
+                                                    const Target& target) {
+  const int32_t row = first_row + Lines::row_of(thread);
+  if (thread.lane < Lines::kRowsOfWarp && row < task.rows && columns > 0) {
+    if (auto* const to = target(row); to != nullptr) {
+      ptx::store_bytes(to + first_column, lines + (row - first_row) * Lines::kStride, columns * sizeof(*to));
+    }
+  }
+  ptx::commit_stores();
+}
+
 // For each 32 rows of the tile: fill(lines, first row block, rows left) fills lines, and of each `columns`, turned
-// (gemm/turned.cuh) if so, go to target(row) + first_column, where there is one.
+// (gemm/turned.cuh) if so, go where store_lines_of_warp() brings them.
 template <bool kTurned, class Variant, class Fill, class Target>
 __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              int32_t first_column, int32_t columns, const Fill& fill,
@@ -69,13 +84,7 @@ __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task
       ptx::fence_proxy_async_shared();
       meet_warpgroup(thread);
     }
-    const int32_t row = first_row + Lines::row_of(thread);
-    if (thread.lane < Lines::kRowsOfWarp && row < task.rows && columns > 0) {
-      if (auto* const to = target(row); to != nullptr) {
-        ptx::store_bytes(to + first_column, lines + (row - first_row) * Lines::kStride, columns * sizeof(*to));
-      }
-    }
-    ptx::commit_stores();
+    store_lines_of_warp(task, thread, lines, first_row, first_column, columns, target);
   }
 }
 
@@ -88,7 +97,8 @@ struct ColumnTerms {
   static __device__ __forceinline__ ColumnTerms of(const Cta<Variant>&, const void* biases, const float* scales,
                                                    int32_t expert, int32_t first, int32_t count) {
     using Element = typename Variant::Precision::Wide::Element;
-    ColumnTerms terms{__ldg(scales + expert) * GroupScales::kToSums, {0.0f, 0.0f}};
+    constexpr float kToSums = ProductsOf<Variant>::template FirstOf<AllOf>::Accumulate::kToSums;
+    ColumnTerms terms{__ldg(scales + expert) * kToSums, {0.0f, 0.0f}};
     if (biases == nullptr) return terms;
     const auto* const of_expert = static_cast<const Element*>(biases) + int64_t{expert} * count;
 #pragma unroll
@@ -100,6 +110,34 @@ struct ColumnTerms {
   // Sum number i of a thread's four of a block: columns g, g, g + 8, g + 8.
   __device__ __forceinline__ float complete(float sum, int i) const { return sum * scale + bias[i / 2]; }
 };
+
+// Fills lines from row block `i` of the pass on with two row blocks of 16 columns of each warp: pair(row block, half) has
+// two neighbours of column g + 8 * half, packed.
+template <class Pair>
+__device__ __forceinline__ void fill_16_columns(const MathThread& thread, std::byte* lines, int i, const Pair& pair) {
+  uint32_t tiles[4];
+#pragma unroll
+  for (int tile = 0; tile < 4; ++tile) tiles[tile] = pair(i + tile / 2, tile % 2);
+  std::byte* const address = lines + (thread.lane % 8 + 8 * (thread.lane / 16)) * Lines::kStride +
+                             2 * (16 * (thread.warp % Roles::kWarpgroupWarps) + 8 * (thread.lane / 8 % 2));
+  ptx::store_turned_tiles(address + 8 * i * Lines::kStride, tiles);
+}
+
+// Fills `rows` lines, 32 at most, with transform(sum, number of the sum) of the first block: 16 columns of each warp.
+template <class Variant, class Transform>
+__device__ __forceinline__ void fill_first_block(const ptx::Accumulators& sums, const MathThread& thread,
+                                                 std::byte* lines, int first_block, int32_t rows,
+                                                 const Transform& transform) {
+  using Wide = typename Variant::Precision::Wide;
+#pragma unroll
+  for (int i = 0; i < Lines::kRows / 8; i += 2) {
+    if (8 * i >= rows) break;
+    fill_16_columns(thread, lines, i, [&](int row_block, int half) {
+      const float* const pair = sums.values + 4 * (first_block + row_block) + 2 * half;
+      return Wide::pack(transform(pair[0], 2 * half), transform(pair[1], 2 * half));
+    });
+  }
+}
 
 // Fills `rows` lines, 32 at most, with transform(sum, number of the sum, block): 32 columns of each warp.
 template <class Variant, class Transform>
@@ -129,16 +167,25 @@ struct AcrossAnswers {
                                              RowTarget target, ptx::Accumulators& sums) {
     const auto& p = cta.params;
     const TileColumns tile = answer_columns_of(cta, task);
-    const int32_t first = tile.first + Lines::kColumns * thread.warpgroup;
-    const int32_t first_of_thread = tile.first + 32 * thread.warp + thread.lane / 4;
-    const ColumnTerms terms[2] = {
-        ColumnTerms::of(cta, p.b_down, p.w_down_scales, task.expert, first_of_thread, tile.count),
-        ColumnTerms::of(cta, p.b_down, p.w_down_scales, task.expert, first_of_thread + 16, tile.count)};
-    const auto fill = [&](std::byte* lines, int first_block, int32_t rows) {
-      fill_whole<Variant>(sums, thread, lines, first_block, rows,
-                          [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
+    // Of columns that the blocks of the cluster share a warp has one block.
+    const bool shares = cta.shares_columns(task);
+    const int32_t columns = shares ? Lines::kColumns / 2 : Lines::kColumns;  // of the warpgroup
+    const int32_t first = tile.first + columns * thread.warpgroup;
+    const int32_t first_of_thread = tile.first + (shares ? 16 : 32) * thread.warp + thread.lane / 4;
+    const auto terms_of = [&](int32_t column) {
+      return ColumnTerms::of(cta, p.b_down, p.w_down_scales, task.expert, column, p.shape.hidden);
     };
-    store_across<false>(cta, task, thread, first, at_most(tile.count - first, Lines::kColumns), fill, [&](int32_t row) {
+    const ColumnTerms terms[2] = {terms_of(first_of_thread), terms_of(first_of_thread + 16)};
+    const auto fill = [&](std::byte* lines, int first_block, int32_t rows) {
+      if (shares) {
+        fill_first_block<Variant>(sums, thread, lines, first_block, rows,
+                                  [&](float sum, int i) { return terms[0].complete(sum, i); });
+      } else {
+        fill_whole<Variant>(sums, thread, lines, first_block, rows,
+                            [&](float sum, int i, int block) { return terms[block].complete(sum, i); });
+      }
+    };
+    store_across<false>(cta, task, thread, first, at_most(tile.count - first, columns), fill, [&](int32_t row) {
       if (row < Lines::kRows) return answer_of(cta, target);
       const int64_t ring_row = ring_row_of<Variant>(task, row);
       return answer_of(cta, {__ldcg(cta.template at<uint32_t>(p.layout.row_targets) + ring_row)});
@@ -176,22 +223,15 @@ struct AcrossH {
           });
           return;
         }
-        // 16 columns of each warp, of 16 rows at a time.
-        std::byte* const address = lines + (thread.lane % 8 + 8 * (thread.lane / 16)) * Lines::kStride +
-                                   2 * (16 * (thread.warp % Roles::kWarpgroupWarps) + 8 * (thread.lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < Lines::kRows / 8; i += 2) {
           if (8 * i >= rows) break;
-          uint32_t tiles[4];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int half = t % 2;
-            const float* const gates = sums.values + 4 * (first_block + i + t / 2) + 2 * half;
+          fill_16_columns(thread, lines, i, [&](int row_block, int half) {
+            const float* const gates = sums.values + 4 * (first_block + row_block) + 2 * half;
             const float* const ups = gates + 4 * 16;
-            tiles[t] = Wide::pack(activate(gate.complete(gates[0], 2 * half), second.complete(ups[0], 2 * half)),
-                                  activate(gate.complete(gates[1], 2 * half), second.complete(ups[1], 2 * half)));
-          }
-          ptx::store_turned_tiles(address + 8 * i * Lines::kStride, tiles);
+            return Wide::pack(activate(gate.complete(gates[0], 2 * half), second.complete(ups[0], 2 * half)),
+                              activate(gate.complete(gates[1], 2 * half), second.complete(ups[1], 2 * half)));
+          });
         }
       };
       store_across<true>(cta, task, thread, first, at_most(tile.count - first, columns), fill, target);

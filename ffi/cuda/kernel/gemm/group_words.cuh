@@ -1,0 +1,104 @@
+// The scales of groups of packed weights, on their way from memory to the warps that multiply (packed.cuh,
+// packed_eight_bit.cuh), which load them ahead of the steps that they are for: memory is as far away as a stage takes.
+// Through shared memory, by asynchronous copies, they took 4 % longer (docs/performance.md).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/ptx/memory.cuh"
+#include "cuda/device/ptx/registers.cuh"
+
+namespace jaxmoe {
+
+// What a warp has of a tile of packed weights: 32 columns in two blocks of 16, or one block of a tile whose columns two
+// blocks of threads share. In shared memory, since math warps have no register for it.
+struct PackedPart {
+  const uint8_t* groups[2];  // of its first column of each block
+  int32_t columns[2];        // that the matrix has from there on
+  int32_t row_bytes;         // groups of a column
+  int32_t lines[2];          // of the stage, where its columns of each block begin
+  int16_t row_blocks;        // of 8, of the tile
+  bool sixteen;              // numbers to a group, else 32
+  bool one_block;
+};
+// The same beside rows in 8 bits.
+struct PackedPartAndRows : PackedPart {
+  const float* rows;  // scales of the tile's rows, of the first step
+};
+
+// With g = lane / 4 and t = lane % 4, the four lanes of a quad have columns g and g + 8 of each block: its column number
+// 2 b + h is g + 8 h of block b. A lane loads the groups of the quad's column number t, 16 bytes at a time, and hands
+// them on step by step. Nothing touches what comes before begin() and take() have asked for it.
+class GroupWords {
+ public:
+  __device__ __forceinline__ void begin(const PackedPart& part) {
+    const Source source(part);
+    load(part, source, 0);
+    take_loaded(source);
+    load(part, source, 1);
+  }
+
+  // Those of a step that is not the first; kGroup numbers have one.
+  template <int kGroup>
+  __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
+    constexpr int kSteps = kLoadBytes * kGroup / kStepNumbers;  // that a load is for
+    constexpr int kWords = 4 / kSteps;                          // to a step
+    if (step % kSteps == 0) {
+      const Source source(part);
+      take_loaded(source);
+      load(part, source, step / kSteps + 1);
+    } else {
+      now_[0] = now_[kWords];
+      now_[1] = now_[kWords + 1];
+      now_[2] = now_[3];
+    }
+  }
+
+  // A word of the step's groups of the quad's column `column`: the first, or the second.
+  __device__ __forceinline__ uint32_t of_column(int column, bool second = false) const {
+    return __shfl_sync(0xffffffff, second ? now_[1] : now_[0], (ptx::read_lane() & ~3) + column);
+  }
+
+ private:
+  static constexpr int32_t kLoadBytes = 16, kStepNumbers = 128;
+
+  struct Source {
+    const uint8_t* groups;
+    int32_t bytes;  // none of a column behind the last one
+
+    __device__ __forceinline__ explicit Source(const PackedPart& part) {
+      const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+      const int32_t column = g + 8 * (t % 2);
+      groups = part.groups[t / 2] + int64_t{column} * part.row_bytes;
+      bytes = column < part.columns[t / 2] ? part.row_bytes : 0;
+    }
+  };
+
+  // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
+  // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
+  // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
+  __device__ __forceinline__ void load(const PackedPart& part, const Source& source, int32_t nth) {
+    const int32_t first = kLoadBytes * nth;
+    const int32_t left = source.bytes - first;
+    const auto* from = source.groups + first;
+    if (part.row_bytes % kLoadBytes == 0) {
+      ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(from));
+    } else {
+      const int32_t before = reinterpret_cast<uintptr_t>(from) % 4;
+      from -= before;
+#pragma unroll
+      for (int i = 0; i < 5; ++i) {
+        ptx::load_if(left > 0 && left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(from) + i);
+      }
+    }
+  }
+  __device__ __forceinline__ void take_loaded(const Source& source) {
+    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(source.groups) % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
+  }
+
+  uint32_t now_[4]{}, next_[5]{};  // groups of this step and those after it; what is being loaded
+};
+
+}  // namespace jaxmoe
