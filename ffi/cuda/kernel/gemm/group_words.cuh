@@ -28,16 +28,17 @@ struct PackedPartAndRows : PackedPart {
 
 // With g = lane / 4 and t = lane % 4, the four lanes of a quad have columns g and g + 8 of each block: its column number
 // 2 b + h is g + 8 h of block b. A lane loads the groups of the quad's column number t, 16 bytes at a time, and hands
-// them on step by step. Nothing touches what comes before begin() and take() have asked for it.
+// them on step by step. Nothing touches what begin() and take() have asked for before it is taken.
 class GroupWords {
  public:
-  __device__ __forceinline__ void begin(const PackedPart& part) {
+  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, Source(part), 0); }
+
+  // Those of the first step, as long after begin() as can be.
+  __device__ __forceinline__ void take_first(const PackedPart& part) {
     const Source source(part);
-    load(part, source, 0);
     take_loaded(source);
     load(part, source, 1);
   }
-
   // Those of a step that is not the first; kGroup numbers have one.
   template <int kGroup>
   __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
@@ -56,7 +57,8 @@ class GroupWords {
 
   // A word of the step's groups of the quad's column `column`: the first, or the second.
   __device__ __forceinline__ uint32_t of_column(int column, bool second = false) const {
-    return __shfl_sync(0xffffffff, second ? now_[1] : now_[0], (ptx::read_lane() & ~3) + column);
+    constexpr int kQuad = 4;
+    return __shfl_sync(0xffffffff, second ? now_[1] : now_[0], column, kQuad);
   }
 
  private:

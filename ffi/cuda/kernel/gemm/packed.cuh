@@ -147,6 +147,7 @@ class FromPacked {
     using OfHalf = Half<kColumnBlocks, kBlocks>;
     StepScales<kColumnBlocks> scales{};
     track.stall([&] { ring.wait(position); });
+    groups_.take_first(part_);
     if constexpr (kBlocks <= kMostBlocks) {
       const Lane places(part_);
       OfHalf first, second;

@@ -19,13 +19,22 @@
 
 namespace jaxmoe {
 
+// Powers of two that stand for shifts. The compiler does not know them: it would make shifts of them, which take the pipe
+// that masks take already, the busiest one.
+struct ShiftFactors {
+  uint32_t by_2, by_4;
+  uint32_t of_byte[3];  // that bring byte 0, 1, 2 to the exponent of a float
+};
+static __constant__ ShiftFactors kShifts{1 << 2, 1 << 4, {1 << 23, 1 << 15, 1 << 7}};
+
 // Numbers 0, 2, 4, 6 of the 8 of a word, and 1, 3, 5, 7, as E4M3, 2^6 times smaller.
 struct EightNumbers {
   uint32_t even, odd;
 
   static __device__ __forceinline__ EightNumbers of_word(uint32_t word) {
     constexpr uint32_t kSign = 0x80808080, kMagnitude = 0x1c1c1c1c;
-    return {(word << 4 & kSign) | (word << 2 & kMagnitude), (word & kSign) | (word >> 2 & kMagnitude)};
+    return {(word * kShifts.by_4 & kSign) | (word * kShifts.by_2 & kMagnitude),
+            (word & kSign) | (word >> 2 & kMagnitude)};
   }
 };
 
@@ -33,8 +42,9 @@ struct EightNumbers {
 // rows, 64 bytes of each column, four groups. Of a group thread t of a quad has numbers 8 t to 8 t + 7, in 4 bytes; rows
 // have theirs in the order that goes with that (turned.cuh).
 //
-// While products run, the factor of the next ones is decoded; then they are waited for, scaled and added up. The tensor
-// cores have the other warpgroup's meanwhile.
+// While products run, the words of the next ones are loaded. Then they are waited for, scaled and added up while the next
+// factor is decoded; the tensor cores have the other warpgroup's meanwhile. Registers decide how many are under way
+// at a time: of few rows all of a step, so that it has one wait for them.
 class EightBitFromPacked {
  public:
   using Scales = PackedPartAndRows;
@@ -63,7 +73,7 @@ class EightBitFromPacked {
   // Row blocks of 8 that are multiplied at once, of at most kMostBlocks: of more there are no registers for so many
   // products beside sums.
   static constexpr int kMostBlocks = 8, kBlocksOfPart = 4;
-  // Of no more there are registers for scales of rows that are loaded a step ahead.
+  // Of no more there are registers for the products of two groups, and for scales of all groups of a step.
   static constexpr int kFewBlocks = 4;
 
   template <int kColumnBlocks, int kBlocks, int... kMore, class... Arguments>
@@ -78,17 +88,31 @@ class EightBitFromPacked {
     }
   }
 
-  // The sums of the first kBlocks row blocks, or those of the others, become zero: these after the products, so that no
-  // register holds them meanwhile.
-  template <int kBlocks, bool kOthers>
-  static __device__ __forceinline__ void clear(ptx::Accumulators& sums) {
+  // Of the first kBlocks row blocks, before their products.
+  template <int kBlocks>
+  static __device__ __forceinline__ void begin_sums(ptx::Accumulators& sums) {
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
-      if ((i % 64 >= 4 * kBlocks) == kOthers) sums.values[i] = 0.0f;
+      if (i % 64 < 4 * kBlocks) sums.values[i] = 0.0f;
+    }
+  }
+  // After them. Scales of groups that are NaN came as infinity (power_of_two()). Sums of other row blocks become zero only
+  // now, so that no register held them meanwhile.
+  template <int kBlocks>
+  static __device__ __forceinline__ void end_sums(ptx::Accumulators& sums) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) {
+      float& sum = sums.values[i];
+      sum = i % 64 < 4 * kBlocks ? fmaf(sum, 0.0f, sum) : 0.0f;
     }
   }
 
-  // Of so many groups, and each block of columns: the factor, and its products with rows.
+  // Of so many groups, and each block of columns: words of the quad's columns g and g + 8, the factor that they decode to,
+  // and its products with rows.
+  template <int kColumnBlocks, int kTogether>
+  struct PackedWords {
+    uint32_t of[kTogether][kColumnBlocks][2];
+  };
   template <int kColumnBlocks, int kTogether>
   struct Columns {
     ptx::FactorWords words[kTogether][kColumnBlocks];
@@ -112,51 +136,59 @@ class EightBitFromPacked {
   __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Ring& ring,
                                                  typename Ring::Position& position, int32_t steps,
                                                  const Meanwhile& meanwhile, const Track& track) {
-    constexpr int kTogether = kBlocks <= kFewBlocks ? 2 : 1;  // groups: so many have registers for their products
+    constexpr int kTogether = kBlocks <= 2 ? 4 : kBlocks <= kFewBlocks ? 2 : 1;  // groups
     constexpr int kTimes = kGroups / kTogether;
-    Columns<kColumnBlocks, kTogether> columns[2];
+    PackedWords<kColumnBlocks, kTogether> words;
+    Columns<kColumnBlocks, kTogether> columns;
     Products<kColumnBlocks, kTogether, kBlocks> products;
+    RowScales<kBlocks> rows;
+    const float* row_scales = first_row_scale(0);
+    load(rows, row_scales);
     clear(products);
-    clear<kBlocks, false>(sums);
+    begin_sums<kBlocks>(sums);
+    constexpr bool kKeeps = kBlocks <= kFewBlocks;  // else there are no registers for what can be found anew
     const Lane places(part_);
     track.stall([&] { ring.wait(position); });
-    decode(columns[0], places, ring.stage(position), 0);
-    constexpr bool kAhead = kBlocks <= kFewBlocks;
-    RowScales<kBlocks> rows;
-    if constexpr (kAhead) load(rows, 0, 0);
+    load(words, places, ring.stage(position), 0);
+    decode(columns, words);
+    groups_.take_first(part_);
 #pragma unroll 1
     for (int32_t step = 0; step < steps; ++step) {
-      const bool more = step + 1 < steps;
-      const bool full = more && ring.looks_full(position.after());
+      // With registers to spare the last step loads once more what it has, instead of branching around what others do.
+      const bool more = step + 1 < steps, loads = kKeeps || more;
+      const auto next = loads && !more ? position : position.after();
+      const bool full = loads && ring.looks_full(next);
       auto& stage = ring.stage(position);
-      [[maybe_unused]] RowScales<kBlocks> next_rows = rows;
+      StepScales<kColumnBlocks> scales;
+      if constexpr (kKeeps) scales = find_scales<kColumnBlocks>();
 #pragma unroll
       for (int time = 0; time < kTimes; ++time) {
-        issue(products, columns[time % 2], stage, time * kTogether, 0);
-        if (time == 0) {
-          if constexpr (!kAhead) {
-            load(rows, step, 0);
-          } else if (more) {
-            load(next_rows, step + 1, 0);
-          }
-        }
+        issue(products, columns, stage, time * kTogether, 0);
         if (time + 1 < kTimes) {
-          decode(columns[(time + 1) % 2], places, stage, (time + 1) * kTogether);
-        } else if (more) {
-          if (!full) track.stall([&] { ring.wait(position.after()); });
-          decode(columns[0], places, ring.stage(position.after()), 0);
+          load(words, places, stage, (time + 1) * kTogether);
+        } else if (loads) {
+          if (!full) track.stall([&] { ring.wait(next); });
+          load(words, places, ring.stage(next), 0);
         }
-        finish(products, columns[time % 2]);
+        finish(products, columns);
         if (time + 1 == kTimes) ring.release(position, ptx::read_lane());
-        // Asked for anew each time: there may be no registers to keep them.
-        add<0>(sums, products, find_scales<kColumnBlocks>(), rows, time * kTogether);
+        if constexpr (!kKeeps) scales = find_scales<kColumnBlocks>();
+        add<0>(sums, products, scales, rows, time * kTogether);
+        decode(columns, words);
       }
-      if constexpr (kAhead) rows = next_rows;
-      if (more) groups_.take<kGroup>(part_, step + 1);
+      if constexpr (kKeeps) {
+        row_scales += more ? Tiling::kRows : 0;
+      } else if (loads) {
+        row_scales = first_row_scale(step + 1);
+      }
+      if (loads) {
+        load(rows, row_scales);
+        groups_.take<kGroup>(part_, step + 1);
+      }
       meanwhile(step);
       position.advance();
     }
-    clear<kBlocks, true>(sums);
+    end_sums<kBlocks>(sums);
   }
 
   // Of more rows, kBlocksOfPart at a time, and a block of columns at a time.
@@ -166,16 +198,21 @@ class EightBitFromPacked {
                                                     const Meanwhile& meanwhile, const Track& track) {
     Products<1, 1, kBlocksOfPart> products;
     clear(products);
-    ptx::clear_accumulators(sums);
+    begin_sums<kBlocks>(sums);
 #pragma unroll 1
     for (int32_t step = 0; step < steps; ++step) {
       track.stall([&] { ring.wait(position); });
-      if (step > 0) groups_.take<kGroup>(part_, step);
+      if (step == 0) {
+        groups_.take_first(part_);
+      } else {
+        groups_.take<kGroup>(part_, step);
+      }
       multiply_parts<kColumnBlocks, 0, kBlocks>(sums, products, ring.stage(position), step);
       ring.release(position, ptx::read_lane());
       meanwhile(step);
       position.advance();
     }
+    end_sums<kBlocks>(sums);
   }
   // From row block kFirst on.
   template <int kColumnBlocks, int kFirst, int kBlocks, class Stage>
@@ -185,7 +222,7 @@ class EightBitFromPacked {
       // Also keeps ptxas from beginning with a part before the one before is added up.
       if (kFirst >= part_.row_blocks) return;
       RowScales<kBlocksOfPart> rows;
-      load(rows, step, kFirst);
+      load(rows, first_row_scale(step) + 8 * kFirst);
       multiply_block<0, kFirst>(sums, products, rows, stage);
       if constexpr (kColumnBlocks > 1) multiply_block<1, kFirst>(sums, products, rows, stage);
       multiply_parts<kColumnBlocks, kFirst + kBlocksOfPart, kBlocks>(sums, products, stage, step);
@@ -198,8 +235,10 @@ class EightBitFromPacked {
     const StepScales<1> scales = find_scales<1>(2 * kBlock);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
+      PackedWords<1, 1> words;
+      load(words, places, stage, group, kBlock);
       Columns<1, 1> columns;
-      decode(columns, places, stage, group, kBlock);
+      decode(columns, words);
       issue(products, columns, stage, group, kFirst);
       finish(products, columns);
       add<16 * kBlock + kFirst>(sums, products, scales, rows, group);
@@ -220,28 +259,30 @@ class EightBitFromPacked {
 
   // From the step's group `first` and the block of columns `first_block` on.
   template <int kColumnBlocks, int kTogether, class Stage>
-  __device__ __forceinline__ void decode(Columns<kColumnBlocks, kTogether>& columns, const Lane& places,
-                                         const Stage& stage, int first, int first_block = 0) const {
-    uint32_t words[kTogether][kColumnBlocks][2];
+  __device__ __forceinline__ void load(PackedWords<kColumnBlocks, kTogether>& words, const Lane& places,
+                                       const Stage& stage, int first, int first_block = 0) const {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
-        const auto* const column =
-            stage.b.lines[0] + (places.columns[first_block + block] ^ 16 * (first + i));
+        const auto* const column = stage.b.lines[0] + (places.columns[first_block + block] ^ 16 * (first + i));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          words[i][block][half] = *reinterpret_cast<const uint32_t*>(column + half * 8 * kLineBytes);
+          words.of[i][block][half] = *reinterpret_cast<const uint32_t*>(column + half * 8 * kLineBytes);
         }
       }
     }
+  }
+  template <int kColumnBlocks, int kTogether>
+  static __device__ __forceinline__ void decode(Columns<kColumnBlocks, kTogether>& columns,
+                                                const PackedWords<kColumnBlocks, kTogether>& words) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const EightNumbers numbers = EightNumbers::of_word(words[i][block][half]);
+          const EightNumbers numbers = EightNumbers::of_word(words.of[i][block][half]);
           columns.words[i][block][half] = numbers.even;
           columns.words[i][block][half + 2] = numbers.odd;
         }
@@ -313,12 +354,12 @@ class EightBitFromPacked {
     }
   }
 
-  // 2^(byte - 127) of byte `nth` of a word; zero for byte 0, which stands for 2^-127, and NaN for 255.
+  // 2^(byte - 127) of byte `nth` of a word; zero for byte 0, which stands for 2^-127, and infinity for 255, which stands
+  // for NaN: end_sums() makes that of it.
   static __device__ __forceinline__ float power_of_two(uint32_t word, int nth) {
     constexpr uint32_t kExponent = 0x7f800000;
-    const uint32_t bits = nth == 3 ? word >> 1 : word << (23 - 8 * nth);
-    const float scale = __uint_as_float(bits & kExponent);
-    return fmaf(scale, 0.0f, scale);  // infinity becomes NaN
+    const uint32_t bits = nth == 3 ? word >> 1 : word * kShifts.of_byte[nth];
+    return __uint_as_float(bits & kExponent);
   }
 
   // Those of the quad's columns from number `first` on.
@@ -329,10 +370,13 @@ class EightBitFromPacked {
     for (int u = 0; u < 2 * kColumnBlocks; ++u) scales.words[u] = groups_.of_column(first + u);
     return scales;
   }
+  // Where this thread finds those of row block 0.
+  __device__ __forceinline__ const float* first_row_scale(int32_t step) const {
+    return part_.rows + step * Tiling::kRows + 2 * (ptx::read_lane() % 4);
+  }
   // Rows of a ring change within a launch, so their scales are never taken from L1.
   template <int kBlocks>
-  __device__ __forceinline__ void load(RowScales<kBlocks>& scales, int32_t step, int first_row_block) const {
-    const float* const first = part_.rows + step * Tiling::kRows + 8 * first_row_block + 2 * (ptx::read_lane() % 4);
+  static __device__ __forceinline__ void load(RowScales<kBlocks>& scales, const float* first) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) scales.of[i] = __ldcg(reinterpret_cast<const float2*>(first + 8 * i));
   }
