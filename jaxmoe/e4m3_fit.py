@@ -1,4 +1,4 @@
-"""Whether experts in MXFP4 are exact in E4M3, in which kernels multiply them: asked when weights are made."""
+"""Whether experts in MXFP4 are exact in E4M3: asked when weights are made."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ def fits_e4m3(experts: AnyExperts) -> dict[str, Bool[Array, "experts"]]:
 
     A weight of MXFP4 is an E2M1 value times a power of two. As E4M3 it is exact for 15 powers of two in a row (all
     fit: 6 x 2^6 is below 448, 0.5 x 2^-8 is the smallest number). So a block is exact where the exponents of its groups
-    differ by at most 14; groups of zeros do not count, and a scale that is NaN does not fit. Kernels that multiply
-    tokens in 8 bits (`precision="fp8"`) with such experts decode them to E4M3; `"xla"` and `"reference"` multiply the
-    decoded weights themselves, which are exact whatever this returns. Works under `jax.jit`, on experts that are split.
+    differ by at most 14; groups of zeros do not count, and a scale that is NaN does not fit. It is for those who store
+    them so. `moe_layer` with tokens in 8 bits (`precision="fp8"`) multiplies the weights exactly whatever this returns,
+    in all implementations. Works under `jax.jit`, on experts that are split.
 
     Args:
       experts: whose matrices are `jaxmoe.MXFP4`.

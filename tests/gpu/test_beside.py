@@ -32,6 +32,11 @@ class TestInOneProcessInFourBits(BesideSuite):
     dtype = "mxfp4-a16"
 
 
+class TestInOneProcessInFourBitsBesideEight(BesideSuite):
+    processes = 1
+    dtype = "mxfp4-a8"
+
+
 class TestInOneProcessOverHosts(BesideSuite):
     """Of one GPU each: all tokens are gathered in two chunks, whose collectives XLA runs beside the kernels."""
 

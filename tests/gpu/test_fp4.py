@@ -8,6 +8,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import machine
+from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS
 from tests.fp4_suite import Fp4Suite, with_scale
 from tests.quantized_layer import assert_as_exact
@@ -19,6 +20,22 @@ needs_cuda_part = pytest.mark.skipif(
 
 # Of few rows, half of a column tile to each block.
 SHARES_COLUMNS = jaxmoe.KernelPlan(unit_tiles=1, lag_units=2, ring_tiles=8, share_columns=True)
+
+
+def every_token_everywhere(arguments: Arguments) -> Arguments:
+    """All tokens to the same experts, each of which has a row of every one."""
+    ids = jnp.broadcast_to(jnp.arange(arguments.topk_ids.shape[1], dtype=jnp.int32), arguments.topk_ids.shape)
+    return arguments._replace(topk_ids=ids)
+
+
+def with_large_zeros(matrix: jaxmoe.MXFP4) -> jaxmoe.MXFP4:
+    """Every third group has zeros and a scale 2^20, which no other comes near."""
+    values = np.asarray(matrix.packed).copy()
+    groups = values.reshape(*values.shape[:2], -1, matrix.group // 2)
+    groups[:, :, ::3] = 0
+    return with_scale(
+        dataclasses.replace(matrix, values=jnp.asarray(values)), (slice(None), slice(None), slice(0, None, 3)), 2.0**20
+    )
 
 
 class OnGpu(Fp4Suite):
@@ -46,10 +63,7 @@ class TestMegakernel(OnGpu):
     @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 48, 64, 65, 128, 129, 257])
     @pytest.mark.parametrize(("kind", "precision"), [("mxfp4", "w4a16"), ("nvfp4", "w4a16"), ("mxfp4", "fp8")])
     def test_tiles_of_any_number_of_rows_are_as_exact(self, kind, precision, rows, plan):
-        arguments = self.inputs_in_4_bits(30, kind, tokens=rows)
-        # All tokens to the same experts, each of which has a row of every one.
-        ids = jnp.broadcast_to(jnp.arange(arguments.topk_ids.shape[1], dtype=jnp.int32), arguments.topk_ids.shape)
-        arguments = arguments._replace(topk_ids=ids)
+        arguments = every_token_everywhere(self.inputs_in_4_bits(30, kind, tokens=rows))
         assert_as_exact(self.small_run(arguments, precision=precision, plan=plan), arguments, precision)
 
     @pytest.mark.parametrize("routing", ROUTING_KINDS)
@@ -74,6 +88,15 @@ class TestMegakernel(OnGpu):
         visits = (np.asarray(arguments.topk_ids) == 2).any(-1) & np.asarray(arguments.token_valid)
         np.testing.assert_array_equal(np.isnan(y[:, 17]), visits)
         np.testing.assert_array_equal(np.delete(y, 17, 1), np.delete(clean, 17, 1))
+
+    @pytest.mark.parametrize("rows", [16, 48, 64, 120, 128, 250])
+    def test_beside_rows_in_8_bits_groups_far_smaller_than_their_neighbours_are_exact(self, rows):
+        arguments = every_token_everywhere(self.inputs_in_4_bits(35, tokens=rows))
+        matrices = {name: with_large_zeros(getattr(arguments.experts, name)) for name in ("w_gate", "w_up", "w_down")}
+        arguments = arguments._replace(experts=dataclasses.replace(arguments.experts, **matrices))
+        y = self.small_run(arguments, precision="fp8")
+        assert_as_exact(y, arguments, "fp8")
+        assert np.asarray(y).any()
 
     def test_beside_rows_in_8_bits_float16_is_refused_with_what_to_do(self):
         arguments = self.inputs_in_4_bits(34, dtype=jnp.float16)

@@ -44,8 +44,11 @@ struct GemmShape {
   using Rows = OperandTile<Element, Tiling::kRows>;
   // Packed weights come 128 along the depth at a time.
   using RowsOfPacked = std::conditional_t<Rows::kLine == PackedTile<Tiling::kColumns>::kLine, Rows, TwoPanels<Rows>>;
-  using Stage = std::conditional_t<Variant::Precision::kPacked,
-                                   jaxmoe::Stage<RowsOfPacked, PackedTile<Tiling::kColumns>>,
+  using Packed = PackedTile<Tiling::kColumns>;
+  using PackedStage = std::conditional_t<Variant::Precision::kTokens.is_scaled(),
+                                         ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,
+                                         jaxmoe::Stage<RowsOfPacked, Packed>>;
+  using Stage = std::conditional_t<Variant::Precision::kPacked, PackedStage,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;
 

@@ -19,4 +19,13 @@ __device__ __forceinline__ void multiply_bf16(float* sums, const uint32_t* a, co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same of 16 x 32 with 32 x 8 numbers of 8 bits, for what is rare: ptxas makes it of conversions and products of F16.
+// A word has 4 places side by side: a[0] row g, places 4 t to 4 t + 3; a[1] row g + 8; a[2], a[3] those 16 further on.
+__device__ __forceinline__ void multiply_e4m3(float* sums, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 }  // namespace jaxmoe::ptx

@@ -52,6 +52,14 @@ __device__ __forceinline__ uint32_t as_neighbours(uint32_t apart, int lane) {
   return __byte_perm(first, second, lane % 4 < 2 ? 0x5410 : 0x7632);
 }
 
+// Byte i of the result is the byte of the eight of `first` and `second` that nibble i of the selector names; with its
+// highest bit set, the highest bit of that byte eight times.
+__device__ __forceinline__ uint32_t permute(uint32_t first, uint32_t second, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(selector));
+  return bytes;
+}
+
 // True in one lane of a warp whose lanes are all here; the compiler then knows that a single thread runs the branch.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;

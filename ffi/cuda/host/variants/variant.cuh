@@ -16,13 +16,13 @@ struct Forward {
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
   // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both
-  // there are none left. Nor where they decode themselves, and have sums of 128 rows beside it.
+  // there are none left.
   static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
-  static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();  // takes dispatch a few more
-  static constexpr RoleRegisters kRegisters = kTurnsBytes          ? RoleRegisters{80, 208}
-                                              : Precision::kPacked ? RoleRegisters{72, 216}
-                                              : kMoreForMath       ? RoleRegisters{88, 208}
-                                                                   : RoleRegisters{};
+  // Nor where they decode themselves, and have sums of 128 rows beside it; dispatch then turns rows, of bytes with more.
+  static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();
+  static constexpr RoleRegisters kRegisters = kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
+                                              : Precision::kPacked        ? RoleRegisters{72, 216}
+                                                                          : RoleRegisters{};
   static constexpr KernelConfig config{.registers = kRegisters,
                                        .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
 };

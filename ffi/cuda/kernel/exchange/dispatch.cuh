@@ -149,10 +149,10 @@ __device__ __forceinline__ void pass_experts(ChunkWalk& walk, int32_t num_expert
 }
 
 // By a warp: copies a row to `target`, turned (gemm/turned.cuh), and to `kept` as it is, unless that is null. Numbers
-// have 8 bits, or 16.
+// have 8 bits, with an order that depends on the tile, or 16.
 template <bool kBytes>
 __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors,
-                                                int lane) {
+                                                int lane, bool even_first = true) {
   constexpr int kLoadsInFlight = 4;
   const int place = kBytes ? lane : (lane & ~7) + turned::vector_of(lane);
 #pragma unroll 1
@@ -165,12 +165,19 @@ __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, cons
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) {
       const uint4 turned =
-          kBytes ? turned::turn_vector_of_bytes(values[i], lane) : turned::turn_vector(values[i], lane);
+          kBytes ? turned::turn_vector_of_bytes(values[i], lane, even_first) : turned::turn_vector(values[i], lane);
       if (first + 32 * i + lane >= vectors) continue;  // the same for all that turn theirs together
       target[first + 32 * i + place] = turned;
       if (kept != nullptr) kept[first + 32 * i + lane] = values[i];
     }
   }
+}
+
+// Rows that the block of threads multiplies whose part of a tile has row `row` of an expert. A chunk can have rows of two.
+template <class Variant>
+__device__ __forceinline__ int32_t rows_beside(const Cta<Variant>& cta, int32_t expert, int32_t row) {
+  const int32_t first = row - row % Tiling::kRows;
+  return at_most(cta.shared.rows_per_expert[expert] - first, static_cast<int32_t>(Tiling::kRows));
 }
 
 // By warp `dispatch_warp` of the block, which is number `dispatcher` of the crew's.
@@ -261,7 +268,8 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
           const int32_t blocks = scale_blocks(p.shape.hidden);
           const PulledScales pulled(all_tokens.scales_at(row), blocks, lane);
           if constexpr (Variant::Precision::kPacked) {
-            copy_turned_row<true>(target, kept_elements, all_tokens.at(row), vectors, lane);
+            copy_turned_row<true>(target, kept_elements, all_tokens.at(row), vectors, lane,
+                                  turned::has_even_first(rows_beside(cta, chunk.expert, chunk.first_row + i)));
           } else {
             copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
           }

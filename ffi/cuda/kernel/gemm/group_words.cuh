@@ -21,21 +21,36 @@ struct PackedPart {
   bool sixteen;              // numbers to a group, else 32
   bool one_block;
 };
-// The same beside rows in 8 bits.
-struct PackedPartAndRows : PackedPart {
-  const float* rows;  // scales of the tile's rows, of the first step
-};
 
 // With g = lane / 4 and t = lane % 4, the four lanes of a quad have columns g and g + 8 of each block: its column number
-// 2 b + h is g + 8 h of block b. A lane loads the groups of the quad's column number t, 16 bytes at a time, and hands
-// them on step by step. Nothing touches what begin() and take() have asked for before it is taken.
+// 2 b + h is g + 8 h of block b. A lane loads the groups of the quad's column number t. This is where they lie.
+struct GroupsOfLane {
+  const uint8_t* groups;
+  int32_t bytes;  // none of a column behind the last one
+
+  __device__ __forceinline__ explicit GroupsOfLane(const PackedPart& part) {
+    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+    const int32_t column = g + 8 * (t % 2);
+    groups = part.groups[t / 2] + int64_t{column} * part.row_bytes;
+    bytes = column < part.columns[t / 2] ? part.row_bytes : 0;
+  }
+
+  // What the lane of the quad's column `column` has.
+  static __device__ __forceinline__ uint32_t of_column(uint32_t word, int column) {
+    constexpr int kQuad = 4;
+    return __shfl_sync(0xffffffff, word, column, kQuad);
+  }
+};
+
+// Groups of several steps in one load, 16 bytes, handed on step by step. Nothing touches what begin() and take() have
+// asked for before it is taken.
 class GroupWords {
  public:
-  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, Source(part), 0); }
+  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, GroupsOfLane(part), 0); }
 
   // Those of the first step, as long after begin() as can be.
   __device__ __forceinline__ void take_first(const PackedPart& part) {
-    const Source source(part);
+    const GroupsOfLane source(part);
     take_loaded(source);
     load(part, source, 1);
   }
@@ -45,7 +60,7 @@ class GroupWords {
     constexpr int kSteps = kLoadBytes * kGroup / kStepNumbers;  // that a load is for
     constexpr int kWords = 4 / kSteps;                          // to a step
     if (step % kSteps == 0) {
-      const Source source(part);
+      const GroupsOfLane source(part);
       take_loaded(source);
       load(part, source, step / kSteps + 1);
     } else {
@@ -57,29 +72,16 @@ class GroupWords {
 
   // A word of the step's groups of the quad's column `column`: the first, or the second.
   __device__ __forceinline__ uint32_t of_column(int column, bool second = false) const {
-    constexpr int kQuad = 4;
-    return __shfl_sync(0xffffffff, second ? now_[1] : now_[0], column, kQuad);
+    return GroupsOfLane::of_column(second ? now_[1] : now_[0], column);
   }
 
  private:
   static constexpr int32_t kLoadBytes = 16, kStepNumbers = 128;
 
-  struct Source {
-    const uint8_t* groups;
-    int32_t bytes;  // none of a column behind the last one
-
-    __device__ __forceinline__ explicit Source(const PackedPart& part) {
-      const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
-      const int32_t column = g + 8 * (t % 2);
-      groups = part.groups[t / 2] + int64_t{column} * part.row_bytes;
-      bytes = column < part.columns[t / 2] ? part.row_bytes : 0;
-    }
-  };
-
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
   // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
-  __device__ __forceinline__ void load(const PackedPart& part, const Source& source, int32_t nth) {
+  __device__ __forceinline__ void load(const PackedPart& part, const GroupsOfLane& source, int32_t nth) {
     const int32_t first = kLoadBytes * nth;
     const int32_t left = source.bytes - first;
     const auto* from = source.groups + first;
@@ -94,13 +96,33 @@ class GroupWords {
       }
     }
   }
-  __device__ __forceinline__ void take_loaded(const Source& source) {
+  __device__ __forceinline__ void take_loaded(const GroupsOfLane& source) {
     const int32_t before = 8 * (reinterpret_cast<uintptr_t>(source.groups) % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
   }
 
   uint32_t now_[4]{}, next_[5]{};  // groups of this step and those after it; what is being loaded
+};
+
+// The same a step at a time, where there are no more registers: of groups of 32 that are a multiple of four to a column.
+class OneGroupWord {
+ public:
+  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, 0); }
+  __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
+    now_ = next_;
+    load(part, step + 1);
+  }
+  __device__ __forceinline__ uint32_t of_column(int column) const { return GroupsOfLane::of_column(now_, column); }
+
+ private:
+  __device__ __forceinline__ void load(const PackedPart& part, int32_t step) {
+    const GroupsOfLane source(part);
+    const int32_t first = static_cast<int32_t>(sizeof(uint32_t)) * step;
+    ptx::load_if(first < source.bytes, next_, reinterpret_cast<const uint32_t*>(source.groups + first));
+  }
+
+  uint32_t now_ = 0, next_ = 0;
 };
 
 }  // namespace jaxmoe

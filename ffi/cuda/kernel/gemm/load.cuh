@@ -107,6 +107,16 @@ __device__ __forceinline__ int32_t load_weights_first(const Cta<Variant>& cta,
   return begun;
 }
 
+// Where the scales of a task's rows lie, for the depth that begins with k.
+template <class Product, class Variant>
+__device__ __forceinline__ const float* first_row_scale(const Cta<Variant>& cta, const Task& task, int32_t k) {
+  const auto& p = cta.params;
+  constexpr bool kDown = Product::kGemm == Gemm::kDown;
+  const int32_t depth = kDown ? p.shape.intermediate : p.shape.hidden;
+  return ring_scales(cta, kDown ? p.layout.h : p.layout.rows, depth) +
+         ring_scale(Tiling::kRows, first_row_of<Variant>(task), scale_blocks(depth), k / kScaleColumns);
+}
+
 // `position` moves on by the steps of the product; the B of the first `begun` of them is on its way. The policies are
 // those of ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal
 // where row tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is
@@ -127,7 +137,9 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
   constexpr int kPanels = Stage::A::kPanels;
   static_assert(kPanels == 1 || kInTiles<A>);
-  const uint32_t bytes_of_a = whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox;
+  constexpr bool kRowScales = requires(Stage& stage) { stage.row_scales; };
+  const uint32_t scale_bytes = kRowScales ? boxes * kFewRows * sizeof(float) : 0;
+  const uint32_t bytes_of_a = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + scale_bytes;
   const A a{first_row_of_a<A>(cta, task)};
   const LoadedB<Product, Variant> b(cta, task, own_b, boxes > 0, b_policy);
 
@@ -143,6 +155,9 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
       track.stall([&] { ring.acquire(position); });
       ring.commit(position, bytes_of_a + b.bytes());
       b.load(stage, full, part, k);
+    }
+    if constexpr (kRowScales) {
+      if (boxes > 0) ptx::load_bytes(stage.row_scales, first_row_scale<Product>(cta, task, k), full, scale_bytes);
     }
     if constexpr (!kInTiles<A>) {
 #pragma unroll

@@ -47,16 +47,6 @@ __device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& t
   noted.sixteen = p.weight_group_columns == 16;
   noted.one_block = one_block;
 }
-template <class Variant>
-__device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& task, int warp,
-                                          PackedPartAndRows& noted) {
-  find_part(cta, task, warp, static_cast<PackedPart&>(noted));
-  const auto& p = cta.params;
-  const bool down = task.gemm == Gemm::kDown;
-  const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
-  noted.rows = ring_scales(cta, down ? p.layout.h : p.layout.rows, depth) +
-               ring_scale(Tiling::kRows, ring_row_of<Variant>(task, 0), scale_blocks(depth), 0);
-}
 
 // Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring
 // were written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
@@ -64,7 +54,7 @@ template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
                                                      const MathThread& thread) {
   auto& noted = cta.shared.scales[thread.warp];
-  if constexpr (std::is_base_of_v<PackedPart, Scales>) {
+  if constexpr (std::is_same_v<Scales, PackedPart>) {
     __syncwarp();  // nobody reads those of the task before
     if (thread.lane == 0) find_part(cta, task, thread.warp, noted);
     __syncwarp();

@@ -85,4 +85,10 @@ struct Stage {
   B b;
 };
 
+// With the scales of `kRows` rows of A, for the depth of a line.
+template <class A, class B, int kRows>
+struct ScaledStage : Stage<A, B> {
+  alignas(1024) float row_scales[kRows];  // the stage behind it begins a period too
+};
+
 }  // namespace jaxmoe

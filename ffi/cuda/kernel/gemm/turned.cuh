@@ -6,7 +6,8 @@
 // written in the order in which their partners come out of words, and nothing is moved between them:
 //
 //   16 bits   place 8 v + 2 t + e of each 64 has the number 16 t + 8 (v / 4) + v % 4 + 4 e
-//   8 bits    of each 32, the even numbers come first and then the odd ones
+//   8 bits    of each 32, of few rows to a tile the even numbers come first and then the odd ones; of more those of even
+//             words of 4, and then those of odd ones
 //
 // Tokens are turned on their way into the ring (exchange/dispatch.cuh), h on its way out of shared memory
 // (epilogues/across.cuh).
@@ -46,18 +47,29 @@ __device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
+// Which order rows of 8 bits have, by how many a block of threads multiplies in their tile: packed_few_rows.cuh and
+// packed_many_rows.cuh.
+__host__ __device__ constexpr bool has_even_first(int32_t rows) { return rows <= 32; }
+
 // The same of 8 bits: every two lanes turn theirs together, and keep the vector that they have.
-__device__ __forceinline__ uint4 turn_vector_of_bytes(uint4 numbers, int lane) {
+__device__ __forceinline__ uint4 turn_vector_of_bytes(uint4 numbers, int lane, bool even_first) {
   constexpr uint32_t kEven = 0x6420, kOdd = 0x7531;
-  const uint2 even = {__byte_perm(numbers.x, numbers.y, kEven), __byte_perm(numbers.z, numbers.w, kEven)};
-  const uint2 odd = {__byte_perm(numbers.x, numbers.y, kOdd), __byte_perm(numbers.z, numbers.w, kOdd)};
+  uint2 even{numbers.x, numbers.z}, odd{numbers.y, numbers.w};
+  if (even_first) {
+    even = {__byte_perm(numbers.x, numbers.y, kEven), __byte_perm(numbers.z, numbers.w, kEven)};
+    odd = {__byte_perm(numbers.x, numbers.y, kOdd), __byte_perm(numbers.z, numbers.w, kOdd)};
+  }
   const bool second = lane % 2 != 0;
   const uint32_t x = __shfl_xor_sync(0xffffffff, second ? even.x : odd.x, 1);
   const uint32_t y = __shfl_xor_sync(0xffffffff, second ? even.y : odd.y, 1);
   return second ? uint4{x, y, odd.x, odd.y} : uint4{even.x, even.y, x, y};
 }
 // The place of such a number.
-__device__ __forceinline__ int32_t place_of_byte(int32_t number) { return number / 32 * 32 + number % 2 * 16 + number % 32 / 2; }
+__device__ __forceinline__ int32_t place_of_byte(int32_t number, bool even_first) {
+  const int32_t in_half = even_first ? number % 32 / 2 : number % 32 / 8 * 4 + number % 4;
+  const int32_t half = even_first ? number % 2 : number / 4 % 2;
+  return number / 32 * 32 + half * 16 + in_half;
+}
 
 // Turns rows of `numbers` of 16 bits each in shared memory where they lie, `stride` bytes apart. By a warp, of whose rows nobody
 // reads or writes anything meanwhile.

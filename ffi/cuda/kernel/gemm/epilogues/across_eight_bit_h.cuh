@@ -94,6 +94,7 @@ struct AcrossEightBitH {
     auto& largest = *reinterpret_cast<LargestOfWarps*>(cta.shared.gemm.staging.of_warpgroup(0) + kLinesBytes);
     const int first_sharing = kGated ? 0 : Roles::kWarpgroupWarps * thread.warpgroup;
     const bool notes = thread.warp == first_sharing && thread.lane < 4 && columns > 0;
+    const bool even_first = turned::has_even_first(task.rows);
     const int t = thread.lane % 4;
 #pragma unroll
     for (int pass = 0; pass < Tiling::kRows / Lines::kRows; ++pass) {
@@ -134,7 +135,7 @@ struct AcrossEightBitH {
           for (int n = 0; n < 2 * kBlocks; ++n) {
             const int32_t column = 16 * kBlocks * (thread.warp % Roles::kWarpgroupWarps) + 8 * n + thread.lane / 4;
             const float number = numbers[64 * (n / 2) + 2 * (n % 2) + j] * scale.inverse;
-            line[turned::place_of_byte(column)] = static_cast<std::byte>(Precision::pack(number, 0.0f));
+            line[turned::place_of_byte(column, even_first)] = static_cast<std::byte>(Precision::pack(number, 0.0f));
           }
         }
       }

@@ -1,0 +1,176 @@
+// Products of few rows in 8 bits, 32 at most, with packed weights (packed_eight_bit.cuh): the scale of a group multiplies
+// its product.
+//
+// An E2M1 number has 2^6 times its value as E4M3 with the same bits, subnormal ones too, so decoding moves bits alone. A
+// product of 32 along the depth is one group: its scale, and those of rows, multiply it in float32, whatever their range.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/ptx/wgmma_registers.cuh"
+#include "cuda/kernel/gemm/group_words.cuh"
+#include "cuda/kernel/gemm/packed_lines.cuh"
+
+namespace jaxmoe {
+
+// Numbers 0, 2, 4, 6 of the 8 of a word, and 1, 3, 5, 7, as E4M3, 2^6 times smaller.
+struct EightNumbers {
+  uint32_t even, odd;
+
+  static __device__ __forceinline__ EightNumbers of_word(uint32_t word) {
+    constexpr uint32_t kSign = 0x80808080, kMagnitude = 0x1c1c1c1c;
+    return {(word * kShifts.by_4 & kSign) | (word * kShifts.by_2 & kMagnitude),
+            (word & kSign) | (word >> 2 & kMagnitude)};
+  }
+};
+
+// Of a group thread t of a quad has numbers 8 t to 8 t + 7, in 4 bytes, and multiplies the even ones in the first half of
+// the depth; rows have theirs in that order (turned.cuh).
+//
+// While products run, the words of the next ones are loaded. Then they are waited for, scaled and added up while the next
+// factor is decoded; the tensor cores have the other warpgroup's meanwhile. Registers decide how many groups are under
+// way at a time: of 16 rows all of a step, so that it has one wait for them.
+template <int kColumnBlocks, int kBlocks>
+class FewPackedRows {
+ public:
+  __device__ explicit FewPackedRows(const PackedPart& part) : part_(part) {}
+
+  template <class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
+                                           typename Ring::Position& position, int32_t steps,
+                                           const Meanwhile& meanwhile, const Track& track) {
+    groups_.begin(part_);
+    for (auto& of_group : products_) {
+#pragma unroll
+      for (auto& of_block : of_group) ptx::clear_accumulators(of_block);
+    }
+    begin_sums<kBlocks>(sums);
+    const PackedPlaces places(part_);
+    track.stall([&] { ring.wait(position); });
+    load(places, ring.stage(position), 0);
+    decode();
+    groups_.take_first(part_);
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; ++step) {
+      // The last step loads once more what it has, instead of branching around what the others do.
+      const auto next = step + 1 < steps ? position.after() : position;
+      const bool full = ring.looks_full(next);
+      auto& stage = ring.stage(position);
+      RowScales<kBlocks> rows;
+      uint32_t scales[2 * kColumnBlocks];  // of the step's groups, a word for each of the quad's columns
+#pragma unroll
+      for (int u = 0; u < 2 * kColumnBlocks; ++u) scales[u] = groups_.of_column(u);
+#pragma unroll
+      for (int time = 0; time < kTimes; ++time) {
+        issue(stage, time * kTogether);
+        if (time == 0) rows = RowScales<kBlocks>::of(stage);
+        if (time + 1 < kTimes) {
+          load(places, stage, (time + 1) * kTogether);
+        } else {
+          if (!full) track.stall([&] { ring.wait(next); });
+          load(places, ring.stage(next), 0);
+        }
+        finish();
+        if (time + 1 == kTimes) ring.release(position, ptx::read_lane());
+        add(sums, scales, rows, time * kTogether);
+        decode();
+      }
+      groups_.take<kNumbersOfGroup>(part_, step + 1);
+      meanwhile(step);
+      position.advance();
+    }
+    end_sums<kBlocks>(sums);
+  }
+
+ private:
+  static constexpr int kTogether = kBlocks <= 2 ? 4 : 2;  // groups
+  static constexpr int kTimes = kGroupsOfStep / kTogether;
+
+  // From the step's group `first` on.
+  template <class Stage>
+  __device__ __forceinline__ void load(const PackedPlaces& places, const Stage& stage, int first) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+      for (int u = 0; u < 2 * kColumnBlocks; ++u) words_[i][u / 2][u % 2] = places.word(stage, u / 2, first + i, u % 2);
+    }
+  }
+  __device__ __forceinline__ void decode() {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+      for (int u = 0; u < 2 * kColumnBlocks; ++u) {
+        const EightNumbers numbers = EightNumbers::of_word(words_[i][u / 2][u % 2]);
+        columns_[i][u / 2][u % 2] = numbers.even;
+        columns_[i][u / 2][u % 2 + 2] = numbers.odd;
+      }
+    }
+  }
+
+  template <class Stage>
+  __device__ __forceinline__ void issue(const Stage& stage, int first) {
+    using Rows = typename Stage::A;
+    constexpr ptx::Major kDepth = ptx::Major::kDepth;
+    static_assert(Rows::kSliceDepth == kNumbersOfGroup);
+    const uint64_t rows = stage.a.template descriptor<kDepth>(0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; ++block) {
+        ptx::multiply_e4m3(products_[i][block], columns_[i][block],
+                           ptx::advance_descriptor(rows, (first + i) * Rows::template kSliceBytes<kDepth>), false);
+      }
+    }
+    ptx::commit_products();
+  }
+  // Until then nothing is written to what they are made of.
+  __device__ __forceinline__ void finish() {
+    ptx::wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; ++block) {
+        ptx::own_accumulators(products_[i][block]);
+        ptx::own_words(columns_[i][block]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(ptx::Accumulators& sums, const uint32_t (&scales)[2 * kColumnBlocks],
+                                      const RowScales<kBlocks>& rows, int first) const {
+#pragma unroll
+    for (int u = 0; u < 2 * kColumnBlocks; ++u) {
+      const int block = u / 2, half = u % 2;
+      float of_group[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) of_group[i] = power_of_two(scales[u], first + i);
+#pragma unroll
+      for (int row_block = 0; row_block < kBlocks; ++row_block) {
+        const int at = 4 * row_block + 2 * half;
+        float* const of_sums = sums.values + 4 * (16 * block + row_block) + 2 * half;
+        float first_row = of_group[0] * products_[0][block].values[at];
+        float second_row = of_group[0] * products_[0][block].values[at + 1];
+#pragma unroll
+        for (int i = 1; i < kTogether; ++i) {
+          first_row += of_group[i] * products_[i][block].values[at];
+          second_row += of_group[i] * products_[i][block].values[at + 1];
+        }
+        of_sums[0] += rows.rows[row_block].x * first_row;
+        of_sums[1] += rows.rows[row_block].y * second_row;
+      }
+    }
+  }
+
+  const PackedPart& part_;
+  GroupWords groups_;
+  // Of each group and block of columns: words of the quad's columns g and g + 8, the factor that they decode to, and its
+  // products with rows.
+  uint32_t words_[kTogether][kColumnBlocks][2];
+  ptx::FactorWords columns_[kTogether][kColumnBlocks];
+  ptx::FewAccumulators<8 * kBlocks> products_[kTogether][kColumnBlocks];
+};
+
+}  // namespace jaxmoe

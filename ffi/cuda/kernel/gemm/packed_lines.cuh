@@ -1,0 +1,92 @@
+// What both ways to multiply packed weights with rows in 8 bits share (packed_eight_bit.cuh, packed_many_rows.cuh): where a
+// lane finds its part of a stage, and the scales of rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/tiling.h"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/group_words.cuh"
+
+namespace jaxmoe {
+
+// A step is 128 along the depth: four groups, 64 bytes of each column (PackedTile), a line of each row.
+inline constexpr int kGroupsOfStep = 4;
+inline constexpr int32_t kNumbersOfGroup = 32;
+
+// Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of 64 bytes,
+// group 0 of it; those of others have its address with 16 times their number changed.
+struct PackedPlaces {
+  static constexpr int32_t kLineBytes = 64;
+
+  int32_t columns[2];
+
+  __device__ __forceinline__ explicit PackedPlaces(const PackedPart& part) {
+    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (g / 2) + 4 * t;
+  }
+
+  // The lane's 8 numbers of a group, of column g of a block, or of g + 8.
+  template <class Stage>
+  __device__ __forceinline__ uint32_t word(const Stage& stage, int block, int group, int half) const {
+    const auto* const line = stage.b.lines[0] + (columns[block] ^ 16 * group) + half * 8 * kLineBytes;
+    return *reinterpret_cast<const uint32_t*>(line);
+  }
+};
+
+// Scales of the rows of this thread's columns of products: of each row block two.
+template <int kBlocks>
+struct RowScales {
+  float2 rows[kBlocks];
+
+  // From row block `first` on.
+  template <class Stage>
+  static __device__ __forceinline__ RowScales of(const Stage& stage, int first = 0) {
+    const float* const of_lane = stage.row_scales + 8 * first + 2 * (ptx::read_lane() % 4);
+    RowScales scales;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) scales.rows[i] = *reinterpret_cast<const float2*>(of_lane + 8 * i);
+    return scales;
+  }
+};
+
+// The sums of the first kBlocks row blocks, before their products.
+template <int kBlocks>
+__device__ __forceinline__ void begin_sums(ptx::Accumulators& sums) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) {
+    if (i % 64 < 4 * kBlocks) sums.values[i] = 0.0f;
+  }
+}
+// After them. Scales of groups that are NaN came as infinity (power_of_two()). Sums of other row blocks become zero only now,
+// so that no register held them meanwhile.
+template <int kBlocks>
+__device__ __forceinline__ void end_sums(ptx::Accumulators& sums) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) {
+    float& sum = sums.values[i];
+    sum = i % 64 < 4 * kBlocks ? fmaf(sum, 0.0f, sum) : 0.0f;
+  }
+}
+
+// Powers of two that stand for shifts. The compiler does not know them: it would make shifts of them, which take the pipe
+// that masks take already, the busiest one.
+struct ShiftFactors {
+  uint32_t by_2, by_4;
+  uint32_t of_byte[3];  // that bring byte 0, 1, 2 to the exponent of a float
+};
+static __constant__ ShiftFactors kShifts{1 << 2, 1 << 4, {1 << 23, 1 << 15, 1 << 7}};
+
+// 2^(byte - 127) of byte `nth` of a word; zero for byte 0, which stands for 2^-127, and infinity for 255, which stands for
+// NaN: end_sums() makes that of it.
+__device__ __forceinline__ float power_of_two(uint32_t word, int nth) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  const uint32_t bits = nth == 3 ? word >> 1 : word * kShifts.of_byte[nth];
+  return __uint_as_float(bits & kExponent);
+}
+
+}  // namespace jaxmoe
