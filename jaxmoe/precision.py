@@ -11,8 +11,8 @@
     "w4a16"       dtype of x                                      4 bits, decoded to the dtype of x
 
 Beside weights in 4 bits only rows are rounded, never the weights: an E2M1 value times a power of two is exact in the
-dtype of x, and in E4M3 where `jaxmoe.fits_e4m3` says so. The product with an E4M3 scale (NVFP4) is exact in the dtype
-of x, but has more bits than E4M3.
+dtype of x, and products of E2M1 values with rows in 8 bits take the scales of groups in float32. The product with an
+E4M3 scale (NVFP4) is exact in the dtype of x, but has more bits than E4M3.
 
 Only a forward pass rounds. A backward pass is that of the layer in the dtype of x: of the same tokens, and of the
 experts that were rounded, or the decoded ones where they came in 8 or 4 bits (a straight-through estimate).

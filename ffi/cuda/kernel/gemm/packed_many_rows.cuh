@@ -84,7 +84,8 @@ class ManyPackedRows {
     float scale;                    // what all are multiplied with
 
     static __device__ __forceinline__ ColumnScales of_word(uint32_t word) {
-      // A sum is 2^6 times its value (EightBitFromPacked::kToSums), which 2^kMostShift is not part of.
+      // These numbers are 2^kMostShift times too large, and sums are to be 2^6 times too small
+      // (EightBitFromPacked::kToSums).
       constexpr float kOfNumbers = 0x1p-12f;
       static_assert(Magnitudes::kMostShift == 6);
       int32_t bytes[kGroupsOfStep], largest = 0;
@@ -219,7 +220,7 @@ class ManyPackedRows {
   template <int kBlock, class Stage>
   __device__ __forceinline__ void add_far_groups(ptx::Accumulators& sums, const Stage& stage) const {
     const PackedPlaces places(part_);
-    constexpr float kOfNumbers = 0x1p-6f;  // as above, without a shift
+    constexpr float kOfNumbers = 0x1p-6f;  // as above, of numbers that are as large as they are
     const uint32_t bytes[2] = {groups_.of_column(2 * kBlock), groups_.of_column(2 * kBlock + 1)};
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
     const auto magnitudes = Magnitudes::shifted(0);
