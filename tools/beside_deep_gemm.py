@@ -3,7 +3,8 @@
 Usage: python tools/beside_deep_gemm.py --shape=8192,7168,2048,64,8 [--shape=...] [--gpus=2] [--blocks=5]
 
 It needs PyTorch with CUDA, a release of the wheel `sgl-deep-gemm` that goes with it (by the names in its binary 0.1.5
-and PyTorch 2.11) and a compiler of CUDA, for the kernel of each shape; nothing else of this project does. A shape is
+and PyTorch 2.11), `apache-tvm-ffi`, and a compiler of CUDA (`CUDA_HOME`), for the kernel of each shape; nothing else of
+this project does. A shape is
 tokens per rank, hidden width, intermediate width, experts in all and experts per token. Routing is uniform, tokens and
 weights are normal random numbers as in our benchmark, and a call is what a user of the layer calls: tokens in BF16 are
 rounded and staged (one launch), then everything else (one launch). Times are taken as `jaxmoe/bench/timing.py` takes
