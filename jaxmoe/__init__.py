@@ -12,7 +12,7 @@ from jaxmoe.activation import SwiGLU
 from jaxmoe.api import moe_layer
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.call import RepeatedWorkWarning
-from jaxmoe.e4m3_fit import fits_e4m3
+from jaxmoe.e4m3_fit import fits_e4m3, through_e4m3
 from jaxmoe.exchange.api import combine, dispatch
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.exchange.matmul import dispatch_matmul, matmul_combine
@@ -89,6 +89,7 @@ __all__ = [
     "router_z_loss",
     "start_combine",
     "start_dispatch",
+    "through_e4m3",
     "update_selection_bias",
     "with_input_scales",
 ]

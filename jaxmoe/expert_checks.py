@@ -144,7 +144,8 @@ def _leaves(array: Any) -> list[Any]:
     """Returns the arrays of a field of experts."""
     if not isinstance(array, QuantizedMatrix):
         return [array]
-    return [getattr(array, field.name) for field in dataclasses.fields(array)]  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(array)  # pyright: ignore[reportArgumentType]
+    return [getattr(array, field.name) for field in fields if not field.metadata.get("static")]
 
 
 def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int, said: str) -> None:

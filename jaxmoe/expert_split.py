@@ -21,8 +21,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.array_layout import known_axes
-from jaxmoe.block_scaled import BlockScaled
+from jaxmoe.block_scaled import BLOCK, BlockScaled
 from jaxmoe.experts import AnyExperts, FusedExperts, present
+from jaxmoe.four_bit import NVFP4
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import axis_tuple, vary_as
 
@@ -155,7 +156,8 @@ def _each_array(function: Callable[[Any, tuple[str | None, ...]], Any], experts:
         of_scales = by_kind[matrix.kinds[0]] if isinstance(matrix, BlockScaled) else out_in
         known = {"values": out_in, "scales": of_scales, "global_scales": (), "input_scale": ()}
         arrays = {each: array for each in known if (array := getattr(matrix, each, None)) is not None}
-        made[name] = type(matrix)(**{each: function(array, known[each]) for each, array in arrays.items()})
+        replaced: Any = {each: function(array, known[each]) for each, array in arrays.items()}
+        made[name] = dataclasses.replace(matrix, **replaced)  # pyright: ignore[reportArgumentType]
     return dataclasses.replace(experts, **made)
 
 
@@ -296,4 +298,6 @@ def _block(matrix: Any, along_in: bool) -> int:
     """Returns the elements along a dimension that share a scale, and so stay together; 1 where all of them do."""
     if not isinstance(matrix, QuantizedMatrix) or (isinstance(matrix, BlockScaled) and matrix.kinds[0] != "128x128"):
         return 1
+    if isinstance(matrix, NVFP4) and matrix.through_e4m3:
+        return BLOCK  # what is rounded together
     return matrix.format.scale_columns if along_in else matrix.format.scale_rows

@@ -4,6 +4,8 @@
 packed wherever they lie: 4.25 bits a weight as MXFP4, 4.5 as NVFP4.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from jaxmoe import e2m1
+from jaxmoe import e2m1, e4m3_blocks
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -26,6 +28,7 @@ class FourBit(QuantizedMatrix):
     scale_dtype: ClassVar[Any]
     # What to write where the scales are something else.
     scale_advice: ClassVar[str]
+    through_e4m3: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -108,15 +111,26 @@ class FourBit(QuantizedMatrix):
             groups = groups * part[..., None]
         return groups.reshape(*groups.shape[:-2], -1).astype(dtype).swapaxes(1, 2)
 
+    def multiplied(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
+        """Returns the same with the numbers that meet rows in 8 bits: those of `without_factors`, if not rounded."""
+        return self.without_factors(dtype)
+
     def _scale_parts(self) -> tuple[jax.Array, ...]:
         """Float32 factors whose product is the scale, each of them a normal number."""
         raise NotImplementedError
 
     def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
         """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""
+        return self._with_factors(self.without_factors, dtype)
+
+    def wide_multiplied(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
+        """Returns the same with the numbers of `multiplied`."""
+        return self._with_factors(self.multiplied, dtype)
+
+    def _with_factors(self, make: Callable[[DTypeLike], jax.Array], dtype: DTypeLike) -> jax.Array:
         if self.factors is None:
-            return self.without_factors(dtype)
-        return (self.without_factors(jnp.float32) * self.factors[:, None, None]).astype(dtype)
+            return make(dtype)
+        return (make(jnp.float32) * self.factors[:, None, None]).astype(dtype)
 
 
 @pytree
@@ -131,6 +145,7 @@ class MXFP4(FourBit):
         types.
       scales: `float8_e8m0fnu [experts, out, in / 32]`, powers of two whose byte is the exponent + 127; byte 255 is NaN.
         The bytes of a checkpoint are read as such by `scales.view(jnp.float8_e8m0fnu)`.
+      through_e4m3: whether the weights are known to be exact in E4M3, as `jaxmoe.through_e4m3` finds out.
 
     `shape` is that of the wide matrices, so that `Experts` with these arrays has the same sizes.
 
@@ -151,11 +166,12 @@ class MXFP4(FourBit):
 
     values: Shaped[Array, "experts out in_or_half_in"]
     scales: Float[Array, "experts out groups"]
+    through_e4m3: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def format(self) -> Format:
         """The same in the terms of layouts: what an array of such weights takes."""
-        return Format(e2m1.ELEMENT, 1, self.group, self.scale_dtype)
+        return Format(e2m1.ELEMENT, 1, self.group, self.scale_dtype, through_e4m3=self.through_e4m3)
 
     def _scale_parts(self) -> tuple[jax.Array, ...]:
         # Two factors: 2^-127 is no normal number, and neither a CPU nor a GPU is sure to multiply with it.
@@ -178,6 +194,7 @@ class NVFP4(FourBit):
         in the lower 4 bits.
       scales: `float8_e4m3fn [experts, out, in / 16]` (a checkpoint's `weight_scale`).
       global_scales: float32 `[experts]` (`weight_scale_2` of each matrix).
+      through_e4m3: whether the weights are rounded to E4M3 beside rows in 8 bits, as `jaxmoe.through_e4m3` asks for.
 
     `shape` is that of the wide matrices, so that `Experts` with these arrays has the same sizes.
 
@@ -195,6 +212,7 @@ class NVFP4(FourBit):
     values: Shaped[Array, "experts out in_or_half_in"]
     scales: Float[Array, "experts out groups"]
     global_scales: Float[Array, "experts"]
+    through_e4m3: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self) -> None:
         """Raises where the arrays are not what the class says.
@@ -216,12 +234,26 @@ class NVFP4(FourBit):
     @property
     def format(self) -> Format:
         """The same in the terms of layouts: what an array of such weights takes."""
-        return Format(e2m1.ELEMENT, 1, self.group, self.scale_dtype, array_scale_dtype=jnp.float32)
+        return Format(
+            e2m1.ELEMENT,
+            1,
+            self.group,
+            self.scale_dtype,
+            array_scale_dtype=jnp.float32,
+            through_e4m3=self.through_e4m3,
+        )
 
     @property
     def factors(self) -> Float[Array, "experts"] | None:
         """The scale of each matrix."""
         return self.global_scales
+
+    def multiplied(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
+        """Returns the same with the numbers that meet rows in 8 bits: rounded to E4M3, where that was asked for."""
+        if not self.through_e4m3:
+            return self.without_factors(dtype)
+        products = self.without_factors(jnp.float32)
+        return e4m3_blocks.rounded(products, jnp.asarray(self.scales), self.group).astype(dtype)
 
     def _scale_parts(self) -> tuple[jax.Array, ...]:
         return (self.scales.astype(jnp.float32),)

@@ -12,12 +12,14 @@
 
 Beside weights in 4 bits only rows are rounded, never the weights: an E2M1 value times a power of two is exact in the
 dtype of x, and products of E2M1 values with rows in 8 bits take the scales of groups in float32. The product with an
-E4M3 scale (NVFP4) is exact in the dtype of x, but has more bits than E4M3.
+E4M3 scale (NVFP4) is exact in the dtype of x, but has more bits than E4M3: beside rows in 8 bits it is rounded to that
+where `through_e4m3` asked for it.
 
 Only a forward pass rounds. A backward pass is that of the layer in the dtype of x: of the same tokens, and of the
 experts that were rounded, or the decoded ones where they came in 8 or 4 bits (a straight-through estimate).
 """
 
+import dataclasses
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -26,11 +28,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
-from jaxmoe.experts import AnyExperts, Experts, split
+from jaxmoe.experts import AnyExperts, Experts, present, split
 from jaxmoe.formats import ALL, Format, Formats
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.options import Accumulation, Precision
-from jaxmoe.quantization import MATRICES, decode_8_bits, dequantize_rows, quantize, quantize_rows
+from jaxmoe.quantization import (
+    MATRICES,
+    decode_8_bits,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    quantize_rows,
+)
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -88,12 +97,17 @@ def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
         raise ValueError(
             f"moe_layer: precision={asked!r} decodes experts in {bits} bits, and experts.w_gate is {given}. {instead}"
         )
-    if rounds_rows(precision) and isinstance(matrix, NVFP4):
+    if rounds_rows(precision) and isinstance(matrix, NVFP4) and not _all_through_e4m3(experts):
         raise ValueError(
             f"moe_layer: precision={precision!r} multiplies 8 bits with 8 bits, and experts.w_gate is NVFP4: the "
             "product of an E2M1 value and an E4M3 scale does not fit in E4M3 (rounding it is an error of 1.75 % RMS of "
-            "a weight). Pass precision='w4a16', which decodes it exactly and leaves tokens in the dtype of x, or None."
+            "a weight). Pass precision='w4a16', which decodes it exactly and leaves tokens in the dtype of x, or None; "
+            "or ask for the rounding with jaxmoe.through_e4m3(experts)."
         )
+
+
+def _all_through_e4m3(experts: AnyExperts) -> bool:
+    return all(matrix.through_e4m3 for matrix in present(experts).values() if isinstance(matrix, FourBit))
 
 
 def _check_given_scales(experts: AnyExperts) -> None:
@@ -178,7 +192,8 @@ def formats_of(precision: Precision | None, experts: AnyExperts, dtype: Any) -> 
         return wide
     rows = ROWS if rounds_rows(precision) else wide.tokens
     if isinstance(experts.matrix, FourBit):
-        return Formats(rows, rows, wide.answers, experts.matrix.format, wide.sums)
+        weights = dataclasses.replace(experts.matrix.format, through_e4m3=_all_through_e4m3(experts))
+        return Formats(rows, rows, wide.answers, weights, wide.sums)
     if isinstance(experts, Experts) and isinstance(experts.matrix, BlockScaled):
         kind, scale_dtype = experts.common_kinds[0], experts.matrix.scales.dtype
     else:
@@ -197,7 +212,30 @@ def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
 
 def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:
     """Returns experts in `dtype` with the numbers that a forward pass multiplies; matrices in 4 bits stay in those."""
+    if not rounds_rows(precision):
+        experts = exact(experts)
     return decode_8_bits(experts if precision is None else experts_in_8_bits(split(experts), precision), dtype)
+
+
+def wide_as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:
+    """Returns experts whose matrices are all in `dtype`, with the same numbers."""
+    if not rounds_rows(precision):
+        return dequantize(experts, dtype)
+    is_matrix = lambda leaf: isinstance(leaf, FourBit)  # noqa: E731
+    decoded = jax.tree.map(
+        lambda leaf: leaf.wide_multiplied(dtype) if is_matrix(leaf) else leaf, experts, is_leaf=is_matrix
+    )
+    return dequantize(decoded, dtype)
+
+
+def exact(experts: AnyExperts) -> AnyExperts:
+    """Returns experts of which none in 4 bits is rounded, for rows that are not in 8."""
+    is_matrix = lambda leaf: isinstance(leaf, FourBit)  # noqa: E731
+    return jax.tree.map(
+        lambda leaf: dataclasses.replace(leaf, through_e4m3=False) if is_matrix(leaf) else leaf,
+        experts,
+        is_leaf=is_matrix,
+    )
 
 
 class RowScales(NamedTuple):

@@ -34,6 +34,10 @@ def in_4_bits(arguments: Arguments, kind: str = "mxfp4") -> Arguments:
     return arguments._replace(experts=jitted_quantize(kind)(arguments.experts))
 
 
+def through_e4m3(arguments: Arguments) -> Arguments:
+    return arguments._replace(experts=jaxmoe.through_e4m3(arguments.experts))
+
+
 def as_elements(arguments: Arguments) -> Arguments:
     """The same experts with values as `float4_e2m1fn`."""
 
@@ -58,6 +62,8 @@ class Fp4Suite(QuantizedChecks):
 
     # What the implementation takes; it refuses the others by name.
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
+    # Plans with which experts that go through E4M3 are decoded ahead, where there is such a choice.
+    plans_ahead: ClassVar[tuple[Any, ...]] = (None,)
 
     def inputs_in_4_bits(self, seed: int, kind: str = "mxfp4", **options: Any) -> Arguments:
         """With biases and a mask, since each structure is another program."""
@@ -112,6 +118,57 @@ class Fp4Suite(QuantizedChecks):
         for precision in {"w4a16", "fp8"} & set(self.precisions):
             options = {} if precision == "w4a16" else {"precision": precision}
             assert_as_exact(self.small_run(arguments, **options), arguments, precision)
+
+    # --- through E4M3 -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("routing", ROUTING_KINDS)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_experts_through_e4m3_are_multiplied_exactly_or_rounded_as_stated_for_every_routing(self, kind, routing):
+        arguments = through_e4m3(self.inputs_in_4_bits(40, kind, routing=routing))
+        assert_as_exact(self.run(arguments, precision="fp8", plan=self.plans_ahead[-1]), arguments, "fp8")
+
+    def test_experts_through_e4m3_are_as_exact_for_every_plan_and_the_same_bits_for_those_that_decode_ahead(self):
+        arguments = through_e4m3(self.inputs_in_4_bits(41, "nvfp4", routing="zipf"))
+        first = self.small_run(arguments, precision="fp8")
+        assert_as_exact(first, arguments, "fp8")
+        for plan in self.plans_ahead:
+            np.testing.assert_array_equal(self.small_run(arguments, precision="fp8", plan=plan), first)
+
+    def test_nvfp4_is_rounded_beside_rounded_tokens_alone_and_only_where_that_was_asked_for(self):
+        exact = self.inputs_in_4_bits(42, "nvfp4")
+        arguments = through_e4m3(exact)
+        np.testing.assert_array_equal(self.small_run(arguments), self.small_run(exact))
+        rounded = self.small_run(arguments, precision="fp8-e8m0")
+        assert_as_exact(rounded, arguments, "fp8-e8m0")
+        # The error of the rounding, of three matrices one after the other.
+        assert 0.01 < relative_error(truth_of(arguments, "fp8-e8m0"), truth_of(exact, "fp8-e8m0")) < 0.05
+        with pytest.raises(ValueError, match=r"does not fit in E4M3.*jaxmoe\.through_e4m3\(experts\)"):
+            self.small_run(exact, precision="fp8")
+
+    def test_scales_as_far_apart_as_e4m3_holds_are_exact(self):
+        arguments = self.inputs_in_4_bits(43)
+        matrices = {name: self.at_both_ends(getattr(arguments.experts, name)) for name in MATRICES}
+        arguments = through_e4m3(arguments._replace(experts=dataclasses.replace(arguments.experts, **matrices)))
+        for plan in self.plans_ahead:
+            assert_as_exact(self.small_run(arguments, precision="fp8", plan=plan), arguments, "fp8")
+
+    @staticmethod
+    def at_both_ends(matrix: Any) -> Any:
+        """Every third group at 2^-4 in every third output; all others at 2^-18, also where an output has no larger."""
+        small = with_scale(matrix, (slice(None),) * 3, 2.0**-18)
+        return with_scale(small, (slice(None), slice(0, None, 3), slice(0, None, 3)), 2.0**-4)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_scale_that_is_no_number_stays_with_its_column_through_e4m3(self, kind):
+        arguments = through_e4m3(self.inputs_in_4_bits(44, kind))
+        down: Any = arguments.experts.w_down
+        spoiled = dataclasses.replace(arguments.experts, w_down=with_scale(down, (2, 17, 3), float("nan")))
+        options: dict[str, Any] = {"precision": "fp8", "plan": self.plans_ahead[-1]}
+        y = np.asarray(self.small_run(arguments._replace(experts=spoiled), **options), np.float32)
+        visits = (np.asarray(arguments.topk_ids) == 2).any(-1) & np.asarray(arguments.token_valid)
+        np.testing.assert_array_equal(np.isnan(y[:, 17]), visits)
+        clean = np.asarray(self.small_run(arguments, **options), np.float32)
+        assert relative_error(np.delete(y, 17, 1), np.delete(clean, 17, 1)) < 0.02
 
     # --- closed forms -----------------------------------------------------------------------------------------------
 

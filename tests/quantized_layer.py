@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 import jaxmoe
-from jaxmoe import MXFP4
+from jaxmoe import MXFP4, NVFP4
 from jaxmoe.four_bit import FourBit
 from jaxmoe.options import Arguments
 from jaxmoe.plan import AnyPlan
@@ -61,6 +62,25 @@ def exact_matrices(matrices: Any) -> np.ndarray:
     return (np.asarray(matrices.values, np.float64) * scales).swapaxes(1, 2)
 
 
+def multiplied_matrices(matrices: Any, precision: str) -> np.ndarray:
+    """Returns the same with what a layer multiplies: NVFP4 that goes through E4M3 is rounded to it beside such rows."""
+    if not (isinstance(matrices, NVFP4) and matrices.through_e4m3 and precision != "w4a16"):
+        return exact_matrices(matrices)
+    factors = np.asarray(matrices.global_scales, np.float64)[:, None, None]
+    products = _exact_in_4_bits(matrices) / factors  # [experts, in, out]
+    scales = np.abs(np.nan_to_num(np.asarray(matrices.scales).astype(np.float64))).swapaxes(1, 2)
+    found = np.empty_like(products)
+    for first in range(0, products.shape[1], 128):
+        for column in range(0, products.shape[2], 128):
+            block = np.s_[:, first : first + 128, column : column + 128]
+            largest = scales[:, first // 16 : (first + 128) // 16, column : column + 128].max((1, 2))
+            powers = np.exp2(np.floor(np.log2(np.maximum(largest, 2.0**-6))) - 5)[:, None, None]
+            # E2M1 times E4M3 has few enough bits for float32, so it is rounded once.
+            elements = (products[block] / powers).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+            found[block] = elements.astype(np.float64) * powers
+    return found * factors
+
+
 def _exact_in_4_bits(matrices: Any) -> np.ndarray:
     codes = np.asarray(matrices.values)
     if codes.dtype == np.uint8:
@@ -95,7 +115,8 @@ def truth_of(
     x, ids, weights = (np.asarray(array, np.float64) for array in arguments[:3])
     valid = np.ones(len(x), bool) if arguments.token_valid is None else np.asarray(arguments.token_valid)
     e = arguments.experts
-    matrices = {name: exact_matrices(m) for name in ("w_gate", "w_up", "w_down") if (m := getattr(e, name)) is not None}
+    names = [name for name in ("w_gate", "w_up", "w_down") if getattr(e, name) is not None]
+    matrices = {name: multiplied_matrices(getattr(e, name), precision) for name in names}
     biases = {name: getattr(e, name) for name in ("b_gate", "b_up", "b_down")}
     bias = {name: np.zeros(e.num_experts) if b is None else np.asarray(b, np.float64) for name, b in biases.items()}
     of_tokens, of_h = row_scales(e, precision)  # pyright: ignore[reportArgumentType]

@@ -186,16 +186,19 @@ inline std::string types_error(const LayerCall& call) {
   return "";
 }
 
-// Rows in 8 bits go with weights in 8 or 4 bits that nothing decodes ahead; others with weights that something decodes.
+// Rows in 8 bits go with weights in 8 bits, or in 4 that something decodes; others with weights that something decodes.
 inline std::string rounding_error(const LayerCall& call, const LayerAttributes& a, const Schedule& schedule) {
   const bool four_bit = call.has(ArrayName::kWGateGroupScales);
   const std::string given = "jaxmoe: rounds_rows=" + std::to_string(a.rounds_rows);
   if (a.rounds_rows != 0 && a.rounds_rows != 1) return given + ". It must be 0 or 1.";
-  if (a.rounds_rows == 1 && (!has_scaled_weights(call) || schedule.decodes() || call.backward())) {
-    return given + ". Rows in 8 bits are those of a forward pass with weights that have scales, and no weight_slots.";
+  if (a.rounds_rows == 1 && (!has_scaled_weights(call) || (schedule.decodes() && !four_bit) || call.backward())) {
+    return given + ". Rows in 8 bits are those of a forward pass with weights that have scales, and no weight_slots "
+                   "where those are in 8 bits.";
   }
-  if (a.rounds_rows == 1 && four_bit && call.type(ArrayName::kWGateGroupScales) != xla::ffi::F8E8M0FNU) {
-    return given + ". Weights in 4 bits beside rows in 8 must have scales of groups that are powers of two.";
+  if (a.rounds_rows == 1 && four_bit && !schedule.decodes() &&
+      call.type(ArrayName::kWGateGroupScales) != xla::ffi::F8E8M0FNU) {
+    return given + ". Weights in 4 bits beside rows in 8 must have weight_slots, or scales of groups that are powers "
+                   "of two.";
   }
   if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
     return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 "

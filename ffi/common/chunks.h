@@ -58,6 +58,12 @@ class ChunkWalk {
   // Chunks never straddle a tile, so every full tile has the same number of them, and the chunks of a rank can be dealt
   // to the dispatchers in turn.
   JAXMOE_ANY bool next(Chunk& chunk) {
+    if (!seek()) return false;
+    chunk = take();
+    return true;
+  }
+  // The same in two parts: whether there is one, and which. Its expert is known in between.
+  JAXMOE_ANY bool seek() {
     while (position_ >= chunks_) {
       position_ -= chunks_;
       first_tile_ += tiles_;
@@ -68,14 +74,17 @@ class ChunkWalk {
       tiles_ = parts.tiles;
       chunks_ = parts.chunks;
     }
+    return true;
+  }
+  JAXMOE_ANY int32_t expert() const { return expert_; }
+  JAXMOE_ANY Chunk take() {
     const int32_t tile = position_ / chunks_per_tile_;
     const int32_t tile_row = position_ % chunks_per_tile_ * chunk_rows_;
     const int32_t first_row = tile * tile_rows_ + tile_row;
     const int32_t row_tile = first_tile_ + tile;
     const int32_t left = at_most(rows_per_expert_[expert_] - first_row, tile_rows_ - tile_row);
-    chunk = {expert_, row_tile, row_tile % ring_tiles_, first_row, tile_row, at_most(left, chunk_rows_)};
     position_ += dispatchers_;
-    return true;
+    return {expert_, row_tile, row_tile % ring_tiles_, first_row, tile_row, at_most(left, chunk_rows_)};
   }
 
  private:

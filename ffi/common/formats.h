@@ -52,10 +52,22 @@ inline constexpr int32_t kAllOfThem = INT32_MAX;
 // Columns of a row of tokens or of h that share a scale, and rows and columns of a block of weights that do.
 inline constexpr int32_t kScaleColumns = 128;
 // Elements of a row of weights in 4 bits that share a scale, by what that is: those of MXFP4 and of NVFP4.
-constexpr int32_t group_columns_of(Element group_scale) { return group_scale == Element::kE8M0 ? 32 : 16; }
+JAXMOE_ANY constexpr int32_t group_columns_of(Element group_scale) { return group_scale == Element::kE8M0 ? 32 : 16; }
 // Weights in 4 bits that are decoded where they are multiplied: the depth of all matrices is a multiple of this.
 inline constexpr int32_t kDepthInRegisters = 64;
 inline constexpr Format kEightBitRows{Element::kE4M3, 1, kScaleColumns};
+
+// Weights in 4 bits that are decoded ahead beside rows in 8 bits: E4M3 with a power of two for each block of
+// kScaleColumns x kScaleColumns, times the scale of their matrix.
+inline constexpr Format kDecodedBlocks{Element::kE4M3, kScaleColumns, kScaleColumns};
+// The exponent of that power of two, for the largest scale of the block's groups without its sign, as a byte. With it no
+// weight is above 384: E2M1 up to 6, times a scale that is at most 2^6 beside it (E8M0), or less than that (E4M3). So
+// MXFP4 is exact where the scales of a block are within 2^14 of each other, and NVFP4 is rounded.
+JAXMOE_ANY constexpr int32_t decoded_block_exponent(Element group_scale, int32_t largest) {
+  if (group_scale == Element::kE8M0) return (largest > 7 ? largest - 6 : 1) - 127;  // its scale is a normal number
+  const int32_t exponent = largest >> 3;
+  return (exponent > 1 ? exponent : 1) - 7 - 5;
+}
 
 // Whether a scale that rows are given can be one: no number that 8 bits tell from zero is subnormal beside it, nor is
 // its inverse. Any other, zero, negative ones and NaN among them, makes all of its rows NaN.

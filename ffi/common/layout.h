@@ -106,9 +106,12 @@ struct ArenaLayout {
                           //   writes their gradients over them -> token_gradient, gate_gradient, up_gradient
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two
-  // [projections + 1][weight_slots, columns, rows] in the type of tokens: gate, up, down, each matrix the other way
-  // round than wide ones, as those in 8 bits lie.  dispatch -> gate_up, down, gradients; empty where nothing is decoded
+  // [projections + 1][weight_slots, columns, rows] in the type of what is multiplied: gate, up, down, each matrix the
+  // other way round than wide ones, as those in 8 bits lie.  dispatch -> gate_up, down, gradients; empty where nothing is decoded
   Region decoded_weights;
+  // [projections + 1][local_experts, blocks, blocks] float32, of kDecodedBlocks. dispatch -> gate_up, down; empty where
+  // nothing is decoded to 8 bits. Not a ring: so small that every expert has a place of its own.
+  Region decoded_scales;
   int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
 };
 
@@ -165,6 +168,14 @@ constexpr int64_t decoded_bytes(const Shape& shape, const Schedule& schedule, co
   return Format{formats.tokens.element}.bytes(int64_t{schedule.weight_slots} * shape.hidden, shape.intermediate);
 }
 
+// The scales of one matrix of an expert where it is decoded to 8 bits, and where those of number `which` begin.
+JAXMOE_ANY constexpr int64_t decoded_blocks(const Shape& shape) {
+  return int64_t{scale_blocks(shape.hidden)} * scale_blocks(shape.intermediate);
+}
+JAXMOE_ANY constexpr int64_t first_decoded_scale(const Shape& shape, int32_t which, int32_t expert) {
+  return (int64_t{which} * shape.local_experts() + expert) * decoded_blocks(shape);
+}
+
 constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, const Formats& formats,
                                 const HeadCapacity& head) {
   Packer pack;
@@ -204,6 +215,9 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   l.projections = pack.take(formats.h.bytes(backward * ring_rows * shape.projections, shape.intermediate));
   l.weight_sums = pack.take(experts_have_one_segment(shape, schedule) ? 0 : sums(sums_of_an_expert(shape)));
   l.decoded_weights = pack.take((shape.projections + 1) * decoded_bytes(shape, schedule, formats));
+  const bool in_blocks = schedule.decodes() && formats.tokens.is_scaled();
+  const int64_t scales = in_blocks ? first_decoded_scale(shape, shape.projections + 1, 0) : 0;
+  l.decoded_scales = pack.take(scales * int64_t{sizeof(float)});
   l.bytes = pack.bytes();
   return l;
 }

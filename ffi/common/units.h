@@ -175,6 +175,19 @@ struct DecodedExpert {
     ++nth;
     return true;
   }
+
+  // The one whose slot this one takes. There is one: nth >= weight_slots.
+  JAXMOE_ANY DecodedExpert before_in_slot(const Schedule& schedule, const int32_t* rows_per_expert) const {
+    DecodedExpert had = *this;
+    while (had.nth > nth - schedule.weight_slots) {
+      do {
+        had.tiles = few_parts(rows_per_expert[--had.expert], schedule.tile.rows);
+      } while (had.tiles == 0);
+      had.first_tile -= had.tiles;
+      --had.nth;
+    }
+    return had;
+  }
 };
 
 }  // namespace jaxmoe

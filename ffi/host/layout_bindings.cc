@@ -40,7 +40,8 @@ constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"row_products", &ArenaLayout::row_products},
                                         {"projections", &ArenaLayout::projections},
                                         {"weight_sums", &ArenaLayout::weight_sums},
-                                        {"decoded_weights", &ArenaLayout::decoded_weights}};
+                                        {"decoded_weights", &ArenaLayout::decoded_weights},
+                                        {"decoded_scales", &ArenaLayout::decoded_scales}};
 
 template <size_t kSize>
 py::dict regions_of(const ArenaLayout& layout, const NamedRegion (&named)[kSize]) {

@@ -125,11 +125,16 @@ class Products {
         return {row_of(rows, task, i) + depth,
                 m_.ring_row_scale(rows.ring, task.ring_slot, i, rows.width, depth / kScaleColumns)};
       };
+      const bool is_down = which == m_.shape.projections;
+      if (m_.schedule.decodes()) {
+        const ScaledMatrix matrix{m_.decoded_matrix(which, weight_slot), m_.decoded_scales(which, task.expert),
+                                  kDecodedBlocks, is_down ? m_.shape.hidden : m_.shape.intermediate, rows.columns};
+        return multiply_scaled(matrix, rows.columns, m_.formats.accumulation, task.rows, first, columns, row_of_task);
+      }
       if (m_.formats.weights.element == Element::kE2M1) {
         const PackedMatrix<Precision> matrix(m_, which, task.expert);
         return multiply_scaled(matrix, rows.columns, m_.formats.accumulation, task.rows, first, columns, row_of_task);
       }
-      const bool is_down = which == m_.shape.projections;
       const auto& a = m_.arrays;
       const auto* const all = of_matrix(which, m_.shape.projections, a.w_gate, a.w_up, a.w_down);
       const float* const scales =

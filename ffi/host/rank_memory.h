@@ -68,9 +68,13 @@ struct RankMemory {
     return at<float>(owner, scales_of(region, tokens, shape.hidden)) + number * token_scales();
   }
   // Gate (0), up (1) or down (projections) of the expert whose decoded weights are in a slot.
-  Storage* decoded_matrix(int32_t which, int32_t weight_slot) const {
+  RowStorage* decoded_matrix(int32_t which, int32_t weight_slot) const {
     const int64_t matrix = int64_t{shape.hidden} * shape.intermediate;
-    return here<Storage>(layout.decoded_weights) + (int64_t{which} * schedule.weight_slots + weight_slot) * matrix;
+    return here<RowStorage>(layout.decoded_weights) + (int64_t{which} * schedule.weight_slots + weight_slot) * matrix;
+  }
+  // The scales of its blocks, where it is decoded to 8 bits.
+  float* decoded_scales(int32_t which, int32_t expert) const {
+    return here<float>(layout.decoded_scales) + first_decoded_scale(shape, which, expert);
   }
   uint32_t* target_of(int32_t ring_slot, int32_t tile_row) const {
     return here<uint32_t>(layout.row_targets) + ring_index(ring_slot, tile_row);

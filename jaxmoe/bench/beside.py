@@ -42,6 +42,7 @@ from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import time_again_after_a_pause, time_calls
 from jaxmoe.options import Arguments
+from jaxmoe.quantization import MATRICES
 
 WIDTHS = "qwen3-30b-a3b"
 EXPERTS_PER_RANK = 32
@@ -99,7 +100,10 @@ def measure(options: BesideOptions, progress: Callable[[str], None] = lambda _: 
     # As many experts per rank in two groups as in one.
     of_groups = dataclasses.replace(shape, num_experts=shape.num_experts // 2)
     weights = {
-        groups: make_weights(each, of_groups if groups else shape, *of_weights) for groups, each in meshes.items()
+        groups: make_weights(
+            each, of_groups if groups else shape, *of_weights, through_e4m3=options.narrow.through_e4m3
+        )
+        for groups, each in meshes.items()
     }
     blank = Result(
         program="",
@@ -372,12 +376,16 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
     """
     shape, dtype, tokens = _shape_of(options, mesh), options.wide, max(options.tokens) * mesh.size
     slots = (tokens, shape.top_k)
+    experts = jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0))
+    if options.narrow.through_e4m3:  # of which there are no numbers here to look at
+        matrices = {name: dataclasses.replace(getattr(experts, name), through_e4m3=True) for name in MATRICES}
+        experts = dataclasses.replace(experts, **matrices)
     try:
         return jaxmoe.explain(
             jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),
             jax.ShapeDtypeStruct(slots, jnp.int32),
             jax.ShapeDtypeStruct(slots, jnp.float32),
-            jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0)),
+            experts,
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
             **options.of_layer,
             **where(mesh),

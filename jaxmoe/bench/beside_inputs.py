@@ -22,8 +22,10 @@ def init_experts(shape: LayerShape, dtype: Any, block: str | None, key: Any) -> 
     return wide if block is None else quantized(wide, block)
 
 
-def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any, block: str | None) -> Callable[..., Inputs]:
-    """Returns a function from tokens to inputs; the arguments are those of `init_experts`.
+def make_weights(
+    mesh: Mesh, shape: LayerShape, dtype: Any, block: str | None, *, through_e4m3: bool = False
+) -> Callable[..., Inputs]:
+    """Returns a function from tokens to inputs; the arguments are those of `init_experts`, and of `random_experts`.
 
     Raises:
       ValueError: the dense layers cannot be split over the ranks.
@@ -50,6 +52,8 @@ def make_weights(mesh: Mesh, shape: LayerShape, dtype: Any, block: str | None) -
         return normal(0, shape.hidden, shape.num_experts), experts, dense
 
     router, experts, dense = jax.jit(make, out_shardings=(everywhere, split, split))(jax.random.key(1))
+    if through_e4m3:
+        experts = tuple(jaxmoe.through_e4m3(each) for each in experts)
     return functools.partial(Inputs, router=router, experts=experts, dense=dense)
 
 

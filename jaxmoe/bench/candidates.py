@@ -137,7 +137,8 @@ def candidates(
             implementation,
             with_plan(swept),
             is_default=i == 0,
-            has_default_bits=swept.segment_tiles == default.segment_tiles,
+            has_default_bits=swept.segment_tiles == default.segment_tiles
+            and bool(swept.weight_slots) == bool(default.weight_slots),
             pass_name=pass_name,
             residuals=residuals,
             precision=inputs.precision,

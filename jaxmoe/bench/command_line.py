@@ -42,8 +42,9 @@ _DTYPE = flags.DEFINE_enum(
     "128 x 128 of them, and fp8-channel, one for each output, where tokens and h are rounded to 8 bits too; "
     "fp8-static, one for each matrix, for all tokens and for all h, and fp8-static-fast, the same with sums of the "
     "tensor cores; w8a16, 128 x 128 decoded to BF16; mxfp4-a16 and "
-    "nvfp4-a16, 4 bits decoded to BF16; mxfp4-a8, 4 bits beside tokens and h in 8. In 8 or 4 bits --pass=forward and "
-    "frozen are measured.",
+    "nvfp4-a16, 4 bits decoded to BF16; mxfp4-a8 and nvfp4-a8, 4 bits beside tokens and h in 8, through E4M3 where "
+    "experts have many rows (NVFP4 always), and mxfp4-a8-registers never. In 8 or 4 bits --pass=forward and frozen are "
+    "measured.",
 )
 _IMPLEMENTATION = flags.DEFINE_list(
     "implementation", ["xla"], f"Any of {', '.join(IMPLEMENTATIONS)} (of moe_layer) and {BASELINE}."
@@ -67,6 +68,9 @@ _RING_TILES = flags.DEFINE_list(
 _CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
 _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
 _SHARE_COLUMNS = flags.DEFINE_list("share-columns", [], "Plans to sweep: KernelPlan.share_columns, of 0 and 1.")
+_WEIGHT_SLOTS = flags.DEFINE_list(
+    "weight-slots", [], "Plans to sweep: KernelPlan.weight_slots, in all combinations; 0 is decoding in registers."
+)
 _SEGMENT_TILES = flags.DEFINE_list(
     "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
 )
@@ -152,6 +156,7 @@ def from_flags() -> Options:
             tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
             tuple(bool(value) for value in _integers("share-columns", _SHARE_COLUMNS.value)),
             _integers("segment-tiles", _SEGMENT_TILES.value),
+            _integers("weight-slots", _WEIGHT_SLOTS.value),
         ),
         blocks=_BLOCKS.value,
         seconds=SECONDS.value,

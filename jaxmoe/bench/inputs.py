@@ -85,7 +85,9 @@ class Inputs:
     accumulation: Accumulation = "promoted"
 
 
-def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None = None) -> jaxmoe.Experts:
+def random_experts(
+    shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None = None, *, through_e4m3: bool = False
+) -> jaxmoe.Experts:
     """Returns random experts, split over the mesh, the same on any number of ranks.
 
     Args:
@@ -94,13 +96,15 @@ def random_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None 
       dtype: of the wide experts.
       block: as of `quantized`, of experts in 8 or 4 bits. They are made one by one: wide ones of all that a rank has,
         twice as large and larger in between, may not fit beside them.
+      through_e4m3: whether they, in 4 bits, are those of `jaxmoe.through_e4m3`.
 
     Raises:
       ValueError: they cannot be.
     """
     if shape.num_experts % mesh.size:
         raise ValueError(f"{shape.num_experts} experts cannot be spread over {mesh.size} ranks.")
-    return make_experts(shape, mesh, dtype, block)()
+    experts = make_experts(shape, mesh, dtype, block)()
+    return jaxmoe.through_e4m3(experts) if through_e4m3 else experts
 
 
 @functools.lru_cache(maxsize=8)

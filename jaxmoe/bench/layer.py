@@ -50,7 +50,7 @@ def run(options: Options) -> int:
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
-    block, precision, accumulation = NARROW.get(options.dtype, Narrow())
+    block, precision, accumulation, through_e4m3 = NARROW.get(options.dtype, Narrow())
     say(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
@@ -80,7 +80,8 @@ def run(options: Options) -> int:
             gc.collect()
             try:
                 if experts is None:
-                    experts = random_experts(case.shape, mesh, DTYPES.get(options.dtype, jnp.bfloat16), block)
+                    dtype = DTYPES.get(options.dtype, jnp.bfloat16)
+                    experts = random_experts(case.shape, mesh, dtype, block, through_e4m3=through_e4m3)
                 inputs = make_inputs(
                     case.shape, experts, tokens, options.routing, mesh, precision=precision, accumulation=accumulation
                 )

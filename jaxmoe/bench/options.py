@@ -32,11 +32,13 @@ class Narrow(NamedTuple):
       block: what the experts are quantised to, as of `inputs.quantized`.
       precision: as of `moe_layer`.
       accumulation: as of `moe_layer`.
+      through_e4m3: whether the experts, in 4 bits, are those of `jaxmoe.through_e4m3`.
     """
 
     block: str | None = None
     precision: Precision | None = None
     accumulation: Accumulation = "promoted"
+    through_e4m3: bool = False
 
 
 # A forward pass is measured in these, and the gradients beside frozen experts.
@@ -47,7 +49,9 @@ NARROW = {
     "fp8-static-fast": Narrow("static", "fp8-static", "fast"),
     "w8a16": Narrow("128x128", "w8a16"),
     "mxfp4-a16": Narrow("mxfp4", "w4a16"),
-    "mxfp4-a8": Narrow("mxfp4", "fp8"),
+    "mxfp4-a8": Narrow("mxfp4", "fp8", through_e4m3=True),
+    "mxfp4-a8-registers": Narrow("mxfp4", "fp8"),
+    "nvfp4-a8": Narrow("nvfp4", "fp8", through_e4m3=True),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
 }
 # Of wide experts, which are rounded in the call.
@@ -69,6 +73,8 @@ class Sweep:
       keep_tokens: whether tokens of peers are kept.
       share_columns: of a forward pass alone, whether blocks share the columns of narrow down tasks.
       segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
+      weight_slots: experts whose weights lie decoded at a time. Where empty, the default plan's or, where it has some,
+        the fewest that a plan needs.
     """
 
     unit_tiles: tuple[int, ...] = ()
@@ -78,6 +84,7 @@ class Sweep:
     keep_tokens: tuple[bool, ...] = ()
     share_columns: tuple[bool, ...] = ()
     segment_tiles: tuple[int, ...] = ()
+    weight_slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # A plan checks its numbers. Whether they go together depends on the shape and is said in the line of the plan.
@@ -93,6 +100,8 @@ class Sweep:
             if segment_tiles < 1:
                 raise ValueError(f"--segment-tiles={segment_tiles}: a segment has at least one row tile.")
             KernelPlan(1, 0, 1, segment_tiles=segment_tiles)
+        for weight_slots in self.weight_slots:
+            KernelPlan(1, 0, 1, weight_slots=weight_slots)
 
     def plans(self, default: KernelPlan) -> list[KernelPlan]:
         """Returns the plans to measure, the default one first, which is that of a forward or of a backward pass."""
@@ -110,12 +119,21 @@ class Sweep:
             choices.segment_tiles or (default.segment_tiles,),
         )
         for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
-            fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles).fewest_ring_tiles
+            fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles)
+            needed = min(default.weight_slots, 1) * max(default.weight_slots, fewest.fewest_weight_slots)
+            rings = self.ring_tiles or (max(default.ring_tiles, fewest.fewest_ring_tiles),)
             plans += [
                 KernelPlan(
-                    unit_tiles, lag_units, ring, chunk_rows, keep_tokens, segment_tiles, share_columns=share_columns
+                    unit_tiles,
+                    lag_units,
+                    ring,
+                    chunk_rows,
+                    keep_tokens,
+                    segment_tiles,
+                    slots,
+                    share_columns=share_columns,
                 )
-                for ring in self.ring_tiles or (max(default.ring_tiles, fewest),)
+                for ring, slots in itertools.product(rings, self.weight_slots or (needed,))
             ]
         return plans
 
@@ -275,13 +293,18 @@ class BesideOptions:
     @property
     def block(self) -> str | None:
         """What experts are quantised to, as of `jaxmoe.quantize`."""
-        return NARROW.get(self.dtype, Narrow()).block
+        return self.narrow.block
+
+    @property
+    def narrow(self) -> Narrow:
+        """What has fewer bits, and how."""
+        return NARROW.get(self.dtype, Narrow(precision=self.precision))
 
     @property
     def of_layer(self) -> dict[str, Any]:
         """What `moe_layer` is called with beside its implementation."""
-        _, precision, accumulation = NARROW.get(self.dtype, Narrow(precision=self.precision))
-        return {"precision": precision, "accumulation": accumulation, "network": self.network}
+        narrow = self.narrow
+        return {"precision": narrow.precision, "accumulation": narrow.accumulation, "network": self.network}
 
 
 def _check_dtype(dtype: str, known: Sequence[str]) -> None:

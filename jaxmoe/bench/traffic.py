@@ -110,8 +110,8 @@ class MegakernelMemory(Terms):
     Args:
       weights: `active_experts * expert_bytes`. An expert without rows is not read.
       weights_decoded: where they have fewer bits than they are multiplied in, `2 * active_experts` times the bytes of
-        an expert in the dtype of x: written by dispatch, read by the GEMMs. Much of it stays in L2. 0 where the GEMMs
-        decode them.
+        an expert in the dtype of x, or in 8 bits beside such tokens: written by dispatch, read by the GEMMs. Much of it
+        stays in L2. 0 where the GEMMs decode them.
       tokens_staged: `tokens * (answer_bytes + token_bytes)`: x read, which is as wide as answers, and its copy written
         where peers reach it. One rank alone makes no copy of tokens that are not rounded: 0.
       tokens_pulled: `used_slots * token_bytes`: this rank's tokens read by dispatch, its own and that of its
@@ -157,7 +157,7 @@ class MegakernelMemory(Terms):
         token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
         return cls(
             weights=weight_bytes(routing, shape, rank),
-            weights_decoded=2 * weight_bytes(routing, shape.wide, rank) if shape.formats.decodes and ahead else 0,
+            weights_decoded=2 * weight_bytes(routing, shape.multiplied, rank) if shape.formats.decodes and ahead else 0,
             tokens_staged=shape.tokens * (answer + token) if shape.ranks > 1 or shape.formats.tokens.scale_rows else 0,
             tokens_pulled=(slots - routing.remote_slots(rank) + to_peers) * token,
             tokens_kept=routing.remote_rows(rank) * token if keep_tokens else 0,

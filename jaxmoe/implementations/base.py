@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
+from jaxmoe.block_scaled import BLOCK
 from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import AnyExperts
-from jaxmoe.formats import BF16, Formats, bits
+from jaxmoe.formats import BF16, Format, Formats, bits
 from jaxmoe.options import Accumulation, ImplementationName, Precision, Residuals
 from jaxmoe.sharding import ExpertGroup, Placement, vary_alike
 from jaxmoe.token_split import TokenSplit
@@ -109,6 +110,14 @@ class Shape:
     def decoded(self) -> "Shape":
         """The same sizes and weights, with rows in the dtype of x: those of a backward pass beside frozen experts."""
         return dataclasses.replace(self, formats=self.formats.decoded)
+
+    @property
+    def multiplied(self) -> "Shape":
+        """The same sizes with weights as a ring of decoded ones has them: in 8 bits beside such rows, else wide."""
+        if not self.formats.tokens.scale_rows:
+            return self.wide
+        weights = Format(self.formats.tokens.dtype, BLOCK, BLOCK)
+        return dataclasses.replace(self, formats=dataclasses.replace(self.formats, weights=weights))
 
     @property
     def flops(self) -> int:

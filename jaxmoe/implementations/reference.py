@@ -22,7 +22,7 @@ from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
 from jaxmoe.options import Precision
-from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits, row_scales
+from jaxmoe.precision import as_multiplied_rows, experts_in_8_bits, row_scales, wide_as_multiplied
 from jaxmoe.quantization import dequantize
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -74,7 +74,7 @@ def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax
     activation, group, dtype, precision = static
     if precision is not None:
         experts = experts_in_8_bits(experts, precision)
-    everyone = dequantize(jax.tree.map(group.all_gather, experts), dtype)
+    everyone = wide_as_multiplied(jax.tree.map(group.all_gather, experts), precision, dtype)
     scales = row_scales(experts, precision)
     tokens = as_multiplied_rows(x, precision, dtype, scales.tokens)
 

@@ -118,13 +118,14 @@ def _one_case() -> tuple[shapes.Case, int]:
 
 def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], str, list[float]]:
     """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
-    block, precision, accumulation = NARROW.get(_DTYPE.value, Narrow())
+    block, precision, accumulation, through_e4m3 = NARROW.get(_DTYPE.value, Narrow())
     if block is not None and _PASS.value != "forward":
         raise app.UsageError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
     ranks = _EP.value or jax.device_count()
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    experts = random_experts(case.shape, mesh, DTYPES.get(_DTYPE.value, jnp.bfloat16), block)
+    dtype = DTYPES.get(_DTYPE.value, jnp.bfloat16)
+    experts = random_experts(case.shape, mesh, dtype, block, through_e4m3=through_e4m3)
     routing_kind: RoutingKind = _ROUTING.value  # pyright: ignore[reportAssignmentType]
     inputs = make_inputs(
         case.shape, experts, tokens, routing_kind, mesh, precision=precision, accumulation=accumulation

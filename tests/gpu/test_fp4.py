@@ -1,6 +1,7 @@
 """The suite of 4 bits on GPUs, with tokens in 16 bits, over as many devices as there are."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import jaxmoe
 from jaxmoe import machine
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS
-from tests.fp4_suite import Fp4Suite, with_scale
+from tests.fp4_suite import Fp4Suite, through_e4m3, with_scale
 from tests.quantized_layer import assert_as_exact
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +59,10 @@ class TestMegakernel(OnGpu):
         SHARES_COLUMNS,
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True),
     )
+    plans_ahead = (
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1, weight_slots=1),
+        jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True, weight_slots=4),
+    )
 
     @pytest.mark.parametrize("plan", [plans[-1], SHARES_COLUMNS], ids=["columns of its own", "shared columns"])
     @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 48, 64, 65, 128, 129, 257])
@@ -98,6 +103,22 @@ class TestMegakernel(OnGpu):
         assert_as_exact(y, arguments, "fp8")
         assert np.asarray(y).any()
 
+    @pytest.mark.parametrize("rows", [1, 64, 65, 128, 129, 256, 300])
+    @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+    def test_through_e4m3_tiles_of_any_number_of_rows_are_as_exact(self, kind, rows):
+        arguments = through_e4m3(every_token_everywhere(self.inputs_in_4_bits(36, kind, tokens=rows)))
+        y = self.small_run(arguments, precision="fp8", plan=self.plans_ahead[-1])
+        assert_as_exact(y, arguments, "fp8")
+
+    def test_through_e4m3_many_experts_of_many_blocks_are_as_exact_in_every_run(self):
+        sizes: dict[str, Any] = {"hidden": 1024, "intermediate": 768, "tokens": 512, "num_experts": 16}
+        arguments = through_e4m3(self.inputs_in_4_bits(37, **sizes))
+        first = self.small_run(arguments, precision="fp8", plan=self.plans_ahead[-1])
+        assert_as_exact(first, arguments, "fp8")
+        for _ in range(50):
+            again = self.small_run(arguments, precision="fp8", plan=self.plans_ahead[-1])
+            np.testing.assert_array_equal(again, first)
+
     def test_beside_rows_in_8_bits_float16_is_refused_with_what_to_do(self):
         arguments = self.inputs_in_4_bits(34, dtype=jnp.float16)
         with pytest.raises(NotImplementedError, match=r"x is float16.*takes bfloat16.*precision='w4a16'"):
@@ -109,7 +130,6 @@ class TestMegakernelAhead(OnGpu):
     """Weights decoded ahead of the tasks that multiply them."""
 
     implementation = "megakernel"
-    precisions = ("w4a16",)
     plans = (
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1, weight_slots=1),
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True, weight_slots=4),

@@ -454,7 +454,7 @@ def test_fast_sums_are_refused_where_scales_change_within_them():
         run(inputs(12), accumulation=1, changes=given)
 
 
-def test_rows_are_rounded_only_beside_weights_that_nothing_decodes_ahead():
+def test_rows_are_rounded_only_beside_weights_in_8_bits_that_nothing_decodes_ahead():
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"rounds_rows=2\. It must be 0 or 1"):
         run(inputs(12), rounds_rows=2)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"rounds_rows=0, weights in 8 bits and no weight_slots"):
@@ -463,7 +463,7 @@ def test_rows_are_rounded_only_beside_weights_that_nothing_decodes_ahead():
         run(inputs(12), weight_slots=2)
 
 
-def test_weights_in_4_bits_beside_rounded_rows_have_scales_that_are_powers_of_two():
+def test_weights_in_4_bits_beside_rounded_rows_are_decoded_ahead_or_have_scales_that_are_powers_of_two():
     def of_4_bits(format_: str) -> dict[str, Any]:
         experts = jaxmoe.quantize(make_inputs(12, **SIZES).experts, format_)
         operands: dict[str, Any] = {}
@@ -475,7 +475,8 @@ def test_weights_in_4_bits_beside_rounded_rows_have_scales_that_are_powers_of_tw
         return operands
 
     assert np.isfinite(run(inputs(12), changes=of_4_bits("mxfp4"))).all()
-    told = r"rounds_rows=1\. Weights in 4 bits beside rows in 8 must have scales of groups that are powers of two"
+    assert np.isfinite(run(inputs(12), changes=of_4_bits("nvfp4"), weight_slots=2)).all()
+    told = r"rounds_rows=1\. Weights in 4 bits beside rows in 8 must have weight_slots, or scales .* powers of two"
     with pytest.raises(jax.errors.JaxRuntimeError, match=told):
         run(inputs(12), changes=of_4_bits("nvfp4"))
 

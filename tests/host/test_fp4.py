@@ -22,6 +22,10 @@ class TestMegakernel(Fp4Suite):
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=6, weight_slots=3),
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=3, ring_tiles=5, chunk_rows=3, keep_tokens=True),
     )
+    plans_ahead = (
+        jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1, weight_slots=1),
+        jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=6, keep_tokens=True, weight_slots=3),
+    )
 
 
 def test_on_gpus_the_megakernel_rounds_no_float16_beside_4_bits_and_says_so(monkeypatch):

@@ -162,6 +162,13 @@ def test_a_sweep_of_both_passes_tries_in_each_what_that_pass_has():
     assert sweep.plans(backward) == [backward, KernelPlan(1, 1, 4, segment_tiles=1)]
 
 
+def test_swept_plans_decode_ahead_where_the_default_plan_does_with_the_slots_that_they_need():
+    ahead, registers = KernelPlan(1, 1, 4, weight_slots=3), KernelPlan(1, 1, 4)
+    assert Sweep(lag_units=(4,)).plans(ahead)[1:] == [KernelPlan(1, 4, 5, weight_slots=5)]
+    assert Sweep(lag_units=(4,)).plans(registers)[1:] == [KernelPlan(1, 4, 5)]
+    assert Sweep(weight_slots=(0, 9)).plans(ahead)[1:] == [registers, KernelPlan(1, 1, 4, weight_slots=9)]
+
+
 def test_a_plan_that_cannot_run_says_why_and_the_next_one_is_measured(tmp_path, capsys):
     sweep = Sweep(lag_units=(5,), ring_tiles=(3, 14))
     status, results = run(options(implementations=("megakernel",), sweep=sweep), tmp_path / "results")

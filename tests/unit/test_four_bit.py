@@ -18,6 +18,7 @@ import jaxmoe
 from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, fits_e4m3, quantize
 from jaxmoe.e4m3_fit import MOST_STEPS
 from jaxmoe.four_bit import FourBit
+from jaxmoe.testing import relative_error
 from tests.layer_calls import mesh_of
 from tests.quantized_layer import MAGNITUDES, NUMBERS_IN_4_BITS, exact_matrices
 
@@ -492,3 +493,64 @@ def test_experts_that_do_not_fit_are_named_each_by_its_matrix():
     assert set(fits_e4m3(dataclasses.replace(experts, w_up=None))) == {"w_gate", "w_down"}
     with pytest.raises(TypeError, match=r"experts.w_gate is NVFP4; it must be MXFP4, whose scales are powers of two"):
         fits_e4m3(jitted("nvfp4")(experts_of(1, 2, 64, 96)))
+
+
+def test_experts_go_through_e4m3_where_they_are_exact_and_others_are_named():
+    experts = jitted("mxfp4")(experts_of(1, 3, 128, 256))
+    marked = jaxmoe.through_e4m3(experts)
+    assert all(getattr(marked, name).through_e4m3 for name in ("w_gate", "w_up", "w_down"))
+    for mine, other in zip(jax.tree.leaves(marked), jax.tree.leaves(experts), strict=True):
+        assert mine is other
+    up: Any = experts.w_up
+    scales = np.array(up.scales)
+    scales[1:, 3, 1] *= 2.0**-30
+    spoiled = dataclasses.replace(experts, w_up=dataclasses.replace(up, scales=jnp.asarray(scales)))
+    told = r"not hold their weights \(experts.w_up: 1, 2\).*decodes them exactly in registers"
+    with pytest.raises(ValueError, match=told):
+        jaxmoe.through_e4m3(spoiled)
+
+
+def test_a_group_of_zeros_can_be_what_a_block_of_e4m3_is_made_for():
+    """What decodes it looks at scales alone."""
+    matrix: Any = with_every_magnitude(0, seed=1)
+    values, scales = np.array(matrix.values), np.array(matrix.scales).view(np.uint8)
+    values[0, 5, 16:32] = 0
+    for byte, goes in ((134, True), (135, False)):
+        scales[0, 5, 1] = byte
+        large: Any = MXFP4(jnp.asarray(values), e8m0(scales))
+        assert fits(large)
+        nothing: Any = MXFP4(jnp.zeros((1, 32, 16), jnp.uint8), e8m0(np.zeros((1, 32, 1))))
+        experts = jaxmoe.Experts(large, None, nothing)
+        if goes:
+            assert jaxmoe.through_e4m3(experts)
+        else:
+            with pytest.raises(ValueError, match=r"\(experts.w_gate: 0\)"):
+                jaxmoe.through_e4m3(experts)
+
+
+def test_going_through_e4m3_is_asked_for_where_weights_are_made():
+    experts = experts_of(1, 2, 128, 128)
+    with pytest.raises(TypeError, match=r"through_e4m3: experts.w_gate is traced.*before that"):
+        jax.jit(jaxmoe.through_e4m3)(jitted("mxfp4")(experts))
+    with pytest.raises(TypeError, match=r"through_e4m3: experts.w_gate is BlockScaled; it must be MXFP4 or NVFP4"):
+        jaxmoe.through_e4m3(jaxmoe.quantize(experts))
+    # The rounding of NVFP4 depends on no number.
+    marked = jax.jit(jaxmoe.through_e4m3)(jitted("nvfp4")(experts))
+    assert marked.w_down.through_e4m3
+
+
+@pytest.mark.parametrize("largest", [2.0**-9, 2.0**-6, 1.75, 448.0])
+def test_nvfp4_through_e4m3_is_rounded_with_a_power_of_two_for_each_block(largest):
+    scales = np.array([0.0, 2.0**-9, 1.5 * 2.0**-6, 1.125, 1.875, 60.0, 208.0, 448.0])
+    scales = np.minimum(scales, largest).astype(ml_dtypes.float8_e4m3fn)
+    codes = np.arange(256, dtype=np.uint8)
+    values = np.tile(codes[:64], (1, 8, 1))
+    matrix: Any = NVFP4(jnp.asarray(values), jnp.asarray(np.tile(scales, (1, 8, 1))), jnp.full(1, 0.5))
+    exact, marked = exact_matrices(matrix), dataclasses.replace(matrix, through_e4m3=True)
+    np.testing.assert_array_equal(marked.wide(jnp.float32), exact)
+    found = np.asarray(jax.jit(lambda matrix: matrix.wide_multiplied(jnp.float32))(marked))
+    power = 2.0 ** (np.floor(np.log2(max(largest, 2.0**-6))) - 5) / 2
+    wanted = (exact / power).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power
+    np.testing.assert_array_equal(found, wanted)
+    assert np.abs(wanted / power).max() <= 384
+    assert relative_error(found, exact) < 2.0**-4

@@ -55,6 +55,7 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
         "projections": backward * ring_rows * projections * intermediate * itemsize,
         "weight_sums": backward * (not decoded) * (not schedule.frozen) * several_segments * sums * number,
         "decoded_weights": (projections + 1) * schedule.weight_slots * hidden * intermediate * itemsize,
+        "decoded_scales": 0,  # of 8 bits
     }
 
 
@@ -83,6 +84,23 @@ def test_regions_follow_each_other_aligned_and_their_sum_is_the_arena(problem, i
         assert regions_of(layout)[name] == (end, size)
         end += size + -size % ALIGNMENT
     assert layout.bytes == end
+
+
+@given(problem=problems(weight_slots=st.integers(0, 3)), backward=st.just(False))
+@settings(max_examples=60)
+def test_weights_decoded_to_8_bits_have_a_scale_for_each_block_of_every_expert(problem, backward):
+    shape, schedule, _ = problem
+    if schedule.backward is not backward:
+        return
+    rows = steps.Format("float8_e4m3fn", 1, 128)
+    packed = steps.Format("float4_e2m1fn", 2**31 - 1, 2**31 - 1, "float32", 32, "float8_e8m0fnu")
+    wide, sums = steps.Format("bfloat16"), steps.Format("float32")
+    formats = steps.Formats(tokens=rows, h=rows, answers=wide, weights=packed, sums=sums)
+    body = steps.layout_of(shape, schedule, formats, steps.needed_head(shape, schedule)).body
+    matrices, blocks = shape.projections + 1, -(-shape.hidden // 128) * -(-shape.intermediate // 128)
+    assert body["decoded_weights"][1] == matrices * schedule.weight_slots * shape.hidden * shape.intermediate
+    ahead = schedule.weight_slots > 0
+    assert body["decoded_scales"][1] == ahead * matrices * shape.num_experts // shape.ranks * blocks * 4
 
 
 PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients", "slot_rows"]

@@ -19,6 +19,7 @@ from jaxmoe.implementations.megakernel.schedule import weight_slots
 from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
+from jaxmoe.precision import ROWS
 from jaxmoe.testing import make_inputs
 from tests.layer_calls import mesh_of
 
@@ -217,6 +218,52 @@ def test_weights_in_4_bits_are_decoded_in_registers_where_experts_have_few_rows(
     possible = in_registers or tokens > 64
     assert (weight_slots(shape, platform, by_hand) == 0) == possible
     assert weight_slots(shape, platform, by_hand, saved_tiles=1) == min(by_hand.fewest_weight_slots, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "through", "nvfp4", "slots"),
+    [(64, False, False, 0), (64, True, False, 0), (64, True, True, 8), (4096, False, False, 0), (4096, True, False, 8)],
+)
+def test_beside_rows_in_8_bits_experts_through_e4m3_are_decoded_ahead_where_they_have_many_rows(
+    tokens, through, nvfp4, slots
+):
+    of_matrix, scale = (jnp.float32, jnp.float8_e4m3fn) if nvfp4 else (None, jnp.float8_e8m0fnu)
+    weights = Format(jnp.float4_e2m1fn, 1, 16 if nvfp4 else 32, scale, of_matrix, through_e4m3=through)
+    formats = dataclasses.replace(Formats.of(jnp.bfloat16), tokens=ROWS, h=ROWS, weights=weights)
+    shape = Shape(tokens, 256, 256, num_experts=8, top_k=2, formats=formats)
+    for platform in ("gpu", "cpu"):
+        plan = kernel_plan(shape, platform)
+        assert bool(plan.weight_slots) == bool(slots)
+        told = " ".join(plan.reasons)
+        assert ("which jaxmoe.through_e4m3 allows" in told) == (tokens > 64 and not through)
+        assert weight_slots(shape, platform, plan) == plan.weight_slots
+        by_hand = dataclasses.replace(plan, weight_slots=0)
+        assert bool(weight_slots(shape, platform, by_hand)) == nvfp4
+        if not through:
+            with pytest.raises(ValueError, match=r"weight_slots=8: beside tokens in 8 bits.*jaxmoe.through_e4m3"):
+                limits.check_megakernel(shape, "cpu", resolve("silu"), KernelPlan(1, 0, 10**6, weight_slots=8))
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_a_gpu_decodes_at_most_448_experts_of_a_rank_ahead_beside_rows_in_8_bits(monkeypatch, nvfp4):
+    monkeypatch.setattr(limits, "check_platform", lambda *_: None)
+    of_matrix, scale = (jnp.float32, jnp.float8_e4m3fn) if nvfp4 else (None, jnp.float8_e8m0fnu)
+    weights = Format(jnp.float4_e2m1fn, 1, 16 if nvfp4 else 32, scale, of_matrix, through_e4m3=True)
+    formats = dataclasses.replace(Formats.of(jnp.bfloat16), tokens=ROWS, h=ROWS, weights=weights)
+    most, more = (Shape(2**18, 256, 256, num_experts=experts, top_k=2, formats=formats) for experts in (448, 512))
+    plan = kernel_plan(most, "gpu")
+    assert plan.weight_slots
+    limits.check_megakernel(most, "gpu", resolve("silu"), plan)
+    plan = kernel_plan(more, "gpu")
+    assert "has room for 448 experts" in " ".join(plan.reasons)
+    told = r"512 experts per rank in 4 bits beside tokens in 8.*decodes those of at most 448"
+    if nvfp4:
+        with pytest.raises(ValueError, match=told):
+            limits.check_megakernel(more, "gpu", resolve("silu"), plan)
+    else:
+        limits.check_megakernel(more, "gpu", resolve("silu"), plan)
+    with pytest.raises(ValueError, match=told):
+        limits.check_megakernel(more, "gpu", resolve("silu"), dataclasses.replace(plan, weight_slots=20))
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])

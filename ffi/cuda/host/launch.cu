@@ -20,7 +20,7 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
-                                 forward_decoded_bf16(), forward_decoded_f16(), backward_decoded_bf16(),
+                                 forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(), backward_decoded_bf16(),
                                  backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
@@ -326,10 +326,9 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     std::string error = complete_layer(p, of_call, formats, timeline);
     const KernelVariant& variant = variant_for(pass, formats, p.schedule.decodes());
     if (error.empty() && p.shape.local_experts() > variant.most_local_experts) {
-      error = "jaxmoe: this build records timelines (JAXMOE_TIMELINE=on), and its kernel of this precision has room "
-              "for " +
-              std::to_string(variant.most_local_experts) + " experts per rank, not for " +
-              std::to_string(p.shape.local_experts()) + ". Take more ranks, or a build without.";
+      error = "jaxmoe: the kernel of this precision has room for " + std::to_string(variant.most_local_experts) +
+              " experts per rank" + (kTimeline ? " in a build that records timelines (JAXMOE_TIMELINE=on)" : "") +
+              ", not for " + std::to_string(p.shape.local_experts()) + ". Take more ranks.";
     }
     if (error.empty() && p.interleaved() && variant.records_timeline && pass == Pass::kForward) {
       error = "jaxmoe: this build records timelines (JAXMOE_TIMELINE=on), and its forward kernel takes no columns of "

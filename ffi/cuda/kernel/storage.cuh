@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/chunks.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/device/rank_params.cuh"
@@ -30,11 +31,20 @@ struct SortScratch {
 inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
-// How far a dispatch warp is with decoding weights: the next expert, and the one that had its slot.
-struct DecodingProgress {
-  DecodedExpert next, had;
+// Experts with rows whose weights the producer has seen decoded.
+struct SeenDecoded {
+  int32_t experts;
 };
-struct NoDecodingProgress {};
+struct NothingToDecode {};
+
+// Where a dispatch warp decodes to 8 bits, it has no registers for its walk over chunks meanwhile: those of math warps
+// that add up products in float32 are missing.
+template <class Variant>
+inline constexpr bool kParksWalks = Variant::Precision::kDecodes && Variant::Precision::kTokens.is_scaled();
+struct ParkedWalk {
+  alignas(ChunkWalk) std::byte bytes[sizeof(ChunkWalk)];
+};
+struct NoParkedWalk {};
 
 // Which of its tokens a block has added up, or is about to (exchange/early_sums.cuh). A bit stands for a token, or for
 // several where there are more of them.
@@ -46,10 +56,11 @@ struct TakenSums {
 
 struct NoTakenSums {};
 
-// Local experts that a block has room for: fewer where it records what it does and holds scales beside that.
+// Local experts that a block has room for: fewer where it holds scales and also records what it does, or decodes.
 template <class Variant>
 inline constexpr int32_t kRoomForExperts =
-    kMaxLocalExperts - (Variant::config.timeline && Variant::Precision::kTokens.is_scaled() ? 64 : 0);
+    kMaxLocalExperts -
+    (Variant::Precision::kTokens.is_scaled() && (Variant::config.timeline || kParksWalks<Variant>) ? 64 : 0);
 
 // Whether tokens are added up beside products (exchange/early_sums.cuh). A half of a layer has no signal that says when
 // an expert has answered; weights decoded in registers are for few tokens.
@@ -77,8 +88,12 @@ struct KernelStorage {
   int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
   [[no_unique_address]] std::conditional_t<kAddsUpEarly<Variant>, TakenSums, NoTakenSums> sums;
-  std::conditional_t<Variant::Precision::kDecodes, DecodingProgress, NoDecodingProgress>
-      decoding[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
+  // The next expert of each dispatch warp.
+  std::conditional_t<Variant::Precision::kDecodes, DecodedExpert, NothingToDecode>
+      to_decode[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
+  std::conditional_t<Variant::Precision::kDecodes, SeenDecoded, NothingToDecode> seen_decoded;
+  std::conditional_t<kParksWalks<Variant>, ParkedWalk, NoParkedWalk>
+      walks[kParksWalks<Variant> ? Roles::kDispatchWarps : 1];
   TimelineStorage<Variant::config.timeline> timeline;
 };
 

@@ -11,13 +11,20 @@ from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
 from jaxmoe.formats import bits
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.schedule import most_row_tiles, not_compiled
+from jaxmoe.implementations.megakernel.schedule import (
+    MOST_LOCAL_EXPERTS,
+    decodes_ahead,
+    decodes_in_registers,
+    most_experts_ahead,
+    most_row_tiles,
+    not_compiled,
+)
 from jaxmoe.native import FORWARD
 from jaxmoe.precision import rounds_rows
 
 # Ranks of one group: on a GPU those of one host, on a CPU what a byte numbers.
 MOST_RANKS = {"cpu": 256, "gpu": 8}
-MOST_EXPERTS, MOST_LOCAL_EXPERTS, MOST_TOP_K = 4096, 512, 32
+MOST_EXPERTS, MOST_TOP_K = 4096, 32
 # Slots of a rank are numbered by 24 bits.
 SLOTS_END = 2**24
 # A row must be whole pieces of 16 bytes, which is what a bulk copy moves.
@@ -74,15 +81,25 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
     for name, each in (("plan", plan), ("plan.backward", plan.backward)):
         if each is not None:
             _check_ring(name, each, shape, platform)
-            _check_weight_slots(name, each, shape)
+            _check_weight_slots(name, each, shape, platform)
 
 
-def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape) -> None:
-    if plan.weight_slots and not plan.segment_tiles and shape.formats.decodes and shape.formats.tokens.scale_rows:
-        raise ValueError(
-            f"moe_layer: {name} has weight_slots={plan.weight_slots}: beside tokens in 8 bits, weights in 4 bits are "
-            "decoded where they are multiplied. Leave weight_slots at 0."
-        )
+def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape, platform: str) -> None:
+    beside_8_bits = not plan.segment_tiles and shape.formats.decodes and shape.formats.tokens.scale_rows
+    if beside_8_bits and not decodes_ahead(shape, platform):
+        most, through = most_experts_ahead(shape, platform), shape.formats.weights.through_e4m3
+        if plan.weight_slots and not through:
+            raise ValueError(
+                f"moe_layer: {name} has weight_slots={plan.weight_slots}: beside tokens in 8 bits, weights in 4 bits "
+                "are decoded where they are multiplied. Leave weight_slots at 0, or pass "
+                "jaxmoe.through_e4m3(experts)."
+            )
+        if plan.weight_slots or not decodes_in_registers(shape, platform):
+            raise ValueError(
+                f"moe_layer: {shape.local_experts} experts per rank in 4 bits beside tokens in 8: implementation="
+                f"'megakernel' on {platform} decodes those of at most {most} ahead. Spread them over more ranks, pass "
+                f"precision='w4a16', or leave weight_slots at 0 for MXFP4. {_ANY_SIZE}"
+            )
     if not plan.weight_slots or plan.weight_slots >= min(plan.fewest_weight_slots, shape.local_experts):
         return
     lags = "2 * lag_units" if plan.segment_tiles else "lag_units"

@@ -31,11 +31,12 @@ class KernelPlan:
         summed at once; what an expert with more of them has summed so far goes through memory in float32. The rows of
         a segment stay in the rings until then, so ring_tiles is at least `segment_tiles + 2 * lag_units * unit_tiles`.
       weight_slots: experts whose weights a rank holds decoded at a time, where they have fewer bits than they are
-        multiplied in (`precision="w8a16"` and `"w4a16"`, and the backward pass beside experts in 8 or 4 bits); unused
-        elsewhere. At least `lag_units + 1`, in a backward pass `2 * lag_units + 1`, or as many as a rank has. 0: none.
-        Weights in 4 bits are then decoded by the warps that multiply them, in registers, which is faster where experts
-        have few rows; what cannot do that (other formats, a backward pass or one that is kept for it, on GPUs
-        float16) takes the fewest.
+        multiplied in (`precision="w8a16"` and `"w4a16"`, the backward pass beside experts in 8 or 4 bits, and beside
+        tokens in 8 bits experts of `jaxmoe.through_e4m3`); unused elsewhere. At least `lag_units + 1`, in a backward
+        pass `2 * lag_units + 1`, or as many as a rank has. 0: none. Weights in 4 bits are then decoded by the warps
+        that multiply them, in registers, which is faster where experts have few rows; what cannot do that (other
+        formats, a backward pass or one that is kept for it, NVFP4 beside tokens in 8 bits, on GPUs float16) takes the
+        fewest.
       share_columns: whether, in a forward pass, the two thread blocks that work together share the columns of an answer
         where an expert has at most half a row tile, instead of taking two column tiles: twice as many down tasks, for
         when half of the pairs would have none. Nothing changes beside weights that are decoded, nor on a CPU.

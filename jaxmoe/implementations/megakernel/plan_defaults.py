@@ -6,7 +6,9 @@
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import (
+    decodes_ahead,
     decodes_in_registers,
+    most_experts_ahead,
     most_row_tiles,
     rows_per_expert,
     tile_sizes,
@@ -43,12 +45,13 @@ FEWEST_TILES_BEYOND_LAG = 16
 SEGMENT_BYTES = 1024 * 2**20
 FEWEST_SEGMENT_TILES = 4
 SEGMENT_TILES_ON_CPU = 3
-# Of decoded weights: one expert beyond those that tasks may wait for, which is decoded meanwhile, and the bytes of all
-# slots, at most, where a lag of one unit allows it.
-SLOTS_BEYOND_LAG = 1
-# Weights in 4 bits are decoded where they are multiplied where experts have no more rows than this. Of gpt-oss-120b (64
-# experts, one H200) that took as long as decoding ahead at some 150 rows, with products that were slower than today's.
-IN_REGISTERS_TO_ROWS = 128
+# Of decoded weights: experts beyond those that tasks may wait for, which are decoded meanwhile, and the bytes of all
+# slots, at most, where a lag of one unit allows it. With one alone gpt-oss-120b took 13 % longer, and more gained
+# nothing (docs/performance.md).
+SLOTS_BEYOND_LAG = 2
+# Weights in 4 bits are decoded where they are multiplied where experts have no more rows than this: with 256 that is
+# the faster way still, with 512 no longer, beside rows in 16 bits and in 8 (docs/performance.md).
+IN_REGISTERS_TO_ROWS = 256
 DECODED_BYTES = 1024 * 2**20
 
 
@@ -94,16 +97,23 @@ def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
 
 def _forward_slots(shape: Shape, platform: str, lag_units: int) -> tuple[int, int, tuple[str, ...]]:
     rows = rows_per_expert(shape)
-    if shape.formats.decodes and shape.formats.tokens.scale_rows:
-        return (
-            0,
-            lag_units,
-            ("weight_slots=0: beside rows in 8 bits weights are decoded in the registers that multiply",),
-        )
+    if shape.formats.decodes and shape.formats.tokens.scale_rows and not decodes_ahead(shape, platform):
+        return 0, lag_units, (_why_in_registers(shape, platform),)
     if decodes_in_registers(shape, platform) and rows <= IN_REGISTERS_TO_ROWS:
         text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
         return 0, lag_units, (text,)
     return _weight_slots(shape, lag_units, lags=1)
+
+
+def _why_in_registers(shape: Shape, platform: str) -> str:
+    """Of weights beside rows in 8 bits."""
+    text = "weight_slots=0: beside rows in 8 bits weights are decoded in the registers that multiply"
+    rows, most = rows_per_expert(shape), most_experts_ahead(shape, platform)
+    if rows <= IN_REGISTERS_TO_ROWS:
+        return text
+    if shape.formats.weights.through_e4m3:
+        return f"{text}, since a GPU that decodes them ahead has room for {most} experts"
+    return f"{text}; with {rows} rows of an expert it is faster to decode them ahead, which jaxmoe.through_e4m3 allows"
 
 
 def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tuple[str, ...]]:
@@ -116,7 +126,7 @@ def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tu
     """
     if not shape.formats.decodes:
         return 0, lag_units, ()
-    of_each = shape.wide.expert_bytes
+    of_each = shape.multiplied.expert_bytes
     room = max(DECODED_BYTES // of_each, lags + 1 + SLOTS_BEYOND_LAG)
     lag_units = min(lag_units, max((room - 1 - SLOTS_BEYOND_LAG) // lags, 1))
     slots = min(lags * lag_units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)

@@ -14,6 +14,8 @@ from jaxmoe.formats import ALL, Format, Formats, bits
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 
+# Of a rank.
+MOST_LOCAL_EXPERTS = 512
 # The depth of all matrices is a multiple of it (kDepthInRegisters in ffi/common/formats.h).
 DEPTH_IN_REGISTERS = 64
 
@@ -113,8 +115,25 @@ def weight_slots(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int
     return min(plan.weight_slots or plan.fewest_weight_slots, shape.local_experts)
 
 
+def decodes_ahead(shape: Shape, platform: str) -> bool:
+    """Whether weights can be decoded ahead of the tasks that multiply them: beside rows in 8 bits not all can."""
+    if not shape.formats.decodes:
+        return False
+    if not shape.formats.tokens.scale_rows:
+        return True
+    return shape.formats.weights.through_e4m3 and shape.local_experts <= most_experts_ahead(shape, platform)
+
+
+def most_experts_ahead(shape: Shape, platform: str) -> int:
+    """Returns how many experts a rank can have whose weights are decoded ahead (kRoomForExperts in storage.cuh)."""
+    in_8_bits = platform != "cpu" and shape.formats.tokens.scale_rows
+    return MOST_LOCAL_EXPERTS - (64 if in_8_bits else 0)
+
+
 def decodes_in_registers(shape: Shape, platform: str) -> bool:
     """Whether a forward pass that keeps nothing can do without slots for decoded weights."""
+    if shape.formats.tokens.scale_rows and shape.formats.weights.array_scale_dtype is not None:
+        return False  # NVFP4, whose products are rounded to 8 bits
     wide = platform == "cpu" or shape.formats.answers.dtype == jnp.bfloat16
     whole = shape.hidden % DEPTH_IN_REGISTERS == 0 and shape.intermediate % DEPTH_IN_REGISTERS == 0
     return bits(shape.formats.weights.dtype) == 4 and shape.formats.decodes and wide and whole

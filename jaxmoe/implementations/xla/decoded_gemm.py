@@ -55,7 +55,7 @@ def times_decoded(
         expert, start, inside = blocks.nth(number)
         one = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, expert, 1), matrices)
         block = lax.dynamic_slice_in_dim(rows, start, blocks.size)
-        product = lax.dot_general(block, one.without_factors(rows.dtype)[0], columns, preferred_element_type=wide)
+        product = lax.dot_general(block, one.multiplied(rows.dtype)[0], columns, preferred_element_type=wide)
         product = product if one.factors is None else product * one.factors
         before = lax.dynamic_slice_in_dim(products, start, blocks.size)
         after = jnp.where(inside, product.astype(rows.dtype), before)

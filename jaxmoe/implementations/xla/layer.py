@@ -45,7 +45,7 @@ from jaxmoe.implementations.xla.local_rows import (
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
-from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows, row_scales
+from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, exact, powers_of_two, rounds_rows, row_scales
 from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -262,7 +262,7 @@ def backward(
     rows = _sorted_rows(call, inputs) if rows is None else rows
     group, plan, call = call.group, call.plan, call.wide
     frozen = isinstance(inputs.experts.matrix, QuantizedMatrix)
-    experts = decode_8_bits(inputs.experts, inputs.x.dtype)
+    experts = decode_8_bits(exact(inputs.experts), inputs.x.dtype)
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
     def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, AnyExperts]:

@@ -20,7 +20,10 @@ struct Forward {
   static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
   // Nor where they decode themselves, and have sums of 128 rows beside it; dispatch then turns rows, of bytes with more.
   static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();
-  static constexpr RoleRegisters kRegisters = kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
+  // Products that are added up in float32 take half a tile of registers.
+  static constexpr bool kPromotes = Precision::kTokens.is_scaled() && !Precision::kPacked;
+  static constexpr RoleRegisters kRegisters = kPromotes                   ? RoleRegisters{72, 216}
+                                              : kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
                                               : Precision::kPacked        ? RoleRegisters{72, 216}
                                                                           : RoleRegisters{};
   static constexpr KernelConfig config{.registers = kRegisters,

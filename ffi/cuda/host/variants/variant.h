@@ -43,6 +43,7 @@ KernelVariant forward_e4m3_fast_bf16();  // the same, summed by the tensor cores
 KernelVariant forward_e4m3_fast_f16();
 KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything else in 16
 KernelVariant forward_decoded_f16();
+KernelVariant forward_decoded_e4m3_bf16();  // weights in 4 bits; 8-bit tokens and h
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
 KernelVariant forward_packed_e4m3_bf16();  // the same; 8-bit tokens and h
 KernelVariant dispatch_bf16();  // of experts of the caller's own (common/exchange.h)

@@ -1,5 +1,5 @@
 // Decoding: weights that have fewer bits than they are multiplied with become matrices of what is multiplied, expert by
-// expert, in a ring. Each dispatch warp decodes its share of an expert before it pulls rows of it, so that this happens
+// expert, in a ring: of 16 bits here, of 8 in decode_blocks.cuh. Each dispatch warp decodes its share of an expert before it pulls rows of it, so that this happens
 // beside the products of the experts before.
 #pragma once
 
@@ -18,6 +18,7 @@
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/tma.cuh"
 #include "cuda/kernel/cta.cuh"
+#include "cuda/kernel/exchange/decode_blocks.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 
 namespace jaxmoe::decode {
@@ -191,7 +192,7 @@ __device__ __forceinline__ void decode_pieces(const Matrix& matrix, int32_t& pie
   piece -= ceil_div(vectors, kPiece);
 }
 
-// One dispatch warp's share of all decoding: every `dispatchers`th piece of all matrices of an expert. How far it has
+// One dispatch warp's share of all decoding: every `dispatchers`th piece, or block, of all matrices of an expert. How far it has
 // come lies in shared memory, since there are no registers for it beside those of dispatch.
 template <class Variant>
 class Decoder {
@@ -199,8 +200,8 @@ class Decoder {
   // By all lanes, as everything here.
   __device__ Decoder(const Cta<Variant>& cta, int dispatch_warp) : cta_(cta), warp_(dispatch_warp) {
     if (ptx::read_lane() == 0) {
-      progress() = {};
-      advance(progress().next);
+      next() = {};
+      advance();
     }
     __syncwarp();
   }
@@ -208,44 +209,51 @@ class Decoder {
   // Experts up to and with that one.
   __device__ __forceinline__ void decode_up_to(int32_t expert) {
     for (;;) {
-      const DecodedExpert next = progress().next;
-      if (next.expert > expert || next.expert >= cta_.params.shape.local_experts()) return;
-      if (next.nth >= cta_.params.schedule.weight_slots) {
+      const DecodedExpert weights = next();
+      if (weights.expert > expert || weights.expert >= cta_.params.shape.local_experts()) return;
+      if (weights.nth >= cta_.params.schedule.weight_slots) {
         if (ptx::read_lane() == 0) wait_for_slot();
         __syncwarp();
       }
-      decode(next.expert, next.weight_slot(cta_.params.schedule));
+      decode(weights.expert, weights.weight_slot(cta_.params.schedule));
       __syncwarp();
       if (ptx::read_lane() == 0) {
         // The tasks that multiply these weights acquire it (producer.cuh), with a fence for the copy engine.
-        cta_.signals.release(release_after(progress().next));
-        advance(progress().next);
+        cta_.signals.release(release_after(next()));
+        advance();
       }
       __syncwarp();
     }
   }
 
  private:
-  __device__ __forceinline__ DecodingProgress& progress() const { return cta_.shared.decoding[warp_]; }
-  __device__ __forceinline__ void advance(DecodedExpert& expert) const {
-    expert.advance(cta_.params.schedule, cta_.shared.rows_per_expert, cta_.params.shape.local_experts());
+  __device__ __forceinline__ DecodedExpert& next() const { return cta_.shared.to_decode[warp_]; }
+  __device__ __forceinline__ void advance() const {
+    next().advance(cta_.params.schedule, cta_.shared.rows_per_expert, cta_.params.shape.local_experts());
   }
 
   // By one lane. Every task of the expert that had the slot is done. Pairs with the releases after them in
   // TaskQueue::announce_stored().
   __device__ __forceinline__ void wait_for_slot() {
     const auto& p = cta_.params;
-    DecodedExpert& had = progress().had;
-    advance(had);
+    const DecodedExpert had = next().before_in_slot(p.schedule, cta_.shared.rows_per_expert);
     for (int32_t tile = had.first_tile; tile < had.first_tile + had.tiles; ++tile) {
       cta_.signals.wait_for_tasks(wait_for_answers(p.shape, p.schedule, tile), Site::kDecode, kLongNapNs);
     }
   }
 
   __device__ __forceinline__ void decode(int32_t expert, int32_t weight_slot) const {
+    const int32_t part = cta_.block() * Roles::kDispatchWarps + warp_;
+    if constexpr (Variant::Precision::kTokens.is_scaled()) {
+      decode_blocks(cta_, expert, weight_slot, part, cta_.shared.crew.dispatchers);
+    } else {
+      decode_pieces_of(expert, weight_slot, part);
+    }
+  }
+
+  __device__ __forceinline__ void decode_pieces_of(int32_t expert, int32_t weight_slot, int32_t piece) const {
     const auto& p = cta_.params;
     using Wide = typename Variant::Precision::Wide;
-    int32_t piece = cta_.block() * Roles::kDispatchWarps + warp_;
 #pragma unroll 1
     for (int32_t which = 0; which <= p.shape.projections; ++which) {
       const Matrix matrix = matrix_of(cta_, which, expert, weight_slot);

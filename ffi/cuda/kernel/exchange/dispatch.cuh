@@ -180,6 +180,25 @@ __device__ __forceinline__ int32_t rows_beside(const Cta<Variant>& cta, int32_t 
   return at_most(cta.shared.rows_per_expert[expert] - first, static_cast<int32_t>(Tiling::kRows));
 }
 
+// A warp's walk over its chunks: in registers, or in shared memory, where all lanes write the same.
+template <class Variant>
+struct HeldWalk {
+  __device__ __forceinline__ HeldWalk(const Cta<Variant>& cta, int, int32_t dispatcher)
+      : walk(cta.params.shape, cta.params.schedule, cta.shared.rows_per_expert, dispatcher,
+             cta.shared.crew.dispatchers) {}
+  ChunkWalk walk;
+};
+template <class Variant>
+struct WalkInSharedMemory {
+  __device__ __forceinline__ WalkInSharedMemory(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatcher)
+      : walk(*new (cta.shared.walks[dispatch_warp].bytes)
+                 ChunkWalk(cta.params.shape, cta.params.schedule, cta.shared.rows_per_expert, dispatcher,
+                           cta.shared.crew.dispatchers)) {}
+  ChunkWalk& walk;
+};
+template <class Variant>
+using WalkOf = std::conditional_t<kParksWalks<Variant>, WalkInSharedMemory<Variant>, HeldWalk<Variant>>;
+
 // By warp `dispatch_warp` of the block, which is number `dispatcher` of the crew's.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatcher) {
@@ -197,15 +216,17 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
   track.start();
 
   if (cta.is_latecomer()) return;  // chunks are dealt in advance
-  ChunkWalk walk(p.shape, schedule, cta.shared.rows_per_expert, dispatcher, cta.shared.crew.dispatchers);
+  WalkOf<Variant> held(cta, dispatch_warp, dispatcher);
+  ChunkWalk& walk = held.walk;
   pass_experts(walk, p.shape.local_experts(), lane);
   decode::DecoderOf<Variant> decoder(cta, dispatch_warp);
   OverwrittenSegments overwritten(cta);
   TargetsOf<Variant> rows_go_to(cta);
-  for (Chunk chunk;;) {
-    const bool ends = !walk.next(chunk);
-    decoder.decode_up_to(ends ? p.shape.local_experts() : chunk.expert);
+  for (;;) {
+    const bool ends = !walk.seek();
+    decoder.decode_up_to(ends ? p.shape.local_experts() : walk.expert());
     if (ends) break;
+    const Chunk chunk = walk.take();
     const SlotsOfExpert named = slots_of_expert(cta, chunk.expert, lane);
     __syncwarp();
     // Read anew, or its address is held in a register that there is not.

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
@@ -62,6 +63,11 @@ struct ScalesOfProducts {
   const float* columns[2];
   int32_t columns_step;  // from the scale of one step to that of the next: 1, or 0 where all steps have the same
 };
+// The same of weights that were decoded, whose steps have one each. Those of columns are written within the launch.
+struct ScalesOfDecoded {
+  const float* rows;
+  const float* columns[2];
+};
 
 // Of 8-bit factors: the products of a step, 128 along the depth, are added to the sums in float32, times the scales of
 // their rows and columns. Half of the tile's columns at a time, since there are no registers for all; these are also
@@ -69,9 +75,10 @@ struct ScalesOfProducts {
 //
 // While one warpgroup adds, the tensor cores have the other one's products. By counting instructions a half takes them
 // 256 cycles, and to add it about 110; it was not measured.
+template <class Scales_>
 class Promoted {
  public:
-  using Scales = ScalesOfProducts;
+  using Scales = Scales_;
 
   __device__ Promoted(const Scales& scales, int lane) : scales_(scales), lane_(lane) {}
 
@@ -106,12 +113,16 @@ class Promoted {
     float rows[2], columns[2];
   };
 
-  // They come while the first half is multiplied. Rows of a ring change within a launch, so their scales are never taken
-  // from L1.
+  // They come while the first half is multiplied. Those of a ring change within a launch, so they are never taken from
+  // L1.
   __device__ __forceinline__ Step load_scales(int32_t step) const {
     const float* const rows = scales_.rows + step * Tiling::kRows + lane_ / 4;
-    const int32_t column = step * scales_.columns_step;
-    return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldg(scales_.columns[0] + column), __ldg(scales_.columns[1] + column)}};
+    if constexpr (std::is_same_v<Scales, ScalesOfDecoded>) {
+      return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldcg(scales_.columns[0] + step), __ldcg(scales_.columns[1] + step)}};
+    } else {
+      const int32_t column = step * scales_.columns_step;
+      return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldg(scales_.columns[0] + column), __ldg(scales_.columns[1] + column)}};
+    }
   }
 
   // The first product of a step does not add to what is in the accumulators.

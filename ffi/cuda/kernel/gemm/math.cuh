@@ -78,9 +78,9 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   // A backward pass has no register for what epilogues could keep from one task to the next; sums beside products leave
   // none to any. With the code that decodes, whoever runs it, math has fewer as well.
   constexpr bool kDecoding = Variant::Precision::kDecodes || Variant::Precision::kPacked;
-  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled() && !kDecoding;
+  constexpr bool kScaled = Variant::Precision::kTokens.is_scaled() && !Variant::Precision::kPacked;
   constexpr bool kFewRegisters = kBackward || kScaled || kDecoding;
-  constexpr bool kLateTargets = kBackward || kDecoding;
+  constexpr bool kLateTargets = kBackward || (kDecoding && !kScaled);
   const auto in_epilogue = [&] { return kFewRegisters ? thread.anew() : thread; };
   TaskQueue<Variant> queue(cta, thread);
   for (;;) {

@@ -29,9 +29,9 @@ class EightBitFromPacked {
                                                 typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
     if (part_.one_block) {
-      multiply_at_most<1, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+      multiply_at_most<1, 1, 2, 4, 6, 8, 12, 16>(sums, ring, position, steps, meanwhile, track);
     } else {
-      multiply_at_most<2, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+      multiply_at_most<2, 1, 2, 4, 6, 8, 12, 16>(sums, ring, position, steps, meanwhile, track);
     }
   }
 

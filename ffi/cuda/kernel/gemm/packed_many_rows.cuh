@@ -77,6 +77,7 @@ class ManyPackedRows {
   static constexpr int kOfPart = kBlocks <= 8 ? kBlocks : 4;
   using Products = ptx::FewAccumulators<8 * kOfPart>;
   static constexpr bool kBoth = kOfPart == kBlocks;  // both blocks of columns are decoded at a time
+  static constexpr bool kTwoAtATime = kBlocks <= 12;  // parts, whose products are under way
 
   // The scales of a step's groups of one column.
   struct ColumnScales {
@@ -201,10 +202,29 @@ class ManyPackedRows {
   __device__ __forceinline__ void multiply_block(ptx::Accumulators& sums, const Stage& stage) const {
     Columns columns;
     decode<kBlock>(columns, stage);
-    multiply_parts<kBlock, 0>(sums, columns, stage);
+    if constexpr (kTwoAtATime) {
+      Products products;
+      issue<0>(products, columns, stage);
+      multiply_overlapped<kBlock, 0>(sums, products, columns, stage);
+    } else {
+      multiply_parts<kBlock, 0>(sums, columns, stage);
+    }
     end_block<kBlock>(sums, columns, stage);
   }
-  // Those of row blocks from kFirst on.
+  // Those of row blocks from kFirst on, whose products are under way: those of the next ones run while they are added up.
+  template <int kBlock, int kFirst, class Stage>
+  __device__ __forceinline__ void multiply_overlapped(ptx::Accumulators& sums, Products& products,
+                                                      const Columns& columns, const Stage& stage) const {
+    if constexpr (kFirst + kOfPart < kBlocks) {
+      Products next;
+      issue<kFirst + kOfPart>(next, columns, stage);
+      add<kBlock, kFirst, 1>(sums, products, columns, stage);
+      multiply_overlapped<kBlock, kFirst + kOfPart>(sums, next, columns, stage);
+    } else {
+      add<kBlock, kFirst, 0>(sums, products, columns, stage);
+    }
+  }
+  // One after the other, from kFirst on.
   template <int kBlock, int kFirst, class Stage>
   __device__ __forceinline__ void multiply_parts(ptx::Accumulators& sums, const Columns& columns,
                                                  const Stage& stage) const {

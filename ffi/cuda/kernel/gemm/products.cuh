@@ -154,7 +154,10 @@ using SecondProduct = ProductTable<
 
 // Another number format has lines of its own, with other tensors or another Accumulate, and is chosen here.
 template <class Precision>
-using AccumulateOf = std::conditional_t<Precision::kAccumulation == Accumulation::kFast, ScaledAtEnd, Promoted>;
+using PromotedOf = Promoted<std::conditional_t<Precision::kDecodes, ScalesOfDecoded, ScalesOfProducts>>;
+template <class Precision>
+using AccumulateOf =
+    std::conditional_t<Precision::kAccumulation == Accumulation::kFast, ScaledAtEnd, PromotedOf<Precision>>;
 template <class Variant>
 using PackedProductsOf =
     std::conditional_t<Variant::Precision::kTokens.is_scaled(),

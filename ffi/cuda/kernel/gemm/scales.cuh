@@ -1,5 +1,5 @@
 // Where the scales of a product's factors lie, for the math warps: those of rows beside their ring (common/layout.h),
-// those of weights as the caller has them. With scales that differ along the depth products are scaled step by step
+// those of weights as the caller has them, or beside the ring of decoded ones. With scales that differ along the depth products are scaled step by step
 // (accumulate.cuh), with those of output channels at the end (stage_channels()).
 #pragma once
 
@@ -67,21 +67,30 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
     const int64_t row = ring_row_of<Variant>(task, Roles::kWarpRows * thread.warp);
     const float* const rows =
         ring_scales(cta, down ? p.layout.h : p.layout.rows, depth) + ring_scale(Tiling::kRows, row, steps, 0);
-    const float* const first = down ? p.w_down_scales : p.w_gate_scales;
     const bool halves = p.gated && !down;  // of two matrices
-    const float* const second = halves ? p.w_up_scales : first;
+    const auto in_blocks = [&](const float* first, const float* second, auto... step) -> Scales {
+      const int32_t block = halves ? task.column_tile : cta.first_answer_column(task) / kScaleColumns;
+      // Of columns behind the last block, which are not stored, any scale will do.
+      const int32_t next = halves ? block : at_most(block + 1, blocks - 1);
+      const int64_t of_expert = int64_t{task.expert} * blocks;
+      return {rows, {first + (of_expert + block) * steps, second + (of_expert + next) * steps}, step...};
+    };
     __syncwarp();  // nobody reads those of the task before
     if (thread.lane == 0) {
-      if (p.weight_scale_rows == kScaleColumns) {
-        const int32_t block = halves ? task.column_tile : cta.first_answer_column(task) / kScaleColumns;
-        // Of columns behind the last block, which are not stored, any scale will do.
-        const int32_t next = halves ? block : at_most(block + 1, blocks - 1);
-        const int64_t of_expert = int64_t{task.expert} * blocks;
-        noted = {rows, {first + (of_expert + block) * steps, second + (of_expert + next) * steps}, 1};
-      } else if (p.weight_scale_rows == kAllOfThem) {
-        noted = {rows, {first + task.expert, second + task.expert}, 0};
+      if constexpr (std::is_same_v<Scales, ScalesOfDecoded>) {
+        const float* const decoded = cta.template at<float>(p.layout.decoded_scales);
+        const float* const first = decoded + first_decoded_scale(p.shape, down ? p.shape.projections : 0, 0);
+        noted = in_blocks(first, halves ? decoded + first_decoded_scale(p.shape, 1, 0) : first);
       } else {
-        noted = {rows, {&kNoScale, &kNoScale}, 0};
+        const float* const first = down ? p.w_down_scales : p.w_gate_scales;
+        const float* const second = halves ? p.w_up_scales : first;
+        if (p.weight_scale_rows == kScaleColumns) {
+          noted = in_blocks(first, second, 1);
+        } else if (p.weight_scale_rows == kAllOfThem) {
+          noted = {rows, {first + task.expert, second + task.expert}, 0};
+        } else {
+          noted = {rows, {&kNoScale, &kNoScale}, 0};
+        }
       }
     }
     __syncwarp();
