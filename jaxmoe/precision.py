@@ -100,7 +100,7 @@ def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
     if rounds_rows(precision) and isinstance(matrix, NVFP4) and not _all_through_e4m3(experts):
         raise ValueError(
             f"moe_layer: precision={precision!r} multiplies 8 bits with 8 bits, and experts.w_gate is NVFP4: the "
-            "product of an E2M1 value and an E4M3 scale does not fit in E4M3 (rounding it is an error of 1.75 % RMS of "
+            "product of an E2M1 value and an E4M3 scale does not fit in E4M3 (rounding it is an error of 1.7 % RMS of "
             "a weight). Pass precision='w4a16', which decodes it exactly and leaves tokens in the dtype of x, or None; "
             "or ask for the rounding with jaxmoe.through_e4m3(experts)."
         )
