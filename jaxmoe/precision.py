@@ -4,8 +4,8 @@
 
     precision     tokens and h                                    weights
     None          dtype of x                                      dtype of x
-    "fp8"         8 bits, a float32 scale for 1 x 128             8 bits, or MXFP4
-    "fp8-e8m0"    the same, each scale a power of two             8 bits, or MXFP4
+    "fp8"         8 bits, a float32 scale for 1 x 128             8 bits, or MXFP4, or NVFP4 through E4M3
+    "fp8-e8m0"    the same, each scale a power of two             the same
     "fp8-static"  8 bits, one given scale for all of either       8 bits, with an `input_scale`
     "w8a16"       dtype of x                                      8 bits, decoded to the dtype of x
     "w4a16"       dtype of x                                      4 bits, decoded to the dtype of x

@@ -1,7 +1,7 @@
 // Layers and their gradients back to back on the host executor, for ThreadSanitizer:
 // tests/host/test_thread_sanitizer.py compiles this together with the executor and runs it. The first argument says
 // which passes: forward, backward or both, in turn; or eight_bit, forward passes of weights in 8 bits; or decoded, both
-// passes of such weights beside wide tokens. A second one names a wait that one rank leaves out, which must be found.
+// passes of such weights beside wide tokens; or decoded_to_8_bits, forward passes of weights in 4 bits. A second one names a wait that one rank leaves out, which must be found.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -87,6 +87,11 @@ Plan plan_named(const char* name) {
     const Format weights{Element::kE4M3, kAllOfThem, kAllOfThem};
     return {kShape, Formats::decoded(Element::kF32, weights), {decoded(kForward), decoded(kBackward)}};
   }
+  if (std::strcmp(name, "decoded_to_8_bits") == 0) {
+    const Format weights{Element::kE2M1, kAllOfThem, kAllOfThem, Element::kF32, group_columns_of(Element::kE8M0),
+                         Element::kE8M0};
+    return {eight_bit_shape(), Formats::eight_bit(Element::kF32, weights), {decoded(eight_bit_schedule())}};
+  }
   std::fprintf(stderr, "no passes are called %s\n", name);
   std::exit(2);
 }
@@ -110,6 +115,7 @@ class RankArrays {
     const size_t experts = size_t{shape_.local_experts()} * shape_.hidden * shape_.intermediate;
     const size_t up = size_t{shape_.local_experts()} * shape_.intermediate;
     const size_t down = size_t{shape_.local_experts()} * shape_.hidden;
+    const size_t groups = experts / group_columns_of(Element::kE8M0);
     const size_t scales = shape_.local_experts() * formats_.weights.scale_bytes(shape_.hidden, shape_.intermediate);
     ids_.resize(slots);
     for (int32_t& id : ids_) id = static_cast<int32_t>(random_() % (shape_.num_experts + 1)) - 1;
@@ -126,6 +132,9 @@ class RankArrays {
             .w_gate_scales = numbers(scales / sizeof(float)),
             .w_up_scales = numbers(scales / sizeof(float)),
             .w_down_scales = numbers(scales / sizeof(float)),
+            .w_gate_group_scales = powers(groups),
+            .w_up_group_scales = powers(groups),
+            .w_down_group_scales = powers(groups),
             .dy = numbers(tokens),
             .y = numbers(tokens),
             .dx = numbers(tokens),
@@ -147,6 +156,12 @@ class RankArrays {
     for (size_t i = 0; i < count; ++i) stored[i] = Weight::store(values[i]);
     return stored.data();
   }
+  // Of groups: 2^-7 to 1.
+  const uint8_t* powers(size_t count) {
+    std::vector<uint8_t>& stored = powers_.emplace_back(count);
+    for (uint8_t& each : stored) each = static_cast<uint8_t>(120 + random_() % 8);
+    return stored.data();
+  }
   float* numbers(size_t count) {
     std::uniform_real_distribution<float> number(-1, 1);
     std::vector<float>& values = numbers_.emplace_back(count);
@@ -160,6 +175,7 @@ class RankArrays {
   std::vector<int32_t> ids_;
   std::list<std::vector<float>> numbers_;
   std::list<std::vector<typename Weight::Storage>> weights_;
+  std::list<std::vector<uint8_t>> powers_;
 };
 
 template <class Precision>

@@ -18,6 +18,7 @@ SITES = {
     "backward": (*SHARED_SITES, "h_gradient", "token_gradient", "weight_gradient"),
     "eight_bit": (*SHARED_SITES, "down"),
     "decoded": ("decode", "gate_up", "dispatch", "token_gradient"),
+    "decoded_to_8_bits": ("decode", "gate_up", "dispatch", "down"),
 }
 
 
@@ -32,7 +33,7 @@ def run(program: Path, *arguments: str, options: str = "") -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit", "decoded"])
+@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit", "decoded", "decoded_to_8_bits"])
 def test_layers_and_gradients_back_to_back_have_no_data_race(executor, passes):
     result = run(executor, passes)
     assert result.returncode == 0, result.stderr

@@ -50,10 +50,10 @@ struct ByteGroups {
 };
 
 // The magnitudes of a group's elements, times 1, times `factor`.
-struct Magnitudes {
+struct GroupMagnitudes {
   uint32_t lower, upper;
 
-  __device__ explicit Magnitudes(__half2 factor)
+  __device__ explicit GroupMagnitudes(__half2 factor)
       : lower(two(0x3800'0000, factor) | two(0x3e00'3c00, factor) << 16),   // 0, 0.5; 1, 1.5
         upper(two(0x4200'4000, factor) | two(0x4600'4400, factor) << 16) {}  // 2, 3; 4, 6
 
@@ -70,7 +70,7 @@ struct Magnitudes {
 };
 
 // Eight weights of a group, from the lowest bits on.
-__device__ __forceinline__ uint2 decode_word(uint32_t word, const Magnitudes& group) {
+__device__ __forceinline__ uint2 decode_word(uint32_t word, const GroupMagnitudes& group) {
   const uint32_t magnitudes = word & 0x77777777, even = word << 4;
   // Signs of even weights are the highest bits of the bytes of `even`, of odd ones those of `word`.
   return {group.of(magnitudes, __byte_perm(even, word, 0x5140)),
@@ -131,10 +131,10 @@ __device__ __forceinline__ void decode_block(const BlockedMatrix& matrix, int32_
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint32_t words[4] = {elements[i].x, elements[i].y, elements[i].z, elements[i].w};
-      Magnitudes group(Groups::factor(scales[i] & 0xff, exponent));
+      GroupMagnitudes group(Groups::factor(scales[i] & 0xff, exponent));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (kGroup == 16 && half == 1) group = Magnitudes(Groups::factor(scales[i] >> 8, exponent));
+        if (kGroup == 16 && half == 1) group = GroupMagnitudes(Groups::factor(scales[i] >> 8, exponent));
         const uint2 one = decode_word(words[2 * half], group), other = decode_word(words[2 * half + 1], group);
         reinterpret_cast<uint4*>(target + i * stride)[half] = {one.x, one.y, other.x, other.y};
       }
