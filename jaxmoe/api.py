@@ -119,8 +119,9 @@ def moe_layer(
         bits bring along (`input_scale` of `jaxmoe.BlockScaled`, as ModelOpt calibrates it); what is too large becomes
         the largest number; the default where all of their matrices have one. `"w8a16"`: experts in 8 bits are decoded
         to the dtype of `x`, and nothing else is rounded. `"w4a16"`: the same with experts in 4 bits, and the default
-        there; with `jaxmoe.MXFP4` the first two round tokens and h too, beside experts that stay as they are. `None`
-        with wide experts: nothing has 8 bits.
+        there; with `jaxmoe.MXFP4` the first two round tokens and h too, beside experts that stay as they are, and with
+        `jaxmoe.NVFP4` beside experts that are rounded, which `jaxmoe.through_e4m3` asks for (and which makes those of
+        MXFP4 faster where they have many rows). `None` with wide experts: nothing has 8 bits.
         Gradients are those of the layer in the dtype of `x`, of `x` and of the experts as they were before rounding
         (decoded, where they came in 8 or 4 bits); gate and up are then computed again, unless nothing but experts was
         decoded.

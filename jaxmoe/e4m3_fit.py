@@ -1,6 +1,7 @@
 """Whether experts in MXFP4 are exact in E4M3, asked when weights are made; and experts that may be decoded to it."""
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -109,7 +110,7 @@ def _misfits(name: str, matrix: MXFP4) -> list[int]:
             f"through_e4m3: experts.{name} is traced (jax.jit, jax.grad or the like), and its numbers decide. Call it "
             "where weights are made or loaded, before that."
         )
-    fits = jax.jit(_fits, static_argnums=1)(matrix, True)
+    fits = _fits_with_zeros(matrix)
     whole = fits if fits.is_fully_addressable else multihost_utils.process_allgather(fits, tiled=True)
     return np.flatnonzero(~np.asarray(whole)).tolist()
 
@@ -127,3 +128,6 @@ def _fits(matrix: MXFP4, zeros_count: bool = False) -> Bool[Array, "experts"]:
     largest = of_blocks(jnp.where(counts | zeros_count, exponents, -1), matrix.group, -1).max((2, 4))
     smallest = of_blocks(jnp.where(counts, exponents, 256), matrix.group, 256).min((2, 4))
     return (largest - smallest <= MOST_STEPS).all((1, 2)) & (exponents < 255).all((1, 2))
+
+
+_fits_with_zeros = jax.jit(functools.partial(_fits, zeros_count=True))

@@ -142,6 +142,11 @@ class Fp4Suite(QuantizedChecks):
         assert_as_exact(rounded, arguments, "fp8-e8m0")
         # The error of the rounding, of three matrices one after the other.
         assert 0.01 < relative_error(truth_of(arguments, "fp8-e8m0"), truth_of(exact, "fp8-e8m0")) < 0.05
+        told = [
+            str(jaxmoe.explain(*given[:4], axis_name=None, **self.options(precision=precision, plan=None)))
+            for given, precision in ((arguments, "fp8"), (arguments, "w4a16"), (exact, "w4a16"))
+        ]
+        assert ["rounded to E4M3, as jaxmoe.through_e4m3 asked for" in each for each in told] == [True, False, False]
         with pytest.raises(ValueError, match=r"does not fit in E4M3.*jaxmoe\.through_e4m3\(experts\)"):
             self.small_run(exact, precision="fp8")
 

@@ -102,6 +102,9 @@ def precision_reasons(call: Call) -> list[str]:
         if call.quantizes
         else f"experts in {width} bits take {experts:.1f} MiB per rank and have no gradients"
     )
+    weights = shape.formats.weights
+    if rounds_rows(call.precision) and weights.through_e4m3 and weights.array_scale_dtype is not None:
+        rounded += ", and are multiplied rounded to E4M3, as jaxmoe.through_e4m3 asked for"
     of_rows = {"fp8-e8m0": "powers of two", "fp8-static": "given, one for all of either: input_scale of the experts"}
     scales = f", scales of tokens and h are {of_rows[call.precision]}" if call.precision in of_rows else ""
     again = "; a backward pass computes gate and up again, without rounding, whatever residuals="
