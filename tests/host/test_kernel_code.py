@@ -129,7 +129,7 @@ def named(kernel: str) -> str:
 
 
 def in_8_bits(kernel: str) -> bool:
-    return "E4M3" in named(kernel) and not in_registers(kernel)
+    return "EightBit" in named(kernel) or (decodes(kernel) and "E4M3" in named(kernel))
 
 
 def has_fast_sums(kernel: str) -> bool:

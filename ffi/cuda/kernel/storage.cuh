@@ -31,16 +31,16 @@ struct SortScratch {
 inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
-// Experts with rows whose weights the producer has seen decoded.
-struct SeenDecoded {
-  int32_t experts;
-};
 struct NothingToDecode {};
 
 // Where a dispatch warp decodes to 8 bits, it has no registers for its walk over chunks meanwhile: those of math warps
 // that add up products in float32 are missing.
 template <class Variant>
 inline constexpr bool kParksWalks = Variant::Precision::kDecodes && Variant::Precision::kTokens.is_scaled();
+// And the producer none for the number of experts whose weights it has seen decoded.
+struct SeenDecoded {
+  int32_t experts;
+};
 struct ParkedWalk {
   alignas(ChunkWalk) std::byte bytes[sizeof(ChunkWalk)];
 };
@@ -91,7 +91,7 @@ struct KernelStorage {
   // The next expert of each dispatch warp.
   std::conditional_t<Variant::Precision::kDecodes, DecodedExpert, NothingToDecode>
       to_decode[Variant::Precision::kDecodes ? Roles::kDispatchWarps : 1];
-  std::conditional_t<Variant::Precision::kDecodes, SeenDecoded, NothingToDecode> seen_decoded;
+  std::conditional_t<kParksWalks<Variant>, SeenDecoded, NothingToDecode> seen_decoded;
   std::conditional_t<kParksWalks<Variant>, ParkedWalk, NoParkedWalk>
       walks[kParksWalks<Variant> ? Roles::kDispatchWarps : 1];
   TimelineStorage<Variant::config.timeline> timeline;

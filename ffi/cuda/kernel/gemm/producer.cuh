@@ -77,14 +77,14 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
   }
 }
 
-// Before a task that multiplies decoded weights. Pairs with the releases of all dispatchers in Decoder::decode_up_to().
-// How many experts this thread has seen decoded, which are so in order, lies in shared memory: it has no register for it.
+// Before a task that multiplies decoded weights. Pairs with the releases of all dispatchers in Decoder::decode_up_to();
+// `seen` counts the experts that this thread has seen decoded, which are so in order.
 template <class Variant>
 __device__ __forceinline__ void wait_for_weights(const Cta<Variant>& cta, const Task& task,
-                                                 const DecodedExpert& weights) {
-  if (weights.nth < cta.shared.seen_decoded.experts) return;
+                                                 const DecodedExpert& weights, int32_t& seen) {
+  if (weights.nth < seen) return;
   cta.signals.wait(wait_before(weights, cta.shared.crew.dispatchers), site_of(task.gemm));
-  cta.shared.seen_decoded.experts = weights.nth + 1;
+  seen = weights.nth + 1;
 }
 
 // Has the scales that math warps will load on their own, and wait for, brought into L2: those of a tile's columns lie
@@ -134,11 +134,11 @@ template <class Variant>
 __device__ __forceinline__ bool has_own_b(const Cta<Variant>& cta, const Task& task) {
   return Tiling::kBlocks == 1 || cta.is_narrow(task);
 }
-// Weights that only one row tile needs are read once: then they take no room in L2 from rows and h. Decoded ones have just
-// been written there.
+// Weights that only one row tile needs are read once: then they take no room in L2 from rows and h. Where those
+// are decoded to 8 bits there is no register to ask.
 template <class Variant>
 __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, const Task& task) {
-  if constexpr (Cta<Variant>::kDecodes) return ptx::evict_normal_policy();
+  if constexpr (kParksWalks<Variant>) return ptx::evict_normal_policy();
   const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
   return one_tile ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
@@ -155,7 +155,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   int queued = 0;
   TaskNumbers<Variant> numbers(cta);
   TilesOf<Variant> tiles(cta);
-  if constexpr (Cta<Variant>::kDecodes) cta.shared.seen_decoded.experts = 0;
+  int32_t decoded_experts = 0;  // that have rows, and whose weights this thread has seen decoded
+  if constexpr (kParksWalks<Variant>) cta.shared.seen_decoded.experts = 0;  // for which it has no register
   int32_t complete_segment = -1;  // row tile of the segment whose gradients this thread has seen complete
   for (Task task;;) {
     // By now the math warps still have stages to multiply, which hides part of this.
@@ -181,7 +182,11 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
         cta.signals.wait_before_task(wait, site_of(task.gemm), wait.signal == Signal::kRowsArrived);
       }
       if constexpr (Cta<Variant>::kDecodes) {
-        wait_for_weights(cta, task, walk.weights());
+        if constexpr (kParksWalks<Variant>) {
+          wait_for_weights(cta, task, walk.weights(), cta.shared.seen_decoded.experts);
+        } else {
+          wait_for_weights(cta, task, walk.weights(), decoded_experts);
+        }
       }
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
