@@ -107,7 +107,8 @@ struct ArenaLayout {
   Region weight_sums;     // [sums_of_an_expert] number                weight gradients -> those of the next segment;
                           //   empty where no expert can have two
   // [projections + 1][weight_slots, columns, rows] in the type of what is multiplied: gate, up, down, each matrix the
-  // other way round than wide ones, as those in 8 bits lie.  dispatch -> gate_up, down, gradients; empty where nothing is decoded
+  // other way round than wide ones, as those in 8 bits lie.  dispatch -> gate_up, down, gradients; empty where nothing
+  // is decoded
   Region decoded_weights;
   // [projections + 1][local_experts, blocks, blocks] float32, of kDecodedBlocks. dispatch -> gate_up, down; empty where
   // nothing is decoded to 8 bits. Not a ring: so small that every expert has a place of its own.

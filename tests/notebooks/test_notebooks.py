@@ -206,11 +206,12 @@ def test_the_notebook_of_few_bits_shows_what_it_says_of_them():
     assert list(bits) == pytest.approx([16, 8 + 32 / 128**2, 8 + 32 * 5 / (3 * 512), 4.25, 4.5], abs=2e-3)
     bf16, blocks, channels, mxfp4, nvfp4 = weights
     assert bf16 < 1 < channels < blocks < 5 < nvfp4 < mxfp4 < 20
-    tokens_too, tokens_wide, mx_tokens_too, mx_tokens_wide, _ = map(
+    tokens_too, tokens_wide, mx_tokens_too, mx_tokens_wide, nv_tokens_too, nv_tokens_wide = map(
         float, re.findall(r"([\d.]+) % error of the output", printed)
     )
     assert tokens_wide < 0.8 * tokens_too
     assert mx_tokens_wide < mx_tokens_too < 1.05 * mx_tokens_wide
+    assert nv_tokens_wide < nv_tokens_too < 1.1 * nv_tokens_wide
 
 
 def test_the_notebook_of_a_checkpoint_computes_and_writes_what_transformers_does_and_shows_what_formats_cost():

@@ -1,6 +1,6 @@
 // Decoding: weights that have fewer bits than they are multiplied with become matrices of what is multiplied, expert by
-// expert, in a ring: of 16 bits here, of 8 in decode_blocks.cuh. Each dispatch warp decodes its share of an expert before it pulls rows of it, so that this happens
-// beside the products of the experts before.
+// expert, in a ring: of 16 bits here, of 8 in decode_blocks.cuh. Each dispatch warp decodes its share of an expert before
+// it pulls rows of it, so that this happens beside the products of the experts before.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -192,8 +192,8 @@ __device__ __forceinline__ void decode_pieces(const Matrix& matrix, int32_t& pie
   piece -= ceil_div(vectors, kPiece);
 }
 
-// One dispatch warp's share of all decoding: every `dispatchers`th piece, or block, of all matrices of an expert. How far it has
-// come lies in shared memory, since there are no registers for it beside those of dispatch.
+// One dispatch warp's share of all decoding: every `dispatchers`th piece, or block, of all matrices of an expert. How far
+// it has come lies in shared memory, since there are no registers for it beside those of dispatch.
 template <class Variant>
 class Decoder {
  public:

@@ -1,6 +1,6 @@
 // Where the scales of a product's factors lie, for the math warps: those of rows beside their ring (common/layout.h),
-// those of weights as the caller has them, or beside the ring of decoded ones. With scales that differ along the depth products are scaled step by step
-// (accumulate.cuh), with those of output channels at the end (stage_channels()).
+// those of weights as the caller has them, or where decoding has left them. With scales that differ along the depth
+// products are scaled step by step (accumulate.cuh), with those of output channels at the end (stage_channels()).
 #pragma once
 
 #include <cuda_runtime.h>
