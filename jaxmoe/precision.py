@@ -217,7 +217,7 @@ def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DType
     return decode_8_bits(experts if precision is None else experts_in_8_bits(split(experts), precision), dtype)
 
 
-def wide_as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:
+def wide_as_multiplied(experts: Experts, precision: Precision | None, dtype: DTypeLike) -> Experts:
     """Returns experts whose matrices are all in `dtype`, with the same numbers."""
     if not rounds_rows(precision):
         return dequantize(experts, dtype)
