@@ -1,6 +1,5 @@
 """Whether experts in MXFP4 are exact in E4M3, asked when weights are made; and experts that may be decoded to it."""
 
-import dataclasses
 import functools
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from jaxtyping import Array, Bool
 
 from jaxmoe.e4m3_blocks import of_blocks
 from jaxmoe.experts import AnyExperts, present
-from jaxmoe.four_bit import MXFP4, NVFP4, FourBit
+from jaxmoe.four_bit import MXFP4, NVFP4, FourBit, marked
 
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 # E2M1 times 2^s is a number of E4M3 for s from -8 to 6.
@@ -45,13 +44,7 @@ def fits_e4m3(experts: AnyExperts) -> dict[str, Bool[Array, "experts"]]:
     >>> {name: jnp.flatnonzero(~of_expert).tolist() for name, of_expert in fits.items()}
     {'w_gate': [], 'w_up': [], 'w_down': []}
     """
-    matrices = _matrices(experts)
-    for name, matrix in matrices.items():
-        if not isinstance(matrix, MXFP4):
-            raise TypeError(
-                f"fits_e4m3: experts.{name} is {type(matrix).__name__}; it must be MXFP4, whose scales are powers of "
-                "two. Pass jaxmoe.quantize(experts, 'mxfp4') of wide experts."
-            )
+    matrices = _matrices("fits_e4m3", experts, MXFP4, "MXFP4, whose scales are powers of two")
     return {name: _fits(matrix) for name, matrix in matrices.items()}
 
 
@@ -84,13 +77,8 @@ def through_e4m3(experts: SomeExperts) -> SomeExperts:
     >>> jaxmoe.through_e4m3(jaxmoe.quantize(experts, "mxfp4")).w_gate.through_e4m3
     True
     """
-    matrices = _matrices(experts)
-    for name, matrix in matrices.items():
-        if not isinstance(matrix, FourBit):
-            raise TypeError(
-                f"through_e4m3: experts.{name} is {type(matrix).__name__}; it must be MXFP4 or NVFP4. Pass "
-                "jaxmoe.quantize(experts, 'mxfp4') of wide experts."
-            )
+    matrices = _matrices("through_e4m3", experts, FourBit, "MXFP4 or NVFP4")
+    for matrix in matrices.values():
         matrix.check()
     misfits = {name: _misfits(name, matrix) for name, matrix in matrices.items() if not isinstance(matrix, NVFP4)}
     if named := [f"experts.{name}: {', '.join(map(str, numbers))}" for name, numbers in misfits.items() if numbers]:
@@ -99,8 +87,7 @@ def through_e4m3(experts: SomeExperts) -> SomeExperts:
             f"that E4M3 does not hold their weights ({'; '.join(named)}). Leave these experts as they are: moe_layer "
             "decodes them exactly in registers; or quantise them anew."
         )
-    marked = {name: dataclasses.replace(matrix, through_e4m3=True) for name, matrix in matrices.items()}
-    return dataclasses.replace(experts, **marked)
+    return marked(experts, through_e4m3=True)
 
 
 def _misfits(name: str, matrix: MXFP4) -> list[int]:
@@ -115,8 +102,16 @@ def _misfits(name: str, matrix: MXFP4) -> list[int]:
     return np.flatnonzero(~np.asarray(whole)).tolist()
 
 
-def _matrices(experts: AnyExperts) -> dict[str, Any]:
-    return {name: matrix for name, matrix in present(experts).items() if name.startswith("w_")}
+def _matrices(caller: str, experts: AnyExperts, kind: type[FourBit], wanted: str) -> dict[str, Any]:
+    """The matrices by name; raises where one is of another type."""
+    matrices = {name: matrix for name, matrix in present(experts).items() if name.startswith("w_")}
+    for name, matrix in matrices.items():
+        if not isinstance(matrix, kind):
+            raise TypeError(
+                f"{caller}: experts.{name} is {type(matrix).__name__}; it must be {wanted}. Pass "
+                "jaxmoe.quantize(experts, 'mxfp4') of wide experts."
+            )
+    return matrices
 
 
 def _fits(matrix: MXFP4, zeros_count: bool = False) -> Bool[Array, "experts"]:

@@ -6,7 +6,7 @@ packed wherever they lie: 4.25 bits a weight as MXFP4, 4.5 as NVFP4.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jaxmoe import e2m1, e4m3_blocks
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
+
+Tree = TypeVar("Tree")
 
 
 class FourBit(QuantizedMatrix):
@@ -131,6 +133,17 @@ class FourBit(QuantizedMatrix):
         if self.factors is None:
             return make(dtype)
         return (make(jnp.float32) * self.factors[:, None, None]).astype(dtype)
+
+
+def map_four_bit(function: Callable[[Any], Any], experts: Tree) -> Tree:
+    """Returns experts with what a function makes of each matrix in 4 bits; everything else stays."""
+    is_matrix = lambda leaf: isinstance(leaf, FourBit)  # noqa: E731
+    return jax.tree.map(lambda leaf: function(leaf) if is_matrix(leaf) else leaf, experts, is_leaf=is_matrix)
+
+
+def marked(experts: Tree, through_e4m3: bool) -> Tree:
+    """Returns experts whose matrices in 4 bits say so. Looks at no number: `jaxmoe.through_e4m3` does."""
+    return map_four_bit(lambda matrix: dataclasses.replace(matrix, through_e4m3=through_e4m3), experts)
 
 
 @pytree

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from jaxmoe.block_scaled import BLOCK, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import AnyExperts, Experts, present, split
 from jaxmoe.formats import ALL, Format, Formats
-from jaxmoe.four_bit import NVFP4, FourBit
+from jaxmoe.four_bit import NVFP4, FourBit, map_four_bit, marked
 from jaxmoe.options import Accumulation, Precision
 from jaxmoe.quantization import (
     MATRICES,
@@ -213,7 +213,7 @@ def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
 def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:
     """Returns experts in `dtype` with the numbers that a forward pass multiplies; matrices in 4 bits stay in those."""
     if not rounds_rows(precision):
-        experts = exact(experts)
+        experts = marked(experts, through_e4m3=False)
     return decode_8_bits(experts if precision is None else experts_in_8_bits(split(experts), precision), dtype)
 
 
@@ -221,21 +221,7 @@ def wide_as_multiplied(experts: Experts, precision: Precision | None, dtype: DTy
     """Returns experts whose matrices are all in `dtype`, with the same numbers."""
     if not rounds_rows(precision):
         return dequantize(experts, dtype)
-    is_matrix = lambda leaf: isinstance(leaf, FourBit)  # noqa: E731
-    decoded = jax.tree.map(
-        lambda leaf: leaf.wide_multiplied(dtype) if is_matrix(leaf) else leaf, experts, is_leaf=is_matrix
-    )
-    return dequantize(decoded, dtype)
-
-
-def exact(experts: AnyExperts) -> AnyExperts:
-    """Returns experts of which none in 4 bits is rounded, for rows that are not in 8."""
-    is_matrix = lambda leaf: isinstance(leaf, FourBit)  # noqa: E731
-    return jax.tree.map(
-        lambda leaf: dataclasses.replace(leaf, through_e4m3=False) if is_matrix(leaf) else leaf,
-        experts,
-        is_leaf=is_matrix,
-    )
+    return dequantize(map_four_bit(lambda matrix: matrix.wide_multiplied(dtype), experts), dtype)
 
 
 class RowScales(NamedTuple):

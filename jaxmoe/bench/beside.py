@@ -41,8 +41,8 @@ from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import time_again_after_a_pause, time_calls
+from jaxmoe.four_bit import marked
 from jaxmoe.options import Arguments
-from jaxmoe.quantization import MATRICES
 
 WIDTHS = "qwen3-30b-a3b"
 EXPERTS_PER_RANK = 32
@@ -378,8 +378,7 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
     slots = (tokens, shape.top_k)
     experts = jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0))
     if options.narrow.through_e4m3:  # of which there are no numbers here to look at
-        matrices = {name: dataclasses.replace(getattr(experts, name), through_e4m3=True) for name in MATRICES}
-        experts = dataclasses.replace(experts, **matrices)
+        experts = marked(experts, through_e4m3=True)
     try:
         return jaxmoe.explain(
             jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),

@@ -120,7 +120,7 @@ class Sweep:
         )
         for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
             fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles)
-            needed = min(default.weight_slots, 1) * max(default.weight_slots, fewest.fewest_weight_slots)
+            needed = max(default.weight_slots, fewest.fewest_weight_slots) if default.weight_slots else 0
             rings = self.ring_tiles or (max(default.ring_tiles, fewest.fewest_ring_tiles),)
             plans += [
                 KernelPlan(

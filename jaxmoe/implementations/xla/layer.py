@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts
+from jaxmoe.four_bit import marked
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.xla.grouped_gemm import bias_of_row, bias_vjp, times, times_transposed
@@ -45,7 +46,7 @@ from jaxmoe.implementations.xla.local_rows import (
 )
 from jaxmoe.implementations.xla.outer_products import sum_of_outer_products
 from jaxmoe.implementations.xla.plan import GroupedGemm
-from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, exact, powers_of_two, rounds_rows, row_scales
+from jaxmoe.precision import RowScales, as_multiplied, as_multiplied_rows, powers_of_two, rounds_rows, row_scales
 from jaxmoe.quantization import decode_8_bits, dequantize_rows, quantize_rows
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import ExpertGroup, vary_alike
@@ -262,7 +263,7 @@ def backward(
     rows = _sorted_rows(call, inputs) if rows is None else rows
     group, plan, call = call.group, call.plan, call.wide
     frozen = isinstance(inputs.experts.matrix, QuantizedMatrix)
-    experts = decode_8_bits(exact(inputs.experts), inputs.x.dtype)
+    experts = decode_8_bits(marked(inputs.experts, through_e4m3=False), inputs.x.dtype)
     tokens, douts, weights = (group.all_gather(array) for array in (inputs.x, dy, inputs.topk_weights))
 
     def cotangents(batch: Batch, gate_up: GateUp | None) -> tuple[jax.Array, jax.Array, AnyExperts]:
