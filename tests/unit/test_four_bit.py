@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, fits_e4m3, quantize
+from jaxmoe import MXFP4, NVFP4, dequantize, e2m1, expert_split, fits_e4m3, quantize
 from jaxmoe.e4m3_fit import MOST_STEPS
 from jaxmoe.four_bit import FourBit
 from jaxmoe.testing import relative_error
@@ -563,3 +563,14 @@ def test_the_error_of_nvfp4_through_e4m3_is_what_its_docs_say():
         of_each = ((rounded - exact)[exact != 0] / exact[exact != 0]) ** 2
         assert 0.016 < np.sqrt(of_each.mean()) < 0.018
         assert 0.020 < relative_error(rounded, exact) < 0.024
+
+
+def test_nvfp4_through_e4m3_is_split_over_ranks_in_whole_blocks_since_what_is_rounded_stays_together():
+    exact = jitted("nvfp4")(experts_of(4, 2, 128, 192))
+    assert expert_split._uneven(exact, "intermediate", 2) is None
+    assert expert_split._uneven(jaxmoe.through_e4m3(exact), "intermediate", 2) == ("w_gate", 128)
+    # MXFP4 is exact however it is cut.
+    assert (
+        expert_split._uneven(jaxmoe.through_e4m3(jitted("mxfp4")(experts_of(4, 2, 128, 192))), "intermediate", 2)
+        is None
+    )
