@@ -225,8 +225,9 @@ inline std::string schedule_error(const ExchangeCall& call, const ExchangeAttrib
     return "";
   }
   return "jaxmoe: half=" + std::to_string(s.half) + ", lag_units=" + std::to_string(s.lag_units) + ", unit_tiles=" +
-         std::to_string(s.unit_tiles) + ", ring_tiles=" + std::to_string(s.ring_tiles) + " of a schedule; this call "
-         "needs half=" + std::to_string(half) + ", no lag, no gradients, positive sizes and " +
+         std::to_string(s.unit_tiles) + ", ring_tiles=" + std::to_string(s.ring_tiles) + ", share_columns=" +
+         std::to_string(s.share_columns) + " of a schedule; this call needs half=" + std::to_string(half) +
+         ", no lag, no gradients, no shared columns, positive sizes and " +
          (has_ring ? "a ring of at least unit_tiles." : "no ring.");
 }
 

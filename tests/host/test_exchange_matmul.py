@@ -39,6 +39,7 @@ def both(x: jax.Array, first: jax.Array, second: jax.Array, weights: jax.Array, 
     "changes",
     [
         {"unit_tiles": 1, "ring_tiles": 1, "chunk_rows": 1},
+        {"unit_tiles": 1, "ring_tiles": 4, "chunk_rows": 4, "share_columns": True},  # as few rows have on a GPU
         {"unit_tiles": 3, "ring_tiles": 3, "chunk_rows": 5, "keep_tokens": True},
         {"unit_tiles": 7, "ring_tiles": 50, "chunk_rows": 32},
     ],
