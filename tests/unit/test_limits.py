@@ -198,6 +198,7 @@ def test_too_few_slots_of_decoded_weights_are_refused_with_what_is_needed():
     ("platform", "dtype", "hidden", "tokens", "in_registers"),
     [
         ("gpu", jnp.bfloat16, 256, 64, True),
+        ("gpu", jnp.bfloat16, 256, 2048, True),
         ("gpu", jnp.bfloat16, 256, 4096, False),  # rows of an expert: then decoding hides behind products
         ("gpu", jnp.float16, 256, 64, False),  # for which there is no kernel
         ("cpu", jnp.float16, 256, 64, True),

@@ -49,9 +49,11 @@ SEGMENT_TILES_ON_CPU = 3
 # slots, at most, where a lag of one unit allows it. With one alone gpt-oss-120b took 13 % longer, and more gained
 # nothing (docs/performance.md).
 SLOTS_BEYOND_LAG = 2
-# Weights in 4 bits are decoded where they are multiplied where experts have no more rows than this: with 256 that is
-# the faster way still, with 512 no longer, beside rows in 16 bits and in 8 (docs/performance.md).
-IN_REGISTERS_TO_ROWS = 256
+# Weights in 4 bits are decoded where they are multiplied where experts have no more rows than this. Beside rows in 16
+# bits that is the faster way with 512, with 1024 no longer; beside rows in 8 bits, whose products are added up outside
+# of the tensor cores, with 256, with 512 no longer (docs/performance.md).
+IN_REGISTERS_TO_ROWS = 512
+IN_REGISTERS_TO_ROWS_IN_8_BITS = 256
 DECODED_BYTES = 1024 * 2**20
 
 
@@ -99,7 +101,8 @@ def _forward_slots(shape: Shape, platform: str, lag_units: int) -> tuple[int, in
     rows = rows_per_expert(shape)
     if shape.formats.decodes and shape.formats.tokens.scale_rows and not decodes_ahead(shape, platform):
         return 0, lag_units, (_why_in_registers(shape, platform),)
-    if decodes_in_registers(shape, platform) and rows <= IN_REGISTERS_TO_ROWS:
+    most = IN_REGISTERS_TO_ROWS_IN_8_BITS if shape.formats.tokens.scale_rows else IN_REGISTERS_TO_ROWS
+    if decodes_in_registers(shape, platform) and rows <= most:
         text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
         return 0, lag_units, (text,)
     return _weight_slots(shape, lag_units, lags=1)
@@ -109,7 +112,7 @@ def _why_in_registers(shape: Shape, platform: str) -> str:
     """Of weights beside rows in 8 bits."""
     text = "weight_slots=0: beside rows in 8 bits weights are decoded in the registers that multiply"
     rows, most = rows_per_expert(shape), most_experts_ahead(shape, platform)
-    if rows <= IN_REGISTERS_TO_ROWS:
+    if rows <= IN_REGISTERS_TO_ROWS_IN_8_BITS:
         return text
     if shape.formats.weights.through_e4m3:
         return f"{text}, since a GPU that decodes them ahead has room for {most} experts"

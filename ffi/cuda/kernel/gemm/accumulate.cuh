@@ -29,8 +29,8 @@ struct Direct {
   // `first_row` is that of A, of the warpgroup.
   template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
-                                                 int32_t step, Position position, const Meanwhile& meanwhile,
-                                                 const Release& release) const {
+                                                 int32_t step, int32_t, Position position,
+                                                 const Meanwhile& meanwhile, const Release& release) const {
     using A = typename Stage::A;
     using B = typename Stage::B;
     static_assert(A::kSliceDepth == B::kSliceDepth);
@@ -83,14 +83,15 @@ class Promoted {
   __device__ Promoted(const Scales& scales, int lane) : scales_(scales), lane_(lane) {}
 
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
+    load_rows(0);
     ptx::clear_accumulators(sums);
     ptx::clear_accumulators(products_);
   }
 
   template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
-                                                 int32_t step, Position position, const Meanwhile& meanwhile,
-                                                 const Release& release) {
+                                                 int32_t step, int32_t steps, Position position,
+                                                 const Meanwhile& meanwhile, const Release& release) {
     static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
     meanwhile();  // where the registers of the products are free
     const Step scales = load_scales(step);
@@ -98,9 +99,11 @@ class Promoted {
     ptx::wait_products<0>();
     add<0>(sums, scales);
     issue<Precision>(stage, first_row, 1);
+    const float of_rows[2] = {scales.rows[0], scales.rows[1]};
+    if (step + 1 < steps) load_rows(step + 1);
     ptx::wait_products<0>();
     release(position);
-    add<1>(sums, scales);
+    add<1>(sums, {{of_rows[0], of_rows[1]}, {0.0f, scales.columns[1]}});
   }
 
   template <class Position, class Release>
@@ -113,16 +116,23 @@ class Promoted {
     float rows[2], columns[2];
   };
 
-  // They come while the first half is multiplied. Those of a ring change within a launch, so they are never taken from
+  // Those of columns come while the first half is multiplied, those of rows before it. Those of a ring change within a launch, so they are never taken from
   // L1.
   __device__ __forceinline__ Step load_scales(int32_t step) const {
-    const float* const rows = scales_.rows + step * Tiling::kRows + lane_ / 4;
     if constexpr (std::is_same_v<Scales, ScalesOfDecoded>) {
-      return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldcg(scales_.columns[0] + step), __ldcg(scales_.columns[1] + step)}};
+      return {{next_rows_[0], next_rows_[1]}, {__ldcg(scales_.columns[0] + step), __ldcg(scales_.columns[1] + step)}};
     } else {
       const int32_t column = step * scales_.columns_step;
-      return {{__ldcg(rows), __ldcg(rows + 8)}, {__ldg(scales_.columns[0] + column), __ldg(scales_.columns[1] + column)}};
+      return {{next_rows_[0], next_rows_[1]}, {__ldg(scales_.columns[0] + column), __ldg(scales_.columns[1] + column)}};
     }
+  }
+
+  // Those of rows for the next step, while the last products of this one run: there are registers for these two, not for
+  // those of columns too.
+  __device__ __forceinline__ void load_rows(int32_t step) {
+    const float* const rows = scales_.rows + step * Tiling::kRows + lane_ / 4;
+    next_rows_[0] = __ldcg(rows);
+    next_rows_[1] = __ldcg(rows + 8);
   }
 
   // The first product of a step does not add to what is in the accumulators.
@@ -153,6 +163,7 @@ class Promoted {
 
   const Scales& scales_;
   const int lane_;
+  float next_rows_[2];
   ptx::HalfAccumulators products_;
 };
 

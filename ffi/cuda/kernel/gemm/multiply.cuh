@@ -70,7 +70,7 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
     for (int32_t step = 0; step < depth_steps; ++step) {
       track.stall([&] { ring.wait(position); });
       accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
-          sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, position,
+          sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, depth_steps, position,
           [&] { meanwhile(step); }, release);
       position.advance();
     }

@@ -1,10 +1,11 @@
-// Products of rows with weights in 4 bits that are decoded in the registers of the warps that multiply them: for
-// experts with few rows, where a launch takes as long as its weights take to be read. What decode.cuh makes of them, in
-// a ring in memory, is written and read once more; here nothing leaves the multiprocessor.
+// Products of rows with weights in 4 bits that are decoded in the registers of the warps that multiply them. What
+// decode.cuh makes of them, in a ring in memory, is written and read once more; here nothing leaves the multiprocessor, but
+// a weight is decoded again for every tile of rows.
 //
 // The factors change places: columns of weights are the rows of what the tensor cores multiply, so that few rows of
 // tokens cost them little. A warp has 32 columns of a tile, in two blocks of 16, of all its rows, so every weight is
-// decoded once. wgmma takes this factor from registers as well, and with few rows was slower (docs/performance.md).
+// decoded once for a tile. Of more than 64 rows warpgroups multiply (wgmma takes this factor from registers as well); of
+// fewer that was slower (docs/performance.md).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,6 +19,7 @@
 #include "cuda/device/ptx/mma.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
 
@@ -98,9 +100,9 @@ class FromPacked {
                                                 typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
     if (part_.one_block) {
-      multiply_at_most<1, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+      multiply_at_most<1, 1, 2, 4, 6, kMostBlocks, kManyBlocks>(sums, ring, position, steps, meanwhile, track);
     } else {
-      multiply_at_most<2, 1, 2, 4, 6, 8, 16>(sums, ring, position, steps, meanwhile, track);
+      multiply_at_most<2, 1, 2, 4, 6, kMostBlocks, kManyBlocks>(sums, ring, position, steps, meanwhile, track);
     }
   }
 
@@ -112,8 +114,8 @@ class FromPacked {
   // have sums of their own, those of row blocks behind the ones that there are: so neighbouring products do not wait for
   // each other.
   static constexpr int kFewBlocks = 2;
-  // Of more there are no registers for two halves, nor for what is the same in all of them.
-  static constexpr int kMostBlocks = 8;
+  // Of more warpgroups multiply, 128 rows at a time.
+  static constexpr int kMostBlocks = 8, kManyBlocks = 16;
 
   // What a half of a step needs, but for rows of many blocks. A quad has two columns in each block of columns
   // (group_words.cuh).
@@ -170,24 +172,7 @@ class FromPacked {
         position.advance();
       }
     } else {
-#pragma unroll 1
-      for (int32_t step = 0; step < steps; ++step) {
-        if (step > 0) {
-          track.stall([&] { ring.wait(position); });
-          groups_.template take<kGroup>(part_, step);
-        }
-        auto& stage = ring.stage(position);
-#pragma unroll 1
-        for (int half = 0; half < kHalves; ++half) {
-          const Lane places(part_);
-          OfHalf loaded;
-          load<kColumnBlocks, kBlocks, kGroup>(loaded, scales, places, stage, half);
-          multiply_half<kColumnBlocks, kBlocks>(sums, loaded, places, stage, half);
-        }
-        ring.release(position, ptx::read_lane());
-        meanwhile(step);
-        position.advance();
-      }
+      multiply_many<kColumnBlocks, kGroup>(sums, ring, position, steps, scales, meanwhile, track);
     }
     if constexpr (kBlocks <= kFewBlocks) {
 #pragma unroll
@@ -195,6 +180,85 @@ class FromPacked {
         float* const of_block = sums.values + 64 * block;
 #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) of_block[i] += of_block[4 * kFewBlocks + i];
+      }
+    }
+  }
+
+  // Of many rows, by products of the warpgroup, whose decoded factor is in registers. A block of columns of this warp is its
+  // part of the 64 of a product. While they run, what the next half needs comes from shared memory; it is decoded when they
+  // are done, since ptxas would run products one after the other whose factors are made meanwhile (C7513). By then the
+  // tensor cores have those of the other warpgroup.
+  template <int kColumnBlocks, int kGroup, class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_many(ptx::Accumulators& sums, const Ring& ring,
+                                                typename Ring::Position& position, int32_t steps,
+                                                StepScales<kColumnBlocks>& scales, const Meanwhile& meanwhile,
+                                                const Track& track) {
+    constexpr ptx::Major kDepth = ptx::Major::kDepth;
+    constexpr int kWordBytes = 64, kSliceBytes = 32;  // of a line of rows
+    ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
+    Half<kColumnBlocks, kManyBlocks> loaded;
+    load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), ring.stage(position), 0);
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; ++step) {
+      auto& stage = ring.stage(position);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        decode<kColumnBlocks>(factors[0], loaded, 0);
+        decode<kColumnBlocks>(factors[1], loaded, 1);
+        const uint64_t rows = stage.a.panel(half).template descriptor<kDepth>(0);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int word = 0; word < 2; ++word) {
+#pragma unroll
+          for (int slice = 0; slice < 2; ++slice) {
+            const uint64_t of_slice = ptx::advance_descriptor(rows, kWordBytes * word + kSliceBytes * slice);
+#pragma unroll
+            for (int block = 0; block < kColumnBlocks; ++block) {
+              ptx::multiply_bf16_with_128(sums.values + 64 * block, factors[word][slice][block], of_slice);
+            }
+          }
+        }
+        ptx::commit_products();
+        if (half == 0) {
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), stage, 1);
+        } else if (step + 1 < steps) {
+          track.stall([&] { ring.wait(position.after()); });
+          groups_.template take<kGroup>(part_, step + 1);
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), ring.stage(position.after()), 0);
+        }
+        ptx::wait_products<0>();
+        ptx::own_accumulators(sums);
+#pragma unroll
+        for (auto& of_word : factors) {
+#pragma unroll
+          for (auto& of_slice : of_word) {
+#pragma unroll
+            for (auto& words : of_slice) ptx::own_words(words);
+          }
+        }
+      }
+      ring.release(position, ptx::read_lane());
+      meanwhile(step);
+      position.advance();
+    }
+  }
+
+  // A word of each of the lane's columns, as factors of its two slices.
+  template <int kColumnBlocks, int kBlocks>
+  __device__ __forceinline__ static void decode(uint32_t (&factors)[2][kColumnBlocks][4],
+                                                const Half<kColumnBlocks, kBlocks>& loaded, int word) {
+#pragma unroll
+    for (int block = 0; block < kColumnBlocks; ++block) {
+      const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
+      uint32_t upper[4], lower[4];
+      decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block]);
+      decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1]);
+#pragma unroll
+      for (int slice = 0; slice < 2; ++slice) {
+        factors[slice][block][0] = upper[2 * slice];
+        factors[slice][block][1] = lower[2 * slice];
+        factors[slice][block][2] = upper[2 * slice + 1];
+        factors[slice][block][3] = lower[2 * slice + 1];
       }
     }
   }
@@ -253,25 +317,10 @@ class FromPacked {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t a[2][kColumnBlocks][4];  // of each slice and block of columns
-#pragma unroll
-      for (int block = 0; block < kColumnBlocks; ++block) {
-        const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
-        uint32_t upper[4], lower[4];
-        decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block]);
-        decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1]);
-#pragma unroll
-        for (int slice = 0; slice < 2; ++slice) {
-          a[slice][block][0] = upper[2 * slice];
-          a[slice][block][1] = lower[2 * slice];
-          a[slice][block][2] = upper[2 * slice + 1];
-          a[slice][block][3] = lower[2 * slice + 1];
-        }
-      }
+      decode<kColumnBlocks>(a, loaded, word);
       constexpr int kInTurn = kBlocks < 2 ? 1 : 2;  // so that products that add to the same sums are further apart
 #pragma unroll
       for (int i = 0; i < kBlocks; i += kInTurn) {
-        // The branch also keeps ptxas from loading all rows at once, for which there are no registers.
-        if (kBlocks > kMostBlocks && i >= part_.row_blocks) break;
         uint32_t rows[kInTurn][4];
 #pragma unroll
         for (int j = 0; j < kInTurn; ++j) {

@@ -73,8 +73,9 @@ class ManyPackedRows {
   }
 
  private:
-  // Row blocks that are multiplied at once: of more there are no registers for products beside sums.
-  static constexpr int kOfPart = kBlocks <= 8 ? kBlocks : 4;
+  // Row blocks that are multiplied at once: of more there are no registers for products beside sums. Of 128 rows half of them,
+  // since with 32 rows a product is waited for longer than it takes; of 96 the products of two parts run at a time.
+  static constexpr int kOfPart = kBlocks <= 8 ? kBlocks : kBlocks == 16 ? 8 : 4;
   using Products = ptx::FewAccumulators<8 * kOfPart>;
   static constexpr bool kBoth = kOfPart == kBlocks;  // both blocks of columns are decoded at a time
   static constexpr bool kTwoAtATime = kBlocks <= 12;  // parts, whose products are under way
@@ -155,15 +156,15 @@ class ManyPackedRows {
   template <int kBlock, int kFirst, int kPending, class Stage>
   __device__ __forceinline__ void add(ptx::Accumulators& sums, Products& products, const Columns& columns,
                                       const Stage& stage) const {
-    const auto row_scales = RowScales<kOfPart>::of(stage, kFirst);
     ptx::wait_products<kPending>();
     ptx::own_accumulators(products);
 #pragma unroll
     for (int i = 0; i < kOfPart; ++i) {
+      const float2 row_scales = RowScales<1>::of(stage, kFirst + i).rows[0];
       float* const of_sums = sums.values + 4 * (16 * kBlock + kFirst + i);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float of_row = n % 2 == 0 ? row_scales.rows[i].x : row_scales.rows[i].y;
+        const float of_row = n % 2 == 0 ? row_scales.x : row_scales.y;
         of_sums[n] += columns.scales[n / 2] * of_row * products.values[4 * i + n];
       }
     }
