@@ -3,6 +3,7 @@
 
 #include "cuda/host/variants/variant_of.cuh"
 #include "cuda/kernel/gemm/precision/decoded.cuh"
+#include "cuda/kernel/gemm/precision/decoded_in_stages.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/packed.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
@@ -22,12 +23,16 @@ struct Forward {
   static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();
   // Products that are added up in float32 take half a tile of registers.
   static constexpr bool kPromotes = Precision::kTokens.is_scaled() && !Precision::kPacked;
-  static constexpr RoleRegisters kRegisters = kPromotes                   ? RoleRegisters{72, 216}
+  // One more warpgroup, that decodes in stages.
+  static constexpr RoleRegisters kWithDecoder =
+      kPromotes ? RoleRegisters{72, 192, 56} : RoleRegisters{72, 184, 72};
+  static constexpr RoleRegisters kRegisters = Precision::kInStages        ? kWithDecoder
+                                              : kPromotes                 ? RoleRegisters{72, 216}
                                               : kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
                                               : Precision::kPacked        ? RoleRegisters{72, 216}
                                                                           : RoleRegisters{};
   static constexpr KernelConfig config{.registers = kRegisters,
-                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
+                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked && !Precision::kInStages};
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers.
