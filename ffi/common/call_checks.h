@@ -23,11 +23,10 @@ inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
       s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0 ||
-      s.frozen < 0 || s.frozen > 1 || s.share_columns < 0 || s.share_columns > 1 || s.in_stages < 0 || s.in_stages > 1 ||
-      (s.in_stages != 0 && (s.decodes() || s.backward()))) {
+      s.frozen < 0 || s.frozen > 1 || s.share_columns < 0 || s.share_columns > 1) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
-           "dispatcher, nothing of a schedule can be negative, a layer has no half, frozen, share_columns and in_stages "
-           "are 0 or 1, and in_stages goes with a forward pass without weight_slots.";
+           "dispatcher, nothing of a schedule can be negative, a layer has no half, and frozen and share_columns are 0 "
+           "or 1.";
   }
   return "";
 }
@@ -196,10 +195,10 @@ inline std::string rounding_error(const LayerCall& call, const LayerAttributes& 
     return given + ". Rows in 8 bits are those of a forward pass with weights that have scales, and no weight_slots "
                    "where those are in 8 bits.";
   }
-  if (a.rounds_rows == 1 && four_bit && !schedule.decodes() && schedule.in_stages == 0 &&
+  if (a.rounds_rows == 1 && four_bit && !schedule.decodes() &&
       call.type(ArrayName::kWGateGroupScales) != xla::ffi::F8E8M0FNU) {
-    return given + ". Weights in 4 bits beside rows in 8 must have weight_slots or in_stages, or scales of groups that "
-                   "are powers of two.";
+    return given + ". Weights in 4 bits beside rows in 8 must have weight_slots, or scales of groups that are powers "
+                   "of two.";
   }
   if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
     return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 "

@@ -101,7 +101,7 @@ struct Schedule {
   int32_t saved_tiles;
   // Experts whose weights a ring holds, decoded from fewer bits than they are multiplied in. 0: there is no ring. What
   // is multiplied is then as the caller has it, but for weights in 4 bits beside wider rows, which the tasks decode that
-  // multiply them (in_stages).
+  // multiply them.
   int32_t weight_slots;
   int32_t half;  // kFirstHalf or kSecondHalf; 0: a layer, or nothing is multiplied
   // 1: a backward pass makes no gradients of weights and biases, as beside experts that are not trained. One that
@@ -110,8 +110,6 @@ struct Schedule {
   // 1: of a narrow tile an answer is computed one column tile at a time, whose columns the blocks of a worker share:
   // more tasks, for when with two at a time many workers have none. A forward pass alone does that.
   int32_t share_columns;
-  // Of tasks that decode weights: 1: other warps than those that multiply do, in shared memory. A GPU alone has such.
-  int32_t in_stages;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
   // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there is no ring.

@@ -63,7 +63,7 @@ constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granulari
 constexpr Schedule half_of(Schedule schedule, int32_t half) {
   schedule.half = half;
   schedule.lag_units = 0;
-  schedule.share_columns = schedule.in_stages = 0;
+  schedule.share_columns = 0;
   if (schedule.is_second_half()) schedule.ring_tiles = 0;
   return schedule;
 }

@@ -60,7 +60,6 @@ inline void check(const Schedule& schedule, int32_t fewest_ring_tiles = 1) {
   require_range("narrow_rows", schedule.narrow_rows, 0, int64_t{schedule.tile.rows} + 1);
   require_range("keep_tokens", schedule.keep_tokens, 0, 2);
   require_range("share_columns", schedule.share_columns, 0, 2);
-  require_range("in_stages", schedule.in_stages, 0, 2);
   require_at_least("segment_tiles", schedule.segment_tiles, 0);
   require_at_least("saved_tiles", schedule.saved_tiles, 0);
 }

@@ -50,7 +50,7 @@ Granularity granularity(const std::string& platform, bool gated, bool scaled) {
 }
 
 Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles,
-                      bool scaled, int32_t weight_slots, bool frozen, bool in_stages) {
+                      bool scaled, int32_t weight_slots, bool frozen) {
   const auto chosen = [&](const char* name) { return py::int_(plan.attr(name)).cast<int32_t>(); };
   Schedule schedule{};
   schedule.unit_tiles = chosen("unit_tiles");
@@ -63,7 +63,6 @@ Schedule schedule_for(const Shape& shape, const std::string& platform, const py:
   schedule.weight_slots = weight_slots;
   schedule.frozen = frozen ? 1 : 0;
   schedule.share_columns = chosen("share_columns");
-  schedule.in_stages = in_stages ? 1 : 0;
   return complete(schedule, shape, granularity(platform, shape.projections > 1, scaled));
 }
 
@@ -95,7 +94,7 @@ void define_structs(py::module_& module) {
              "Columns of h that share a scale share a tile.");
   module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
              py::arg("saved_tiles") = 0, py::arg("scaled") = false, py::arg("weight_slots") = 0,
-             py::arg("frozen") = false, py::arg("in_stages") = false,
+             py::arg("frozen") = false,
              "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
   module.attr("FIRST_HALF") = kFirstHalf;
   module.attr("SECOND_HALF") = kSecondHalf;
@@ -109,7 +108,7 @@ void define_structs(py::module_& module) {
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
                 Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0},
                 Field{"half", &Schedule::half, 0}, Field{"frozen", &Schedule::frozen, 0},
-                Field{"share_columns", &Schedule::share_columns, 0}, Field{"in_stages", &Schedule::in_stages, 0})
+                Field{"share_columns", &Schedule::share_columns, 0})
       .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("has_weight_gradients", &Schedule::has_weight_gradients)

@@ -138,7 +138,7 @@ def candidates(
             with_plan(swept),
             is_default=i == 0,
             has_default_bits=swept.segment_tiles == default.segment_tiles
-            and (bool(swept.weight_slots), swept.in_stages) == (bool(default.weight_slots), default.in_stages),
+            and bool(swept.weight_slots) == bool(default.weight_slots),
             pass_name=pass_name,
             residuals=residuals,
             precision=inputs.precision,

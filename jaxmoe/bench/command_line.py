@@ -71,7 +71,6 @@ _SHARE_COLUMNS = flags.DEFINE_list("share-columns", [], "Plans to sweep: KernelP
 _WEIGHT_SLOTS = flags.DEFINE_list(
     "weight-slots", [], "Plans to sweep: KernelPlan.weight_slots, in all combinations; 0 is decoding in registers."
 )
-_IN_STAGES = flags.DEFINE_list("in-stages", [], "Plans to sweep: KernelPlan.in_stages, of 0 and 1.")
 _SEGMENT_TILES = flags.DEFINE_list(
     "segment-tiles", [], "Plans to sweep: KernelPlan.segment_tiles of a backward pass, in all combinations."
 )
@@ -158,7 +157,6 @@ def from_flags() -> Options:
             tuple(bool(value) for value in _integers("share-columns", _SHARE_COLUMNS.value)),
             _integers("segment-tiles", _SEGMENT_TILES.value),
             _integers("weight-slots", _WEIGHT_SLOTS.value),
-            tuple(bool(value) for value in _integers("in-stages", _IN_STAGES.value)),
         ),
         blocks=_BLOCKS.value,
         seconds=SECONDS.value,

@@ -75,8 +75,6 @@ class Sweep:
       segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
       weight_slots: experts whose weights lie decoded at a time. Where empty, the default plan's or, where it has some,
         the fewest that a plan needs.
-      in_stages: of a forward pass alone, whether weights in 4 bits are decoded in shared memory; where they are there are
-        no slots.
     """
 
     unit_tiles: tuple[int, ...] = ()
@@ -87,7 +85,6 @@ class Sweep:
     share_columns: tuple[bool, ...] = ()
     segment_tiles: tuple[int, ...] = ()
     weight_slots: tuple[int, ...] = ()
-    in_stages: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         # A plan checks its numbers. Whether they go together depends on the shape and is said in the line of the plan.
@@ -110,8 +107,7 @@ class Sweep:
         """Returns the plans to measure, the default one first, which is that of a forward or of a backward pass."""
         plans = [default]
         is_backward = default.segment_tiles > 0
-        other = ("share_columns", "in_stages") if is_backward else ("segment_tiles",)
-        choices = dataclasses.replace(self, **dict.fromkeys(other, ()))
+        choices = dataclasses.replace(self, **{"share_columns" if is_backward else "segment_tiles": ()})
         if not any(dataclasses.astuple(choices)):
             return plans
         values = (
@@ -121,9 +117,8 @@ class Sweep:
             self.keep_tokens or (default.keep_tokens,),
             choices.share_columns or (default.share_columns,),
             choices.segment_tiles or (default.segment_tiles,),
-            choices.in_stages or (default.in_stages,),
         )
-        for unit_tiles, lag_units, chunk_rows, keep_tokens, shares, segment_tiles, in_stages in itertools.product(*values):
+        for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
             fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles)
             needed = max(default.weight_slots, fewest.fewest_weight_slots) if default.weight_slots else 0
             rings = self.ring_tiles or (max(default.ring_tiles, fewest.fewest_ring_tiles),)
@@ -136,10 +131,9 @@ class Sweep:
                     keep_tokens,
                     segment_tiles,
                     slots,
-                    share_columns=shares,
-                    in_stages=in_stages,
+                    share_columns=share_columns,
                 )
-                for ring, slots in itertools.product(rings, (0,) if in_stages else self.weight_slots or (needed,))
+                for ring, slots in itertools.product(rings, self.weight_slots or (needed,))
             ]
         return plans
 

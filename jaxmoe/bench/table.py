@@ -289,7 +289,7 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
     segment = f"/{plan['segment_tiles']}" if plan.get("segment_tiles") else ""
     flags = ("k" if plan["keep_tokens"] else "") + ("c" if plan.get("share_columns") else "")
-    slots = f"s{plan['weight_slots']}" if plan.get("weight_slots") else "m" if plan.get("in_stages") else ""
+    slots = f"s{plan['weight_slots']}" if plan.get("weight_slots") else ""
     return "/".join(map(str, numbers)) + flags + segment + slots
 
 

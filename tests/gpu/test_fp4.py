@@ -21,11 +21,6 @@ needs_cuda_part = pytest.mark.skipif(
 
 # Of few rows, half of a column tile to each block.
 SHARES_COLUMNS = jaxmoe.KernelPlan(unit_tiles=1, lag_units=2, ring_tiles=8, share_columns=True)
-# Decoded in shared memory, by warps of their own.
-IN_STAGES = jaxmoe.KernelPlan(
-    unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True, in_stages=True
-)
-IN_STAGES_SHARED = dataclasses.replace(SHARES_COLUMNS, in_stages=True)
 
 
 def every_token_everywhere(arguments: Arguments) -> Arguments:
@@ -139,29 +134,3 @@ class TestMegakernelAhead(OnGpu):
         jaxmoe.KernelPlan(unit_tiles=1, lag_units=0, ring_tiles=1, weight_slots=1),
         jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, chunk_rows=3, keep_tokens=True, weight_slots=4),
     )
-
-
-@needs_cuda_part
-class TestMegakernelInStages(OnGpu):
-    """Weights decoded in shared memory, where they are multiplied by 16 or by 8 bits; those of float16 ahead."""
-
-    implementation = "megakernel"
-    plans = (IN_STAGES_SHARED, IN_STAGES)
-    plans_ahead = (TestMegakernelAhead.plans[-1], IN_STAGES_SHARED, IN_STAGES)
-
-    @pytest.mark.parametrize("plan", [IN_STAGES, IN_STAGES_SHARED], ids=["columns of its own", "shared columns"])
-    @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 129, 256, 257])
-    @pytest.mark.parametrize(("kind", "precision"), [(k, p) for k in ("mxfp4", "nvfp4") for p in ("w4a16", "fp8")])
-    def test_tiles_of_any_number_of_rows_are_as_exact(self, kind, precision, rows, plan):
-        arguments = through_e4m3(every_token_everywhere(self.inputs_in_4_bits(38, kind, tokens=rows)))
-        assert_as_exact(self.small_run(arguments, precision=precision, plan=plan), arguments, precision)
-
-    @pytest.mark.parametrize("precision", ["w4a16", "fp8"])
-    def test_they_have_the_bits_of_experts_that_are_decoded_ahead_in_every_run(self, precision):
-        sizes: dict[str, Any] = {"hidden": 1024, "intermediate": 768, "tokens": 512, "num_experts": 16}
-        arguments = through_e4m3(self.inputs_in_4_bits(39, **sizes))
-        ahead = self.small_run(arguments, precision=precision, plan=TestMegakernelAhead.plans[-1])
-        assert_as_exact(ahead, arguments, precision)
-        for _ in range(50):
-            for plan in self.plans:
-                np.testing.assert_array_equal(self.small_run(arguments, precision=precision, plan=plan), ahead)

@@ -82,15 +82,12 @@ def test_rows_per_expert_that_no_dispatch_returned_write_nowhere_else():
         ("ring_tiles", 0, "a ring of at least unit_tiles"),
         ("unit_tiles", 0, "positive sizes"),
         ("frozen", 1, "no gradients"),
-        ("share_columns", 1, "no shared columns"),
-        ("in_stages", 1, "nothing decoded"),
     ],
 )
 def test_compiled_code_refuses_a_schedule_that_python_would_not_make(monkeypatch, field, value, told):
     right = kernel.launch
     names = ["rows", "h_columns", "columns", "unit_tiles", "lag_units", "ring_tiles"]
-    place = {name: number for number, name in enumerate(names)}
-    place |= {"half": -4, "frozen": -3, "share_columns": -2, "in_stages": -1}
+    place = {name: number for number, name in enumerate(names)} | {"half": -3, "frozen": -2, "share_columns": -1}
 
     def launch(target, order, group, platform, attributes, *arrays):
         numbers = attributes["schedule"].copy()

@@ -55,7 +55,7 @@ def with_fields(struct, **changes):
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
         names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots", "frozen"]
-        names += ["share_columns", "in_stages"]
+        names += ["share_columns"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 

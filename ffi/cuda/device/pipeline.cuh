@@ -10,9 +10,6 @@
 // block before that block's consumers have left it, and a block must go through every stage of its cluster, even with
 // nothing to do.
 //
-// Instead of one thread kProducerWarps warps may fill a stage, by ordinary stores and by copies that one of them expects and
-// issues. Then each of them makes the calls, and the last commit_stores() and all bytes complete `full`.
-//
 // Every role keeps its own Position; all of them take the same number of steps. These waits have no time limit: what
 // they wait for is at most one bounded wait of the producer away.
 #pragma once
@@ -23,25 +20,22 @@
 
 namespace jaxmoe {
 
-template <class Stage_, int kStages_, int kConsumerWarps, int kClusterSize, int kProducerWarps = 0>
+template <class Stage_, int kStages, int kConsumerWarps, int kClusterSize>
 class Pipeline {
  public:
   using Stage = Stage_;
-  static constexpr int kStages = kStages_;
 
   // In shared memory, at the same offset in all blocks of a cluster.
-  struct Barriers {
-    uint64_t full[kStages];
-    uint64_t empty[kStages];
-  };
   struct Storage {
     Stage stages[kStages];  // first, so that stages are as well aligned as the storage
-    Barriers barriers;
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
   };
 
   // One number, since math warps have no register to spare.
   struct Position {
-    uint32_t steps = 0;  // that were taken; of no launch are there as many as 32 bits hold
+    uint32_t steps = 0;  // that were taken; as many as 32 bits hold are whole rounds of the ring
+    static_assert((kStages & (kStages - 1)) == 0);
 
     __device__ int stage() const { return steps % kStages; }
     __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this round of the ring
@@ -52,35 +46,26 @@ class Pipeline {
 
   // One thread of the block, followed by fence_mbarrier_init() and a barrier of the block (the cluster, if it has
   // more).
-  static __device__ void init(Barriers& barriers) {
+  static __device__ void init(Storage& storage) {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(&barriers.full[stage], kProducerWarps > 0 ? kProducerWarps : 1);
-      ptx::mbarrier_init(&barriers.empty[stage], kConsumerWarps * kClusterSize);
+      ptx::mbarrier_init(&storage.full[stage], 1);
+      ptx::mbarrier_init(&storage.empty[stage], kConsumerWarps * kClusterSize);
     }
   }
 
-  __device__ Pipeline(Stage (&stages)[kStages], Barriers& barriers) : stages_(stages), barriers_(barriers) {}
-  explicit __device__ Pipeline(Storage& storage) : Pipeline(storage.stages, storage.barriers) {}
+  explicit __device__ Pipeline(Storage& storage) : storage_(storage) {}
 
-  __device__ Stage& stage(Position position) const { return stages_[position.stage()]; }
-  __device__ uint64_t* full(Position position) const { return &barriers_.full[position.stage()]; }
+  __device__ Stage& stage(Position position) const { return storage_.stages[position.stage()]; }
+  __device__ uint64_t* full(Position position) const { return &storage_.full[position.stage()]; }
 
   // Pairs with release() of every consumer warp, one round earlier; in the first round all stages are empty.
   __device__ void acquire(Position position) const {
-    while (!ptx::mbarrier_try_wait(&barriers_.empty[position.stage()], position.parity() ^ 1)) {}
+    while (!ptx::mbarrier_try_wait(&storage_.empty[position.stage()], position.parity() ^ 1)) {}
   }
 
   // `bytes`: all that lands in this block's stage, copies of the other blocks included.
   __device__ void commit(Position position, uint32_t bytes) const {
-    static_assert(kProducerWarps == 0);
     ptx::mbarrier_arrive_expect_bytes(full(position), bytes);
-  }
-
-  // By all lanes of a producing warp, after their stores and, where the tensor cores are to read them, a fence for those.
-  __device__ void commit_stores(Position position, int lane) const {
-    static_assert(kProducerWarps > 0);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(full(position));
   }
 
   // Of copies that are on their way before the commit, which then announces the others.
@@ -105,15 +90,14 @@ class Pipeline {
   // block.
   __device__ void release(Position position, int lane) const {
     if constexpr (kClusterSize > 1) {
-      if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(&barriers_.empty[position.stage()], lane);
+      if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(&storage_.empty[position.stage()], lane);
     } else {
-      if (lane == 0) ptx::mbarrier_arrive(&barriers_.empty[position.stage()]);
+      if (lane == 0) ptx::mbarrier_arrive(&storage_.empty[position.stage()]);
     }
   }
 
  private:
-  Stage (&stages_)[kStages];
-  Barriers& barriers_;
+  Storage& storage_;
 };
 
 }  // namespace jaxmoe

@@ -15,20 +15,17 @@
 namespace jaxmoe {
 namespace {
 
-const KernelVariant& variant_for(Pass pass, const Formats& formats, const Schedule& schedule) {
+// `ahead`: weights that are decoded are so into a ring.
+const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) {
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(), backward_decoded_bf16(),
-                                 backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(), forward_in_stages_bf16(),
-                                 forward_in_stages_e4m3_bf16(), dispatch_bf16(),
+                                 backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
-  const Decoding decoding = !formats.decodes()          ? Decoding::kNone
-                            : schedule.decodes()        ? Decoding::kAhead
-                            : schedule.in_stages != 0   ? Decoding::kInStages
-                                                        : Decoding::kInRegisters;
+  const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
            each.decoding == decoding && each.accumulation == formats.accumulation;
@@ -47,7 +44,7 @@ struct LaunchShape {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(Tiling::kBlocks), 1, 1};
     config.gridDim = dim3(workers * Tiling::kBlocks);
-    config.blockDim = dim3(variant.threads);
+    config.blockDim = dim3(Roles::kThreads);
     config.dynamicSmemBytes = variant.shared_bytes;
     config.stream = stream;
     config.attrs = &cluster;
@@ -63,12 +60,12 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule) {
-  return variant_for(pass, formats, schedule).kernel;
+const void* kernel_of(Pass pass, const Formats& formats, bool ahead) {
+  return variant_for(pass, formats, ahead).kernel;
 }
 
-std::string prepare_kernel(Pass pass, const Formats& formats, const Schedule& schedule, int32_t* workers) {
-  const KernelVariant& variant = variant_for(pass, formats, schedule);
+std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers) {
+  const KernelVariant& variant = variant_for(pass, formats, ahead);
   // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
   cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(variant.shared_bytes));
@@ -146,16 +143,14 @@ class WeightMaps {
       matrices = ring + which * decoded_bytes(p_.shape, p_.schedule, formats_);
     }
     using Packed = PackedTile<Tiling::kColumns>;
-    const bool packed = format_.element == Element::kE2M1, in_stages = p_.schedule.in_stages != 0;
-    // Decoded in stages they are as deep as what they become.
-    const int32_t line = !packed ? line_of(format_) : in_stages ? line_of(formats_.tokens) : Packed::kLine;
+    const bool packed = format_.element == Element::kE2M1;
+    const int32_t line = packed ? 2 * Packed::kLineBytes : line_of(format_);
     const int32_t box_columns = packed ? Packed::kBoxColumns : kBoxWidth;
     // Those with scales lie the other way round.
     if (formats_.weights.is_scaled()) std::swap(rows, columns);
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
     // PackedTile says why.
-    const bool swizzled = in_stages || formats_.tokens.element == Element::kE4M3;
-    const int32_t swizzle_bytes = !packed ? 128 : swizzled ? line / 2 : 0;
+    const int32_t swizzle_bytes = !packed ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
     maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes);
   }
 
@@ -329,7 +324,7 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     static_cast<RankParams&>(p) = rank;
     const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
     std::string error = complete_layer(p, of_call, formats, timeline);
-    const KernelVariant& variant = variant_for(pass, formats, p.schedule);
+    const KernelVariant& variant = variant_for(pass, formats, p.schedule.decodes());
     if (error.empty() && p.shape.local_experts() > variant.most_local_experts) {
       error = "jaxmoe: the kernel of this precision has room for " + std::to_string(variant.most_local_experts) +
               " experts per rank" + (kTimeline ? " in a build that records timelines (JAXMOE_TIMELINE=on)" : "") +
@@ -347,13 +342,13 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
 
 int32_t timeline_blocks(const LaunchSizes& sizes) {
   const auto& [shape, schedule, formats, pass] = sizes;
-  return variant_for(pass, formats, schedule).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
+  return variant_for(pass, formats, schedule.decodes()).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
-        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule);
+        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule.decodes());
         const LaunchShape shape(variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
         return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);

@@ -23,12 +23,13 @@ struct LaunchSizes {
   Pass pass;
 };
 
-// The kernel of a pass for these formats, and for how its schedule has weights decoded.
-const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule);
+// The kernel of a pass for these formats; `ahead` as for prepare_kernel().
+const void* kernel_of(Pass pass, const Formats& formats, bool ahead);
 
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
-// that kernel_of() names and sets its attributes. Returns what went wrong, empty where nothing did.
-std::string prepare_kernel(Pass pass, const Formats& formats, const Schedule& schedule, int32_t* workers);
+// for these formats and sets its attributes. `ahead`: weights that are decoded are so into a ring
+// (Schedule::decodes()). Returns what went wrong, empty where nothing did.
+std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers);
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {

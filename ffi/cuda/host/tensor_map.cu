@@ -41,7 +41,6 @@ std::optional<CUtensorMapDataType> copied_as(Element element) {
 
 CUtensorMapSwizzle swizzle_of(int32_t bytes) {
   return bytes == 0    ? CU_TENSOR_MAP_SWIZZLE_NONE
-         : bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
          : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                        : CU_TENSOR_MAP_SWIZZLE_128B;
 }

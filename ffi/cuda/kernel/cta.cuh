@@ -27,11 +27,10 @@ struct Cta {
   static constexpr bool kFirstHalf = Variant::kPass == Pass::kDispatchMatmul;
   static constexpr bool kSecondHalf = Variant::kPass == Pass::kMatmulCombine;
   static constexpr bool kDecodes = Variant::Precision::kDecodes;
-  static constexpr bool kDecodesAny = kDecodes || Variant::Precision::kPacked || Variant::Precision::kInStages;
   static constexpr bool kWeightGradients = kBackward && !kDecodes;
   // Whether columns of gate and up may take turns: in weights that are multiplied as they are. Recording leaves a forward
   // pass no register for it; cuda/host/launch.cu refuses such a call.
-  static constexpr bool kTakesTurns = !kFirstHalf && !kSecondHalf && !kDecodesAny &&
+  static constexpr bool kTakesTurns = !kFirstHalf && !kSecondHalf && !kDecodes && !Variant::Precision::kPacked &&
                                       !Variant::Precision::kTokens.is_scaled() &&
                                       (kBackward || !Variant::config.timeline);
   // Whether blocks may share the columns of a task, half of a column tile each. Not of weights that are decoded ahead,

@@ -69,7 +69,7 @@ __device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Cop
 template <class Variant>
 __device__ __forceinline__ void prepare_stages(const Cta<Variant>& cta) {
   if (threadIdx.x != 0) return;
-  GemmShape<Variant>::init_rings(cta.shared.gemm);
+  GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
   ptx::fence_mbarrier_init();
   for (int32_t& number : cta.shared.task_numbers) number = -1;
   if constexpr (kAddsUpEarly<Variant>) {

@@ -4,9 +4,8 @@
 //   sort, publish         all warps of every block     slots sorted by expert, inputs where peers reach them
 //   producer              warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
-//   math                  the next two warpgroups      products (gemm/products.cuh), their results to rings, owners and
+//   math                  the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
 //                                                      the layer's results
-//   stage decoder         one more, where there is     weights in 4 bits, from the stages to what math multiplies
 //   combine               dispatch and math warps      sums of answers, by whoever has nothing else to do
 //
 // Launched with a block for every multiprocessor; how many of them have one decides the crew (crew.cuh). Blocks of the
@@ -23,7 +22,6 @@
 #include "cuda/kernel/exchange/dispatch.cuh"
 #include "cuda/kernel/gemm/math.cuh"
 #include "cuda/kernel/gemm/producer.cuh"
-#include "cuda/kernel/gemm/stage_decoder.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -52,13 +50,10 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
       if (dispatcher >= 0) dispatch::run(cta, dispatch_warp, dispatcher);
       combine::run_beside_products<Variant::config.registers.control>(cta, dispatch_warp, ptx::read_lane());
     }
-  } else if (kWarpsOf<Variant> == Roles::kWarps || warp < Roles::kFirstStageDecoderWarp) {
+  } else {
     ptx::take_registers<Variant::config.registers.math>();
     math::run(cta);
     combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, ptx::read_lane());
-  } else if constexpr (Variant::Precision::kInStages) {
-    ptx::release_registers<Variant::config.registers.stage_decoder>();
-    stage_decoder::run(cta, warp - Roles::kFirstStageDecoderWarp);
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
@@ -67,11 +62,11 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
 
 // Two names, for profilers.
 template <class Variant>
-__global__ void __launch_bounds__(kThreadsOf<Variant>, 1) moe_forward(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_forward(const __grid_constant__ ForwardParams params) {
   run_block<Variant>(params);
 }
 template <class Variant>
-__global__ void __launch_bounds__(kThreadsOf<Variant>, 1) moe_backward(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(Roles::kThreads, 1) moe_backward(const __grid_constant__ BackwardParams params) {
   run_block<Variant>(params);
 }
 

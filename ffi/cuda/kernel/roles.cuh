@@ -1,5 +1,5 @@
 // Who does what in a block: the warps of each role, and the registers of their threads. The first warpgroup loads and
-// pulls, the next two multiply. Where weights are decoded in shared memory there is one more, which does that.
+// pulls, the others multiply.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +27,6 @@ struct Roles {
   static constexpr int kWarps = kFirstMathWarp + kMathWarps;
   static constexpr int kThreads = kWarps * kWarpThreads;
 
-  static constexpr int kFirstStageDecoderWarp = kWarps;
-  static constexpr int kStageDecoderWarps = kWarpgroupWarps;
-  static constexpr int kStageDecoderThreads = kStageDecoderWarps * kWarpThreads;
-  static constexpr int kMostWarps = kWarps + kStageDecoderWarps;
-
   static_assert(kWarpgroupRows == 64 && kWarpRows == 16);
   static_assert(kFirstDispatchWarp + kDispatchWarps == kFirstMathWarp && kFirstMathWarp % kWarpgroupWarps == 0);
   static_assert(kTracksOfRole[static_cast<int>(TrackRole::kDispatch)] == kDispatchWarps);
@@ -43,26 +38,15 @@ struct Roles {
   }
 };
 
-// The warps of a block, as the kernel is compiled.
-template <class Variant>
-inline constexpr int kWarpsOf = Variant::Precision::kInStages ? Roles::kMostWarps : Roles::kWarps;
-template <class Variant>
-inline constexpr int kThreadsOf = kWarpsOf<Variant> * Roles::kWarpThreads;
-
-// Of a thread. A kernel is compiled for 168 (65536 over 384 threads), or 128 with one more warpgroup; all together stay
-// within that. With fewer for the first warpgroup the walk over the schedule spills, with fewer for the others the
-// epilogues do.
+// Of a thread. A kernel is compiled for 168 (65536 over 384 threads); all together stay within that. With fewer for the
+// first warpgroup the walk over the schedule spills, with fewer for the others the epilogues do.
 struct RoleRegisters {
   int control = 104;  // producer, dispatch
   int math = 200;
-  int stage_decoder = 0;  // where there is one
 
-  // A block is started with as many for each thread; what math warps take beyond that others have given back. If it is
-  // not enough they wait for ever.
-  constexpr bool fit() const {
-    const int at_start = stage_decoder > 0 ? 128 * (2 + Roles::kMathWarpgroups) : 168 * (1 + Roles::kMathWarpgroups);
-    return control + Roles::kMathWarpgroups * math + stage_decoder <= at_start;
-  }
+  // A block is started with 168 for each thread; what math warps take beyond that others have given back. If it is not
+  // enough they wait for ever.
+  constexpr bool fit() const { return control + Roles::kMathWarpgroups * math <= 168 * (1 + Roles::kMathWarpgroups); }
 };
 
 }  // namespace jaxmoe

@@ -22,14 +22,13 @@ struct SortScratch {
   int32_t next[kMaxExperts];  // position in the owner's list of the next slot of this sorter
   int32_t total[kMaxExperts];  // of all sorters
   // Of one round of the block over its slots; all zero between rounds.
-  uint16_t slots_of_warp[Roles::kMostWarps][kMaxExperts];
+  uint16_t slots_of_warp[Roles::kWarps][kMaxExperts];
 };
 
 // Tasks on their way from the producer, which walks the schedule, to the math warps, which have no registers for it. A
 // task is written before the commit of its first stage and read after the wait for that stage; the producer is never
 // more tasks ahead than there are stages.
-template <class Variant>
-inline constexpr int kQueuedTasks = Variant::Precision::kInStages ? 16 : 8;
+inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
 struct NothingToDecode {};
@@ -72,15 +71,15 @@ inline constexpr bool kAddsUpEarly = (Variant::kPass == Pass::kForward || Varian
 template <class Variant>
 struct KernelStorage {
   // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
-  static_assert(GemmShape<Variant>::kMostAhead + 3 <= kQueuedTasks<Variant>);
+  static_assert(Variant::config.stages + 3 <= kQueuedTasks);
   typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
-  // Lies where the stages will be, and what comes behind them.
+  // Lies where the stages will be.
   __device__ __forceinline__ SortScratch& sort_scratch() {
-    static_assert(sizeof(SortScratch) <= sizeof(gemm));
+    static_assert(sizeof(SortScratch) <= sizeof(gemm.ring.stages));
     return *reinterpret_cast<SortScratch*>(&gemm);
   }
-  Task tasks[kQueuedTasks<Variant>];                                 // this block's parts
-  int32_t task_numbers[kQueuedTasks<Variant>];                       // from the first block of a cluster to the others
+  Task tasks[kQueuedTasks];                                 // this block's parts
+  int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
   uint32_t launch_number;                                   // of this launch
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp

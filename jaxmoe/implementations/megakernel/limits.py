@@ -15,7 +15,6 @@ from jaxmoe.implementations.megakernel.schedule import (
     MOST_LOCAL_EXPERTS,
     decodes_ahead,
     decodes_in_registers,
-    in_stages,
     most_experts_ahead,
     most_row_tiles,
     not_compiled,
@@ -95,7 +94,7 @@ def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape, platform: str
                 "are decoded where they are multiplied. Leave weight_slots at 0, or pass "
                 "jaxmoe.through_e4m3(experts)."
             )
-        if plan.weight_slots or not (decodes_in_registers(shape, platform) or in_stages(shape, platform, plan)):
+        if plan.weight_slots or not decodes_in_registers(shape, platform):
             raise ValueError(
                 f"moe_layer: {shape.local_experts} experts per rank in 4 bits beside tokens in 8: implementation="
                 f"'megakernel' on {platform} decodes those of at most {most} ahead. Spread them over more ranks, pass "

@@ -40,9 +40,6 @@ class KernelPlan:
       share_columns: whether, in a forward pass, the two thread blocks that work together share the columns of an answer
         where an expert has at most half a row tile, instead of taking two column tiles: twice as many down tasks, for
         when half of the pairs would have none. Nothing changes beside weights that are decoded, nor on a CPU.
-      in_stages: whether, in a forward pass without weight_slots, experts in 4 bits are decoded in shared memory by warps
-        of their own, instead of in registers by those that multiply. On GPUs, of BF16 tokens; beside tokens in 8 bits
-        experts of `jaxmoe.through_e4m3`. Nothing changes elsewhere.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 
@@ -58,7 +55,6 @@ class KernelPlan:
     segment_tiles: int = 0
     weight_slots: int = 0
     share_columns: bool = False
-    in_stages: bool = False
     backward: "KernelPlan | None" = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -77,7 +73,7 @@ class KernelPlan:
             if value is None or not least <= value <= most:
                 raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
             object.__setattr__(self, name, value)
-        for name in ("keep_tokens", "share_columns", "in_stages"):
+        for name in ("keep_tokens", "share_columns"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"KernelPlan: {name}={value!r} must be True or False.")
         if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
@@ -86,11 +82,6 @@ class KernelPlan:
             )
         if self.backward is not None and self.segment_tiles:
             raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
-        if self.in_stages and (self.segment_tiles or self.weight_slots):
-            raise ValueError(
-                "KernelPlan: in_stages=True is for a forward pass that decodes nothing ahead. Leave out segment_tiles and "
-                "weight_slots."
-            )
         if self.share_columns and self.segment_tiles:
             raise ValueError(
                 "KernelPlan: share_columns=True is for a forward pass; one with segment_tiles is for a backward pass "

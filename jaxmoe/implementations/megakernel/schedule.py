@@ -101,7 +101,6 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
         _scaled(shape),
         weight_slots(shape, platform, plan, saved_tiles),
         frozen,
-        in_stages(shape, platform, plan, saved_tiles),
     )
 
 
@@ -113,24 +112,7 @@ def weight_slots(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int
     in_registers = not plan.segment_tiles and not saved_tiles and decodes_in_registers(shape, platform)
     if not shape.formats.decodes or (in_registers and not plan.weight_slots):
         return 0
-    if in_stages(shape, platform, plan, saved_tiles):
-        return 0
     return min(plan.weight_slots or plan.fewest_weight_slots, shape.local_experts)
-
-
-def in_stages(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int = 0) -> bool:
-    """Whether weights are decoded in shared memory by warps of their own. Arguments are those of `schedule_of`."""
-    return plan.in_stages and not saved_tiles and decodes_in_stages(shape, platform)
-
-
-def decodes_in_stages(shape: Shape, platform: str) -> bool:
-    """Whether a forward pass that keeps nothing can decode weights in shared memory, by warps of their own."""
-    if platform == "cpu" or not shape.formats.decodes or bits(shape.formats.weights.dtype) != 4:
-        return False
-    if shape.formats.tokens.scale_rows and not shape.formats.weights.through_e4m3:
-        return False
-    whole = shape.hidden % DEPTH_IN_REGISTERS == 0 and shape.intermediate % DEPTH_IN_REGISTERS == 0
-    return shape.formats.answers.dtype == jnp.bfloat16 and whole
 
 
 def decodes_ahead(shape: Shape, platform: str) -> bool:

@@ -1,6 +1,5 @@
 // Loads, stores and atomics in global memory whose order or caching is not the ordinary one ("gpu": seen by all blocks
 // of this device; "system": by peers as well), and copies from there to shared memory that a thread need not wait for.
-// Vectors in shared memory, by its own addresses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -72,24 +71,6 @@ __device__ __forceinline__ void copy_vector(void* shared, const void* source) {
 }
 // What this thread has copied is there, for itself; for other lanes after a __syncwarp().
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// 16 bytes of shared memory, kOffset bytes behind an address.
-template <int kOffset>
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address), "n"(kOffset)
-               : "memory");
-  return v;
-}
-template <int kOffset>
-__device__ __forceinline__ void store_shared(uint32_t address, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0 + %1], {%2, %3, %4, %5};"
-               :
-               : "r"(address), "n"(kOffset), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
 
 // Nothing that the launch writes; values stay as they are where `there` is not set. Without a branch, after which the
 // compiler would wait for what was loaded.

@@ -1,6 +1,6 @@
 // wgmma: one warpgroup multiplies a 64 x 16 slice of A with a 16 x 256 slice of B, both in shared memory, and adds the
 // product to its float32 accumulators. Each factor may lie either way round (Major). Of 8-bit elements slices are 64 x
-// 32 and, of half a tile, 32 x 128, or 32 x 64 of a quarter, and both lie along the depth. Used by kernel/gemm/ through the precision policies.
+// 32 and, of half a tile, 32 x 128, and both lie along the depth. Used by kernel/gemm/ through the precision policies.
 //
 // Order of calls: wgmma_fence() before the first product of a group, commit_products() after the last,
 // wait_products<n>() until at most n groups are unfinished. All 128 threads of the warpgroup make every call.
@@ -17,12 +17,9 @@ namespace jaxmoe::ptx {
 struct Accumulators {
   float values[128];
 };
-// The same of a 64 x 128 product, and of a 64 x 64 one.
+// The same of a 64 x 128 product.
 struct HalfAccumulators {
   float values[64];
-};
-struct QuarterAccumulators {
-  float values[32];
 };
 
 // Where and how a tile lies in shared memory. Bits: 0-13 address, 16-29 leading offset, 32-45 stride offset (all in
@@ -133,28 +130,6 @@ __device__ __forceinline__ void multiply_e4m3(Accumulators& accumulators, uint64
 
 #undef JAXMOE_WGMMA_64X256
 
-// The same of half of the columns, half kHalf: b is of these. A kernel of more than 384 threads has to take them so; it has
-// 128 registers for a thread before setmaxnreg, for which ptxas refuses products of 256 columns.
-template <int kHalf>
-__device__ __forceinline__ void multiply_half_bf16(Accumulators& accumulators, uint64_t a, uint64_t b) {
-  float* const d = accumulators.values + 64 * kHalf;
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, 1, 1, 1, 0, 0;\n"
-      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32), JAXMOE_EIGHT(40),
-        JAXMOE_EIGHT(48), JAXMOE_EIGHT(56)
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
 // accumulators = a * b, with what was in them where `add` is set: a constant for the compiler.
 __device__ __forceinline__ void multiply_e4m3(HalfAccumulators& accumulators, uint64_t a, uint64_t b, bool add) {
   float(&d)[64] = accumulators.values;
@@ -175,24 +150,6 @@ __device__ __forceinline__ void multiply_e4m3(HalfAccumulators& accumulators, ui
       "}"
       : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32), JAXMOE_EIGHT(40),
         JAXMOE_EIGHT(48), JAXMOE_EIGHT(56)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add))
-      : "memory");
-}
-
-__device__ __forceinline__ void multiply_e4m3(QuarterAccumulators& accumulators, uint64_t a, uint64_t b, bool add) {
-  float(&d)[32] = accumulators.values;
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, accumulate, 1, 1;\n"
-      "}"
-      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24)
       : "l"(a), "l"(b), "r"(static_cast<int>(add))
       : "memory");
 }

@@ -3,7 +3,6 @@
 
 #include "cuda/host/variants/variant_of.cuh"
 #include "cuda/kernel/gemm/precision/decoded.cuh"
-#include "cuda/kernel/gemm/precision/decoded_in_stages.cuh"
 #include "cuda/kernel/gemm/precision/eight_bit.cuh"
 #include "cuda/kernel/gemm/precision/packed.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
@@ -23,16 +22,12 @@ struct Forward {
   static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();
   // Products that are added up in float32 take half a tile of registers.
   static constexpr bool kPromotes = Precision::kTokens.is_scaled() && !Precision::kPacked;
-  // One more warpgroup, that decodes in stages.
-  static constexpr RoleRegisters kWithDecoder =
-      kPromotes ? RoleRegisters{72, 192, 56} : RoleRegisters{72, 184, 72};
-  static constexpr RoleRegisters kRegisters = Precision::kInStages        ? kWithDecoder
-                                              : kPromotes                 ? RoleRegisters{72, 216}
+  static constexpr RoleRegisters kRegisters = kPromotes                   ? RoleRegisters{72, 216}
                                               : kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
                                               : Precision::kPacked        ? RoleRegisters{72, 216}
                                                                           : RoleRegisters{};
   static constexpr KernelConfig config{.registers = kRegisters,
-                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked && !Precision::kInStages};
+                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers.

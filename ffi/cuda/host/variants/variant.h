@@ -20,7 +20,6 @@ enum class Decoding {
   kNone,
   kAhead,        // into a ring, expert by expert (kernel/exchange/decode.cuh)
   kInRegisters,  // when they are multiplied (kernel/gemm/packed.cuh, packed_eight_bit.cuh)
-  kInStages,     // on their way there, in shared memory (kernel/gemm/stage_decoder.cuh)
 };
 
 // A kernel as the host starts it.
@@ -31,8 +30,7 @@ struct KernelVariant {
   Decoding decoding;
   Accumulation accumulation;
   const void* kernel;
-  int32_t threads;           // of a block
-  std::size_t shared_bytes;  // likewise
+  std::size_t shared_bytes;  // of a block
   bool records_timeline;
   int32_t most_local_experts;
 };
@@ -48,8 +46,6 @@ KernelVariant forward_decoded_f16();
 KernelVariant forward_decoded_e4m3_bf16();  // weights in 4 bits; 8-bit tokens and h
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
 KernelVariant forward_packed_e4m3_bf16();  // the same; 8-bit tokens and h
-KernelVariant forward_in_stages_bf16();  // weights in 4 bits, decoded in shared memory
-KernelVariant forward_in_stages_e4m3_bf16();  // the same; 8-bit tokens and h
 KernelVariant dispatch_bf16();  // of experts of the caller's own (common/exchange.h)
 KernelVariant dispatch_f16();
 KernelVariant dispatch_e4m3_bf16();  // rows that are rounded to 8 bits

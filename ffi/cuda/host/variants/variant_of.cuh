@@ -17,11 +17,8 @@ KernelVariant variant_of(Kernel* kernel) {
   static_assert(kSharedBytes <= kMaxSharedBytes);
   static_assert(Variant::config.registers.fit());
   return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
-          Precision::kInStages  ? Decoding::kInStages
-          : Precision::kPacked  ? Decoding::kInRegisters
-          : Precision::kDecodes ? Decoding::kAhead
-                                : Decoding::kNone,
-          Precision::kAccumulation, reinterpret_cast<const void*>(kernel), kThreadsOf<Variant>, kSharedBytes, Variant::config.timeline,
+          Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
+          Precision::kAccumulation, reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline,
           kRoomForExperts<Variant>};
 }
 

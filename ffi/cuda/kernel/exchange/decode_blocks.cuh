@@ -53,7 +53,6 @@ struct ByteGroups {
 struct GroupMagnitudes {
   uint32_t lower, upper;
 
-  __device__ GroupMagnitudes(uint32_t lower, uint32_t upper) : lower(lower), upper(upper) {}
   __device__ explicit GroupMagnitudes(__half2 factor)
       : lower(two(0x3800'0000, factor) | two(0x3e00'3c00, factor) << 16),   // 0, 0.5; 1, 1.5
         upper(two(0x4200'4000, factor) | two(0x4600'4400, factor) << 16) {}  // 2, 3; 4, 6

@@ -34,7 +34,7 @@ __device__ __forceinline__ void round_tokens(const Cta<Variant>& cta, Team team)
   const auto* x = static_cast<const typename Precision::Wide::Element*>(p.x);
   const int lane = threadIdx.x % 32;
   const auto warps = static_cast<int32_t>(team.threads / 32), warp = static_cast<int32_t>(team.thread / 32);
-  const int32_t team_blocks = warps / kWarpsOf<Variant>;
+  const int32_t team_blocks = warps / Roles::kWarps;
   const int32_t pieces = ceil_div(hidden, kRoundedAtOnce);
 
   struct Piece {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void round_tokens(const Cta<Variant>& cta, Team team)
   };
   const auto find = [&](int32_t number) { return Piece{number / pieces, number % pieces}; };
   const Piece stride = find(warps);
-  Piece piece = find(warp % kWarpsOf<Variant> * team_blocks + warp / kWarpsOf<Variant>);
+  Piece piece = find(warp % Roles::kWarps * team_blocks + warp / Roles::kWarps);
   const auto first = [&] { return piece.of_token * kRoundedAtOnce; };
   const auto count = [&] { return at_most(hidden - first(), kRoundedAtOnce); };
   ColumnsToRound<Precision> columns;

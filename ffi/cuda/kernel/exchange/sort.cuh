@@ -55,7 +55,7 @@ __device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t 
     }
     scratch.next[e] = before;
     scratch.total[e] = total;
-    for (int warp = 0; warp < kWarpsOf<Variant>; ++warp) scratch.slots_of_warp[warp][e] = 0;
+    for (int warp = 0; warp < Roles::kWarps; ++warp) scratch.slots_of_warp[warp][e] = 0;
   }
   __syncthreads();
   // A warp for each owner sums up its experts, a few neighbouring ones by every lane.

@@ -29,9 +29,8 @@ struct Direct {
   // `first_row` is that of A, of the warpgroup.
   template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
-                                                 int32_t step, int32_t steps, Position position,
-                                                 const Meanwhile& meanwhile,
-                                                 const Release& release) const {
+                                                 int32_t step, int32_t, Position position,
+                                                 const Meanwhile& meanwhile, const Release& release) const {
     using A = typename Stage::A;
     using B = typename Stage::B;
     static_assert(A::kSliceDepth == B::kSliceDepth);
@@ -92,8 +91,7 @@ class Promoted {
   template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
   __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
                                                  int32_t step, int32_t steps, Position position,
-                                                 const Meanwhile& meanwhile,
-                                                 const Release& release) {
+                                                 const Meanwhile& meanwhile, const Release& release) {
     static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
     meanwhile();  // where the registers of the products are free
     const Step scales = load_scales(step);
@@ -118,7 +116,7 @@ class Promoted {
     float rows[2], columns[2];
   };
 
-  // They come while the first half is multiplied. Those of a ring change within a launch, so they are never taken from
+  // Those of columns come while the first half is multiplied, those of rows before it. Those of a ring change within a launch, so they are never taken from
   // L1.
   __device__ __forceinline__ Step load_scales(int32_t step) const {
     if constexpr (std::is_same_v<Scales, ScalesOfDecoded>) {
@@ -129,6 +127,8 @@ class Promoted {
     }
   }
 
+  // Those of rows for the next step, while the last products of this one run: there are registers for these two, not for
+  // those of columns too.
   __device__ __forceinline__ void load_rows(int32_t step) {
     const float* const rows = scales_.rows + step * Tiling::kRows + lane_ / 4;
     next_rows_[0] = __ldcg(rows);
@@ -147,7 +147,7 @@ class Promoted {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < A::kLine / A::kSliceDepth; ++slice) {
-      Precision::multiply_part(products_, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kDepth>),
+      Precision::multiply_half(products_, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kDepth>),
                                ptx::advance_descriptor(b, slice * B::template kSliceBytes<kDepth>), slice > 0);
     }
     ptx::commit_products();
@@ -165,130 +165,6 @@ class Promoted {
   const int lane_;
   float next_rows_[2];
   ptx::HalfAccumulators products_;
-};
-
-// The same where weights are decoded in stages, which have the scales of a step with them. There are fewer registers, since
-// one more warpgroup has some, so it is a quarter of the columns at a time.
-struct PartsOfTile {
-  int32_t parts;      // that the tile has columns for
-  int32_t first_row;  // of the warp
-};
-class PromotedInQuarters {
- public:
-  using Scales = PartsOfTile;
-
-  __device__ PromotedInQuarters(const Scales& scales, int lane) : scales_(scales), lane_(lane) {}
-
-  __device__ __forceinline__ void begin(ptx::Accumulators& sums) const { ptx::clear_accumulators(sums); }
-
-  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
-  __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row, int32_t,
-                                                 int32_t, Position position, const Meanwhile& meanwhile,
-                                                 const Release& release) const {
-    static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
-    meanwhile();
-    // All at once: each part would wait for its own.
-    const float* const rows = stage.row_scales + scales_.first_row + lane_ / 4;
-    const float of_rows[2] = {rows[0], rows[8]}, of_columns[2] = {stage.column_scales[0], stage.column_scales[1]};
-    const StepFactors factors{{{of_rows[0] * of_columns[0], of_rows[1] * of_columns[0]},
-                               {of_rows[0] * of_columns[1], of_rows[1] * of_columns[1]}}};
-    multiply_parts<Precision, 0>(sums, stage, first_row, factors, scales_.parts, [&] { release(position); });
-  }
-
-  template <class Position, class Release>
-  __device__ __forceinline__ void end(ptx::Accumulators&, Position, const Release&) const {}
-
- private:
-  static constexpr int kParts = 4, kPartColumns = Tiling::kColumns / kParts;
-
-  struct StepFactors {
-    float of_half[2][2];  // of the columns, and of this thread's rows
-  };
-
-  // From kPart on.
-  template <class Precision, int kPart, class Stage, class Release>
-  __device__ __forceinline__ void multiply_parts(ptx::Accumulators& sums, const Stage& stage, int first_row,
-                                                 const StepFactors& step, int32_t parts, const Release& release) const {
-    // Also keeps ptxas from beginning with a part before the one before is added up, for which there are no registers.
-    if (kPart > 0 && kPart >= parts) return;
-    using A = typename Stage::A;
-    using B = typename Stage::B;
-    constexpr ptx::Major kDepth = ptx::Major::kDepth;
-    const uint64_t a = stage.a.template descriptor<kDepth>(first_row);
-    const uint64_t b = stage.b.template descriptor<kDepth>(kPart * kPartColumns);
-    ptx::QuarterAccumulators products;
-    ptx::clear_accumulators(products);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < A::kLine / A::kSliceDepth; ++slice) {
-      Precision::multiply_part(products, ptx::advance_descriptor(a, slice * A::template kSliceBytes<kDepth>),
-                               ptx::advance_descriptor(b, slice * B::template kSliceBytes<kDepth>), slice > 0);
-    }
-    ptx::commit_products();
-    ptx::wait_products<0>();
-    ptx::own_accumulators(products);
-    if (kPart % 2 == 1 && kPart + 1 == parts) release();
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      sums.values[32 * kPart + i] += step.of_half[2 * kPart / kParts][i / 2 % 2] * products.values[i];
-    }
-    if constexpr (kPart + 1 < kParts) {
-      multiply_parts<Precision, kPart + 1>(sums, stage, first_row, step, parts, release);
-    }
-  }
-
-  const Scales& scales_;
-  const int lane_;
-};
-
-// Of 16-bit rows and weights that are decoded in stages: the tensor cores add up the whole depth, and sums are multiplied at
-// the end with what decoding has left out, the scale of the matrix of each half of the columns and a power of two.
-struct FactorsOfSums {
-  float columns[2];
-};
-class ScaledByMatrix : public Direct {
- public:
-  using Scales = FactorsOfSums;
-
-  __device__ ScaledByMatrix(const Scales& scales, int lane) : Direct({}, lane), scales_(scales) {}
-
-  // As that of Direct, by halves of the columns. But each step waits for its own products: with those of the step before under
-  // way, whose columns would be kept as long, the stage decoder waited a third of its time for room.
-  template <class Precision, ptx::Major kA, ptx::Major kB, class Stage, class Position, class Meanwhile, class Release>
-  __device__ __forceinline__ void multiply_stage(ptx::Accumulators& sums, const Stage& stage, int first_row,
-                                                 int32_t step, int32_t steps, Position position,
-                                                 const Meanwhile& meanwhile,
-                                                 const Release& release) const {
-    using A = typename Stage::A;
-    using B = typename Stage::B;
-    static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
-    const uint64_t a = stage.a.template descriptor<kA>(first_row);
-    const uint64_t b = stage.b.template descriptor<kB>(0);
-    constexpr uint32_t kHalfBytes = sizeof(stage.b) / 2;
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < A::kLine / A::kSliceDepth; ++slice) {
-      const uint64_t of_a = ptx::advance_descriptor(a, slice * A::template kSliceBytes<kA>);
-      const uint64_t of_b = ptx::advance_descriptor(b, slice * B::template kSliceBytes<kB>);
-      Precision::template multiply_half<0>(sums, of_a, of_b);
-      Precision::template multiply_half<1>(sums, of_a, ptx::advance_descriptor(of_b, kHalfBytes));
-    }
-    ptx::commit_products();
-    meanwhile();
-    ptx::wait_products<0>();
-    release(position);
-  }
-
-  template <class Position, class Release>
-  __device__ __forceinline__ void end(ptx::Accumulators& sums, Position, const Release&) const {
-    ptx::own_accumulators(sums);
-    const float factors[2] = {scales_.columns[0], scales_.columns[1]};
-#pragma unroll
-    for (int i = 0; i < 128; ++i) sums.values[i] *= factors[i / 64];
-  }
-
- private:
-  const Scales& scales_;
 };
 
 // Of 8-bit factors, each of which has the same scale all along the depth: the tensor cores add up all of it, and the sums

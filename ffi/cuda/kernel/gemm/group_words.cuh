@@ -12,9 +12,7 @@ namespace jaxmoe {
 
 // What a warp has of a tile of packed weights: 32 columns in two blocks of 16, or one block of a tile whose columns two
 // blocks of threads share. In shared memory, since math warps have no register for it.
-struct GroupsOfLane;
 struct PackedPart {
-  using Source = GroupsOfLane;
   const uint8_t* groups[2];  // of its first column of each block
   int32_t columns[2];        // that the matrix has from there on
   int32_t row_bytes;         // groups of a column
@@ -28,15 +26,13 @@ struct PackedPart {
 // 2 b + h is g + 8 h of block b. A lane loads the groups of the quad's column number t. This is where they lie.
 struct GroupsOfLane {
   const uint8_t* groups;
-  int32_t bytes;      // none of a column behind the last one
-  int32_t row_bytes;  // of any other
+  int32_t bytes;  // none of a column behind the last one
 
   __device__ __forceinline__ explicit GroupsOfLane(const PackedPart& part) {
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
     const int32_t column = g + 8 * (t % 2);
     groups = part.groups[t / 2] + int64_t{column} * part.row_bytes;
-    row_bytes = part.row_bytes;
-    bytes = column < part.columns[t / 2] ? row_bytes : 0;
+    bytes = column < part.columns[t / 2] ? part.row_bytes : 0;
   }
 
   // What the lane of the quad's column `column` has.
@@ -47,31 +43,26 @@ struct GroupsOfLane {
 };
 
 // Groups of several steps in one load, 16 bytes, handed on step by step. Nothing touches what begin() and take() have
-// asked for before it is taken. Part: of which Part::Source(part) is where they lie. kWhole: every column has whole words.
-template <bool kWhole>
-class GroupWordsOf {
+// asked for before it is taken.
+class GroupWords {
  public:
-  template <class Part>
-  __device__ __forceinline__ void begin(const Part& part) {
-    load(typename Part::Source(part), 0);
-  }
+  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, GroupsOfLane(part), 0); }
 
   // Those of the first step, as long after begin() as can be.
-  template <class Part>
-  __device__ __forceinline__ void take_first(const Part& part) {
-    const typename Part::Source source(part);
+  __device__ __forceinline__ void take_first(const PackedPart& part) {
+    const GroupsOfLane source(part);
     take_loaded(source);
-    load(source, 1);
+    load(part, source, 1);
   }
   // Those of a step that is not the first; kGroup numbers have one.
-  template <int kGroup, class Part>
-  __device__ __forceinline__ void take(const Part& part, int32_t step) {
+  template <int kGroup>
+  __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
     constexpr int kSteps = kLoadBytes * kGroup / kStepNumbers;  // that a load is for
     constexpr int kWords = 4 / kSteps;                          // to a step
     if (step % kSteps == 0) {
-      const typename Part::Source source(part);
+      const GroupsOfLane source(part);
       take_loaded(source);
-      load(source, step / kSteps + 1);
+      load(part, source, step / kSteps + 1);
     } else {
       now_[0] = now_[kWords];
       now_[1] = now_[kWords + 1];
@@ -83,8 +74,6 @@ class GroupWordsOf {
   __device__ __forceinline__ uint32_t of_column(int column, bool second = false) const {
     return GroupsOfLane::of_column(second ? now_[1] : now_[0], column);
   }
-  // The same of this lane's own column.
-  __device__ __forceinline__ uint32_t word(bool second) const { return second ? now_[1] : now_[0]; }
 
  private:
   static constexpr int32_t kLoadBytes = 16, kStepNumbers = 128;
@@ -92,35 +81,29 @@ class GroupWordsOf {
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
   // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
-  template <class Source>
-  __device__ __forceinline__ void load(const Source& source, int32_t nth) {
+  __device__ __forceinline__ void load(const PackedPart& part, const GroupsOfLane& source, int32_t nth) {
     const int32_t first = kLoadBytes * nth;
     const int32_t left = source.bytes - first;
     const auto* from = source.groups + first;
-    if (source.row_bytes % kLoadBytes == 0) {
+    if (part.row_bytes % kLoadBytes == 0) {
       ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(from));
     } else {
-      const int32_t before = kWhole ? 0 : reinterpret_cast<uintptr_t>(from) % 4;
+      const int32_t before = reinterpret_cast<uintptr_t>(from) % 4;
       from -= before;
 #pragma unroll
-      for (int i = 0; i < kLoadedWords; ++i) {
+      for (int i = 0; i < 5; ++i) {
         ptx::load_if(left > 0 && left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(from) + i);
       }
     }
   }
-  template <class Source>
-  __device__ __forceinline__ void take_loaded(const Source& source) {
+  __device__ __forceinline__ void take_loaded(const GroupsOfLane& source) {
     const int32_t before = 8 * (reinterpret_cast<uintptr_t>(source.groups) % 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      now_[i] = kWhole ? next_[i] : __funnelshift_r(next_[i], next_[i + 1 - (kWhole ? 1 : 0)], before);
-    }
+    for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
   }
 
-  static constexpr int kLoadedWords = kWhole ? 4 : 5;
-  uint32_t now_[4]{}, next_[kLoadedWords]{};  // groups of this step and those after it; what is being loaded
+  uint32_t now_[4]{}, next_[5]{};  // groups of this step and those after it; what is being loaded
 };
-using GroupWords = GroupWordsOf<false>;
 
 // The same a step at a time, where there are no more registers: of groups of 32 that are a multiple of four to a column.
 class OneGroupWord {

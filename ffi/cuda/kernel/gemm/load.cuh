@@ -29,7 +29,9 @@ inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 // the same B, and each loads a part of it for all.
 template <class Product, class Variant>
 class LoadedB {
-  using Stage = typename GemmShape<Variant>::LoadedRing::Stage;
+  using Shape = GemmShape<Variant>;
+  using Ring = typename Shape::Ring;
+  using Stage = typename Shape::Stage;
   using B = typename Product::B;
   static constexpr int kBoxes = Stage::B::kBoxes;
   static constexpr int kSharedBoxes = kBoxes / Tiling::kBlocks;
@@ -88,14 +90,14 @@ inline constexpr bool kWeightsFirst =
 // goes on from there.
 template <class Product, class Variant>
 __device__ __forceinline__ int32_t load_weights_first(const Cta<Variant>& cta,
-                                                      const typename GemmShape<Variant>::LoadedRing& ring,
-                                                      typename GemmShape<Variant>::LoadedRing::Position position,
+                                                      const typename GemmShape<Variant>::Ring& ring,
+                                                      typename GemmShape<Variant>::Ring::Position position,
                                                       const Task& task, bool own_b, uint64_t b_policy) {
   int32_t begun = 0;
   if constexpr (kWeightsFirst<Product, Variant>) {
     const LoadedB<Product, Variant> b(cta, task, own_b, task.rows > 0, b_policy);
     Product::Depth::for_each_step(cta.params, task, [&](int32_t part, int32_t k) {
-      if (begun == GemmShape<Variant>::LoadedRing::kStages) return;
+      if (begun == Variant::config.stages) return;
       ++begun;
       ring.expect(position, b.bytes());
       b.load(ring.stage(position), ring.full(position), part, k);
@@ -115,151 +117,81 @@ __device__ __forceinline__ const float* first_row_scale(const Cta<Variant>& cta,
          ring_scale(Tiling::kRows, first_row_of<Variant>(task), scale_blocks(depth), k / kScaleColumns);
 }
 
-// The rows of a tile. Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are
-// never stored.
-template <class Product, class Variant>
-class LoadedRows {
-  using A = typename Product::A;
-  using TileOfA = typename GemmShape<Variant>::Stage::A;
-  // Others have them at hand when they multiply (accumulate.cuh).
-  static constexpr bool kRowScales =
-      Variant::Precision::kTokens.is_scaled() && (Variant::Precision::kPacked || Variant::Precision::kInStages);
-  static constexpr int kPanels = TileOfA::kPanels;
-  static_assert(kPanels == 1 || kInTiles<A>);
-
- public:
-  __device__ __forceinline__ LoadedRows(const Cta<Variant>& cta, const Task& task)
-      : cta_(cta), task_(task), a_{first_row_of_a<A>(cta, task)} {
-    const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
-    whole_ = kInTiles<A> && rows > Tiling::kRows / 2;
-    boxes_ = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
-  }
-
-  __device__ __forceinline__ bool any() const { return boxes_ > 0; }
-  // Of a step.
-  __device__ __forceinline__ uint32_t bytes() const {
-    constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * TileOfA::kLineBytes;
-    return (whole_ ? sizeof(TileOfA) : kPanels * boxes_ * kBytesOfBox) + scale_bytes();
-  }
-  __device__ __forceinline__ void load(TileOfA& tile, float* row_scales, uint64_t* full, int32_t part, int32_t k,
-                                       uint64_t policy) const {
-    const auto& p = cta_.params;
-    if constexpr (kRowScales) {
-      if (any()) ptx::load_bytes(row_scales, first_row_scale<Product>(cta_, task_, k), full, scale_bytes());
-    }
-    if constexpr (!kInTiles<A>) {
-#pragma unroll
-      for (int box = 0; box < TileOfA::kBoxes; ++box) {
-        if (box >= boxes_) break;
-        a_.load(p, task_, part, k, box, [&](const CUtensorMap& map, auto... at) {
-          ptx::load_box(tile.box(box), &map, full, policy, at...);
-        });
-      }
-    } else {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        auto& lines = tile.panel(panel).lines;
-        const int32_t x = k + panel * TileOfA::kLine;
-        if (whole_) {
-          ptx::load_box(lines, &(p.*A::Tensor::kMap), full, policy, x, a_.first);
-          continue;
-        }
-#pragma unroll 1
-        for (int32_t row = 0; row < boxes_ * kFewRows; row += kFewRows) {
-          ptx::load_box(lines[row], &(p.*A::Tensor::kFewMap), full, policy, x, a_.first + row);
-        }
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ uint32_t scale_bytes() const { return kRowScales ? boxes_ * kFewRows * sizeof(float) : 0; }
-
-  const Cta<Variant>& cta_;
-  const Task& task_;
-  const A a_;
-  bool whole_;
-  int32_t boxes_;
-};
-
-// Rows and packed columns of a tile whose columns are decoded in stages: load_b(k) loads those of a step. Rows come so many
-// steps later, since math multiplies them when the step's columns are decoded: then no packed columns wait for room for
-// rows.
-inline constexpr int32_t kRowsBehind = 3;
-template <class Product, class Variant, class Position, class Rows, class LoadB>
-__device__ __forceinline__ void load_in_stages(const Cta<Variant>& cta, Position& position, int32_t steps,
-                                               const Rows& rows, uint64_t policy, const LoadB& load_b) {
-  using RowRing = typename GemmShape<Variant>::InStages::RowRing;
-  auto& storage = cta.shared.gemm.ring;
-  const RowRing ring = storage.row_ring();
-  typename RowRing::Position at{position.steps};
-#pragma unroll 1
-  for (int32_t step = 0; step < steps + kRowsBehind; ++step) {
-    constexpr int32_t kDepth = GemmShape<Variant>::Rows::kLine;
-    if (step < steps) {
-      load_b(step * kDepth);
-      position.advance();
-    }
-    if (step < kRowsBehind) continue;
-    ring.acquire(at);
-    ring.commit(at, rows.bytes());
-    rows.load(ring.stage(at).a, storage.row_scales[at.stage()], ring.full(at), 0, (step - kRowsBehind) * kDepth, policy);
-    at.advance();
-  }
-}
-
 // `position` moves on by the steps of the product; the B of the first `begun` of them is on its way. The policies are
 // those of ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal
 // where row tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is
 // called once where the product has more than kStepsLeft steps, before the last of them are loaded.
 inline constexpr int32_t kStepsLeft = 3;
 template <class Product, class Variant, class Track, class NearEnd>
-__device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::LoadedRing& ring,
-                                          typename GemmShape<Variant>::LoadedRing::Position& position,
-                                          const Task& task, bool own_b, uint64_t b_policy, uint64_t a_policy,
-                                          int32_t begun, const Track& track, const NearEnd& near_end) {
+__device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                          typename GemmShape<Variant>::Ring::Position& position, const Task& task,
+                                          bool own_b, uint64_t b_policy, uint64_t a_policy, int32_t begun,
+                                          const Track& track, const NearEnd& near_end) {
+  using Stage = typename GemmShape<Variant>::Stage;
+  using A = typename Product::A;
   const auto& p = cta.params;
-  const LoadedRows<Product, Variant> a(cta, task);
-  const LoadedB<Product, Variant> b(cta, task, own_b, a.any(), b_policy);
-  const uint32_t bytes_of_a = Variant::Precision::kInStages ? 0 : a.bytes();
+  // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
+  const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
+  const bool whole = kInTiles<A> && rows > Tiling::kRows / 2;
+  const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
+  constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
+  constexpr int kPanels = Stage::A::kPanels;
+  static_assert(kPanels == 1 || kInTiles<A>);
+  constexpr bool kRowScales = requires(Stage& stage) { stage.row_scales; };
+  const uint32_t scale_bytes = kRowScales ? boxes * kFewRows * sizeof(float) : 0;
+  const uint32_t bytes_of_a = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + scale_bytes;
+  const A a{first_row_of_a<A>(cta, task)};
+  const LoadedB<Product, Variant> b(cta, task, own_b, boxes > 0, b_policy);
 
   int32_t steps_left = Product::Depth::steps(p, task);
-  const auto load_b = [&](uint64_t* full, int32_t part, int32_t k) {
+  Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
     if (steps_left-- == kStepsLeft) near_end();
+    Stage& stage = ring.stage(position);
+    uint64_t* full = ring.full(position);
     if (kWeightsFirst<Product, Variant> && begun > 0) {
       --begun;
       ring.commit(position, bytes_of_a);
     } else {
       track.stall([&] { ring.acquire(position); });
       ring.commit(position, bytes_of_a + b.bytes());
-      b.load(ring.stage(position), full, part, k);
+      b.load(stage, full, part, k);
     }
-  };
-  if constexpr (Variant::Precision::kInStages) {
-    load_in_stages<Product>(cta, position, Product::Depth::steps(p, task), a, a_policy,
-                            [&](int32_t k) { load_b(ring.full(position), 0, k); });
-  } else {
-    Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
-      uint64_t* const full = ring.full(position);
-      load_b(full, part, k);
-      auto& stage = ring.stage(position);
-      if constexpr (requires { stage.row_scales; }) {
-        a.load(stage.a, stage.row_scales, full, part, k, a_policy);
-      } else {
-        a.load(stage.a, nullptr, full, part, k, a_policy);
+    if constexpr (kRowScales) {
+      if (boxes > 0) ptx::load_bytes(stage.row_scales, first_row_scale<Product>(cta, task, k), full, scale_bytes);
+    }
+    if constexpr (!kInTiles<A>) {
+#pragma unroll
+      for (int box = 0; box < Stage::A::kBoxes; ++box) {
+        if (box >= boxes) break;
+        a.load(p, task, part, k, box, [&](const CUtensorMap& map, auto... at) {
+          ptx::load_box(stage.a.box(box), &map, full, a_policy, at...);
+        });
       }
-      position.advance();
-    });
-  }
+    } else {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        auto& lines = stage.a.panel(panel).lines;
+        const int32_t x = k + panel * Stage::A::kLine;
+        if (whole) {
+          ptx::load_box(lines, &(p.*A::Tensor::kMap), full, a_policy, x, a.first);
+          continue;
+        }
+#pragma unroll 1
+        for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
+          ptx::load_box(lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, x, a.first + row);
+        }
+      }
+    }
+    position.advance();
+  });
 }
 
 // The 4 stages after the depth of h_gradient, which are not multiplied: gate and up of the tile, 64 columns each, from
 // their ring or from what the forward pass has saved. Epilogue HGradients uses them. Of columns in turn both boxes have
 // gate and up, of 32 columns each.
 template <class Variant, class Track>
-__device__ __forceinline__ void load_projections(const Cta<Variant>& cta,
-                                                 const typename GemmShape<Variant>::LoadedRing& ring,
-                                                 typename GemmShape<Variant>::LoadedRing::Position& position,
+__device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                                 typename GemmShape<Variant>::Ring::Position& position,
                                                  const Task& task, uint64_t policy, const Track& track) {
   using Stage = typename GemmShape<Variant>::Stage;
   const BackwardParams& p = cta.params;

@@ -64,7 +64,7 @@ __device__ __forceinline__ int32_t stored_row(const MathThread& thread) {
 
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
-  using Ring = typename GemmShape<Variant>::MathRing;
+  using Ring = typename GemmShape<Variant>::Ring;
   using Products = ProductsOf<Variant>;
   constexpr bool kBackward = Cta<Variant>::kBackward;
   const auto& p = cta.params;
@@ -77,8 +77,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
 
   // A backward pass has no register for what epilogues could keep from one task to the next; sums beside products leave
   // none to any. With the code that decodes, whoever runs it, math has fewer as well.
-  constexpr bool kDecoding =
-      Variant::Precision::kDecodes || Variant::Precision::kPacked || Variant::Precision::kInStages;
+  constexpr bool kDecoding = Variant::Precision::kDecodes || Variant::Precision::kPacked;
   constexpr bool kScaled = Variant::Precision::kTokens.is_scaled() && !Variant::Precision::kPacked;
   constexpr bool kFewRegisters = kBackward || kScaled || kDecoding;
   constexpr bool kLateTargets = kBackward || (kDecoding && !kScaled);

@@ -33,8 +33,8 @@ struct MathThread {
 
 // Takes part in the hand-over of the next `steps` stages without using them.
 template <class Variant, class Meanwhile>
-__device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::MathRing& ring,
-                                        typename GemmShape<Variant>::MathRing::Position& position,
+__device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring& ring,
+                                        typename GemmShape<Variant>::Ring::Position& position,
                                         const MathThread& thread, int32_t steps, const Meanwhile& meanwhile) {
   for (int32_t step = 0; step < steps; ++step) {
     ring.wait(position);
@@ -50,8 +50,8 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::MathR
 // meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Factors
 // (products.cuh) says how they lie in the stages and what becomes of their products; `scales` are those that this takes.
 template <class Variant, class Factors, class Meanwhile, class Track>
-__device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::MathRing& ring,
-                                         typename GemmShape<Variant>::MathRing::Position& position,
+__device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
+                                         typename GemmShape<Variant>::Ring::Position& position,
                                          const MathThread& thread, int32_t rows, int32_t depth_steps,
                                          const typename Factors::Accumulate::Scales& scales, ptx::Accumulators& sums,
                                          const Meanwhile& meanwhile, const Track& track) {

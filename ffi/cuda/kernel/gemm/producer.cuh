@@ -39,12 +39,12 @@ class TaskNumbers {
     if (cta_.cta_rank == 0) {
       draw(nth);
       for (uint32_t other = 1; other < Tiling::kBlocks; ++other) {
-        ptx::store_cluster(&cta_.shared.task_numbers[nth % kQueuedTasks<Variant>], other, next_);
+        ptx::store_cluster(&cta_.shared.task_numbers[nth % kQueuedTasks], other, next_);
       }
       return next_;
     }
     const int32_t last = next_;
-    while (next_ <= last) next_ = ptx::load_cluster(&cta_.shared.task_numbers[nth % kQueuedTasks<Variant>]);
+    while (next_ <= last) next_ = ptx::load_cluster(&cta_.shared.task_numbers[nth % kQueuedTasks]);
     return next_;
   }
 
@@ -56,8 +56,8 @@ class TaskNumbers {
 
 // After the last task, the `queued`th. The end takes a stage too, of no bytes.
 template <class Variant>
-__device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typename GemmShape<Variant>::LoadedRing& ring,
-                                          typename GemmShape<Variant>::LoadedRing::Position position, int queued) {
+__device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                          typename GemmShape<Variant>::Ring::Position position, int queued) {
   if (cta.cta_rank == 0) {
     // After the draw of a number that no task has. With the fence of a latecomer between its count and its first draw:
     // who has seen the end of all tasks has seen every worker that took one.
@@ -65,20 +65,13 @@ __device__ __forceinline__ void end_tasks(const Cta<Variant>& cta, const typenam
     *const_cast<volatile uint32_t*>(&cta.signals.control()->tasks_ended) = 1;
   }
   ring.acquire(position);
-  cta.shared.tasks[queued % kQueuedTasks<Variant>].rows = kNoMoreTasks;
+  cta.shared.tasks[queued % kQueuedTasks].rows = kNoMoreTasks;
   ring.commit(position, 0);
-  if constexpr (Variant::Precision::kInStages) {
-    using RowRing = typename GemmShape<Variant>::InStages::RowRing;
-    const RowRing rows = cta.shared.gemm.ring.row_ring();
-    const typename RowRing::Position at{position.steps};
-    rows.acquire(at);
-    rows.commit(at, 0);
-  }
   position.advance();
   if constexpr (Tiling::kBlocks == 1) return;
   // Until all blocks have released the stages of this block's last round: no copy or arrival is on its way to a block
   // that has ended.
-  for (int i = 0; i < GemmShape<Variant>::LoadedRing::kStages; ++i) {
+  for (int i = 0; i < Variant::config.stages; ++i) {
     ring.acquire(position);
     position.advance();
   }
@@ -152,9 +145,10 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
 
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
+  using Ring = typename GemmShape<Variant>::Ring;
   const auto& p = cta.params;
-  const auto ring = GemmShape<Variant>::loaded_ring(cta.shared.gemm);
-  typename GemmShape<Variant>::LoadedRing::Position position;
+  const Ring ring(cta.shared.gemm.ring);
+  typename Ring::Position position;
   const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
   track.start();
   TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
@@ -199,8 +193,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     }
     track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
-    cta.shared.tasks[queued++ % kQueuedTasks<Variant>] = own;
-    if constexpr (Variant::Precision::kPacked || Variant::Precision::kInStages) prefetch_group_scales(cta, own);
+    cta.shared.tasks[queued++ % kQueuedTasks] = own;
+    if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Made anew for each task: no registers are held for them.

@@ -105,16 +105,7 @@ using DecodedProducts = ProductTable<
     //      task                  A                         B                                             depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights, ptx::Major::kDepth>,  Hidden,         H>,
     Product<Gemm::kDown,          ByDepth<Hs>,              ByDepth<DownWeights>,                         Intermediate,   Answers>>;
-// Weights in 4 bits, decoded in stages; tokens and h in 16 bits, or in 8.
-using InStagesProducts = ProductTable<
-    //      task                  A                B                                depth              sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   Hidden,            H,         ScaledByMatrix>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      Intermediate,      Answers,   ScaledByMatrix>>;
-using EightBitInStagesProducts = ProductTable<
-    //      task                  A                B                                depth              sums become
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       EightBitH, PromotedInQuarters>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, Answers,   PromotedInQuarters>>;
-// The same, decoded in registers.
+// Weights in 4 bits, decoded in registers; tokens and h in 16 bits, or in 8.
 template <class HOfSums, class Accumulate>
 using PackedProducts = ProductTable<
     //      task                  A                B                                depth              sums
@@ -173,15 +164,11 @@ using PackedProductsOf =
                        forward_pass::PackedProducts<epilogue::AcrossEightBitH, EightBitFromPacked>,
                        forward_pass::PackedProducts<epilogue::AcrossH, FromPacked>>;
 template <class Variant>
-using InStagesProductsOf = std::conditional_t<Variant::Precision::kTokens.is_scaled(),
-                                              forward_pass::EightBitInStagesProducts, forward_pass::InStagesProducts>;
-template <class Variant>
 using ForwardProductsOf =
-    std::conditional_t<Variant::Precision::kInStages, InStagesProductsOf<Variant>,
     std::conditional_t<Variant::Precision::kPacked, PackedProductsOf<Variant>,
     std::conditional_t<Variant::Precision::kTokens.is_scaled(),
                        forward_pass::EightBitProducts<AccumulateOf<typename Variant::Precision>>,
-    std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts, forward_pass::Products>>>>;
+    std::conditional_t<Variant::Precision::kDecodes, forward_pass::DecodedProducts, forward_pass::Products>>>;
 template <class Variant>
 using BackwardProductsOf =
     std::conditional_t<Variant::Precision::kDecodes, backward_pass::DecodedProducts, backward_pass::Products>;

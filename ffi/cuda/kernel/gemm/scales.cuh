@@ -58,20 +58,6 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
     __syncwarp();  // nobody reads those of the task before
     if (thread.lane == 0) find_part(cta, task, thread.warp, noted);
     __syncwarp();
-  } else if constexpr (std::is_same_v<Scales, FactorsOfSums>) {
-    const auto& p = cta.params;
-    const bool down = task.gemm == Gemm::kDown;
-    __syncwarp();  // nobody reads those of the task before
-    if (thread.lane == 0) {
-      const float first = __ldg((down ? p.w_down_scales : p.w_gate_scales) + task.expert);
-      const float second = p.gated && !down ? __ldg(p.w_up_scales + task.expert) : first;
-      noted = {{first * GroupScales::kToSums, second * GroupScales::kToSums}};
-    }
-    __syncwarp();
-  } else if constexpr (std::is_same_v<Scales, PartsOfTile>) {
-    __syncwarp();  // nobody reads those of the task before
-    if (thread.lane == 0) noted = {cta.shares_columns(task) ? 2 : 4, Roles::kWarpRows * thread.warp};
-    __syncwarp();
   } else if constexpr (!std::is_empty_v<Scales>) {
     const auto& p = cta.params;
     const bool down = task.gemm == Gemm::kDown;

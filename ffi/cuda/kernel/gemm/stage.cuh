@@ -57,18 +57,15 @@ struct TwoPanels {
   Panel panels[kPanels];
 };
 
-// `kWidth` columns of B with two numbers of 4 bits in a byte. A line is `kLine` numbers of one column: 128, as deep as two
-// lines of 16-bit rows, or 64.
-//
-// Decoded in registers beside rows of 16 bits nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which
+// `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes
+// of one column. Beside rows of 16 bits nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which
 // costs two turns at shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the
 // halves together. Beside rows of 8 bits a warp reads 16 bytes of 8 lines, and with that swizzle in one turn instead of
-// four. Decoded in stages a warp reads 16 bytes of 32 lines, with a swizzle of a line's bytes in four turns, as many
-// as there have to be.
-template <int kWidth, int kLine_ = 128>
+// four.
+template <int kWidth>
 struct PackedTile {
-  static constexpr int kLine = kLine_;           // numbers
-  static constexpr int kLineBytes = kLine / 2;
+  static constexpr int kLineBytes = 64;
+  static constexpr int kLine = 2 * kLineBytes;  // numbers
   static constexpr int kBoxColumns = 128;
   static constexpr int kBoxes = kWidth / kBoxColumns;
   static constexpr uint32_t kBoxBytes = kBoxColumns * kLineBytes;
@@ -88,35 +85,10 @@ struct Stage {
   B b;
 };
 
-// B alone.
-template <class B_>
-struct StageOfColumns {
-  using B = B_;
-  B b;
-};
-
 // With the scales of `kRows` rows of A, for the depth of a line.
 template <class A, class B, int kRows>
 struct ScaledStage : Stage<A, B> {
   alignas(1024) float row_scales[kRows];  // the stage behind it begins a period too
-};
-
-// A alone.
-template <class A_>
-struct StageOfRows {
-  using A = A_;
-  A a;
-};
-
-// Both factors of a step that came to different rings, with the scales that its products are multiplied with.
-template <class A_, class B_>
-struct StageInTwo {
-  using A = A_;
-  using B = B_;
-  const A& a;
-  const B& b;
-  const float* row_scales;
-  const float* column_scales;  // of each half of the columns
 };
 
 }  // namespace jaxmoe

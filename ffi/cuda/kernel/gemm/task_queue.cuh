@@ -27,7 +27,7 @@ __device__ __forceinline__ auto answers_track(const Cta<Variant>& cta, const Mat
 // (KernelStorage::tasks). All lanes of the warp call everything here.
 template <class Variant>
 class TaskQueue {
-  using Ring = typename GemmShape<Variant>::MathRing;
+  using Ring = typename GemmShape<Variant>::Ring;
 
  public:
   __device__ TaskQueue(const Cta<Variant>& cta, const MathThread& thread) : cta_(cta), thread_(thread) { begun() = 0; }
@@ -73,7 +73,7 @@ class TaskQueue {
 
   // The task that was begun that many before the next one.
   __device__ const Task& in_queue(int32_t back) const {
-    return cta_.shared.tasks[static_cast<uint32_t>(begun() - back) % kQueuedTasks<Variant>];
+    return cta_.shared.tasks[static_cast<uint32_t>(begun() - back) % kQueuedTasks];
   }
 
   __device__ __forceinline__ void announce_stored(int32_t back) {

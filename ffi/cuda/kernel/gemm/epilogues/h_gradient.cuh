@@ -108,8 +108,8 @@ __device__ __forceinline__ void differentiate(const ptx::Accumulators& sums, con
 struct HGradients {
   template <class Variant>
   static __device__ __forceinline__ void run(const Cta<Variant>& cta,
-                                             const typename GemmShape<Variant>::MathRing& ring,
-                                             typename GemmShape<Variant>::MathRing::Position& position,
+                                             const typename GemmShape<Variant>::Ring& ring,
+                                             typename GemmShape<Variant>::Ring::Position& position,
                                              const Task& task, const MathThread& thread, bool computed,
                                              const ptx::Accumulators& sums) {
     using Shape = GemmShape<Variant>;

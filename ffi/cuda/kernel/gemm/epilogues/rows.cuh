@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
 template <class Variant>
 __device__ __forceinline__ void stage_channels(const Cta<Variant>& cta, const Task& task, const MathThread& thread) {
   const auto& p = cta.params;
-  if (Cta<Variant>::kDecodesAny || p.weight_scale_rows != 1) return;
+  if (Cta<Variant>::kDecodes || p.weight_scale_rows != 1) return;
   using Staging = typename GemmShape<Variant>::Staging;
   static_assert(kScaleColumns * sizeof(float) <= Staging::kLineBytes);
   const bool down = task.gemm == Gemm::kDown, halves = p.gated && !down;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_channels(const Cta<Variant>& cta, const Ta
 template <class Variant>
 __device__ __forceinline__ void multiply_channels(const Cta<Variant>& cta, ptx::Accumulators& sums,
                                                   const MathThread& thread) {
-  if (Cta<Variant>::kDecodesAny || cta.params.weight_scale_rows != 1) return;
+  if (Cta<Variant>::kDecodes || cta.params.weight_scale_rows != 1) return;
   using Staging = typename GemmShape<Variant>::Staging;
   const std::byte* const staging = cta.shared.gemm.staging.of_warp(thread.warp);
   ptx::wait_copies();

@@ -1,6 +1,6 @@
 // Precision policies of 8-bit weights: tokens and h are rounded to e4m3 too, with a float32 scale for each row and 128
 // columns (kTokens); tokens before they are published, h by the epilogue of gate_up. x, biases and answers have 16 bits
-// (Wide). What a policy offers: see sixteen_bit.cuh, and here multiply_part() on slices of 32 along K.
+// (Wide). What a policy offers: see sixteen_bit.cuh, and here multiply_half() on slices of 32 along K.
 //
 // The tensor cores add 8-bit products with some 13 bits behind the binary point. So sums of 128 products are taken out
 // and added up in float32, each times the scales of its rows and columns (accumulate.cuh, Promoted). Who wants it, and has
@@ -24,16 +24,13 @@ struct E4M3 {
   static constexpr Format kTokens = kEightBitRows;
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
-  static constexpr bool kInStages = false;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
     static_assert(kA == ptx::Major::kDepth && kB == ptx::Major::kDepth);
     ptx::multiply_e4m3(sums, a, b);
   }
-  // Of half a tile's columns, or of a quarter.
-  template <class Sums>
-  static __device__ __forceinline__ void multiply_part(Sums& sums, uint64_t a, uint64_t b, bool add) {
+  static __device__ __forceinline__ void multiply_half(ptx::HalfAccumulators& sums, uint64_t a, uint64_t b, bool add) {
     ptx::multiply_e4m3(sums, a, b, add);
   }
   // Two elements in memory order, `first` at the lower address; to the nearest, ties to even, NaN stays NaN.

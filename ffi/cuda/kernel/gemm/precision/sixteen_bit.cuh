@@ -1,7 +1,6 @@
 // Precision policies of the 16-bit formats: inputs and results of 16 bits, products and sums in float32. What a policy
 // offers: Element, that of what is multiplied; kTokens, how tokens are published and pulled; kDecodes, whether weights
-// are decoded before they are loaded (decoded.cuh), kPacked, whether after it, in registers (packed.cuh), and kInStages,
-// whether in stages (decoded_in_stages.cuh); Wide, the policy of x, biases and answers; multiply() on slices
+// are decoded before they are loaded (decoded.cuh), and kPacked, whether after it (packed.cuh); Wide, the policy of x, biases and answers; multiply() on slices
 // of 16 along K, pack() and unpack() of pairs. A policy that is its own Wide also has its element's name for the host
 // (kElement).
 #pragma once
@@ -24,16 +23,10 @@ struct Bf16 {
   static constexpr Accumulation kAccumulation{};  // 8 bits have a choice
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
-  static constexpr bool kInStages = false;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
     ptx::multiply_bf16<kA, kB>(sums, a, b);
-  }
-  // Half kHalf of the columns; both factors lie along the depth.
-  template <int kHalf>
-  static __device__ __forceinline__ void multiply_half(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
-    ptx::multiply_half_bf16<kHalf>(sums, a, b);
   }
   // Two elements in memory order, `first` at the lower address; to the nearest, ties to even.
   static __device__ __forceinline__ uint32_t pack(float first, float second) {
@@ -53,7 +46,6 @@ struct F16 {
   static constexpr Accumulation kAccumulation{};  // 8 bits have a choice
   static constexpr bool kDecodes = false;
   static constexpr bool kPacked = false;
-  static constexpr bool kInStages = false;
 
   template <ptx::Major kA, ptx::Major kB>
   static __device__ __forceinline__ void multiply(ptx::Accumulators& sums, uint64_t a, uint64_t b) {
