@@ -82,6 +82,7 @@ def test_rows_per_expert_that_no_dispatch_returned_write_nowhere_else():
         ("ring_tiles", 0, "a ring of at least unit_tiles"),
         ("unit_tiles", 0, "positive sizes"),
         ("frozen", 1, "no gradients"),
+        ("share_columns", 1, "no shared columns"),
     ],
 )
 def test_compiled_code_refuses_a_schedule_that_python_would_not_make(monkeypatch, field, value, told):
