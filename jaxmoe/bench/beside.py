@@ -14,7 +14,6 @@ the user has not. No layer of that group can run after it, so the programs that 
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench.beside_checks import compare_with_layer, compare_with_work
-from jaxmoe.bench.beside_inputs import init_experts, make_tokens, make_weights
+from jaxmoe.bench.beside_inputs import make_tokens, make_weights, shapes_of_experts
 from jaxmoe.bench.beside_layer import Inputs, Outcome, Seen
 from jaxmoe.bench.beside_prefetch import Prefetching
 from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, where
@@ -41,7 +40,6 @@ from jaxmoe.bench.passes import Pass, Results, function_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.bench.windows import time_again_after_a_pause, time_calls
-from jaxmoe.four_bit import marked
 from jaxmoe.options import Arguments
 
 WIDTHS = "qwen3-30b-a3b"
@@ -376,15 +374,12 @@ def _implementation(options: BesideOptions, mesh: Mesh) -> str:
     """
     shape, dtype, tokens = _shape_of(options, mesh), options.wide, max(options.tokens) * mesh.size
     slots = (tokens, shape.top_k)
-    experts = jax.eval_shape(functools.partial(init_experts, shape, dtype, options.block), jax.random.key(0))
-    if options.narrow.through_e4m3:  # of which there are no numbers here to look at
-        experts = marked(experts, through_e4m3=True)
     try:
         return jaxmoe.explain(
             jax.ShapeDtypeStruct((tokens, shape.hidden), dtype),
             jax.ShapeDtypeStruct(slots, jnp.int32),
             jax.ShapeDtypeStruct(slots, jnp.float32),
-            experts,
+            shapes_of_experts(shape, dtype, options.block, through_e4m3=options.narrow.through_e4m3),
             implementation=options.implementation,  # pyright: ignore[reportArgumentType]
             **options.of_layer,
             **where(mesh),

@@ -14,12 +14,19 @@ from jaxmoe.bench.beside_layer import Inputs
 from jaxmoe.bench.beside_programs import DENSE_LAYERS, DENSE_WIDENING
 from jaxmoe.bench.inputs import AXIS, quantized
 from jaxmoe.bench.shapes import LayerShape
+from jaxmoe.four_bit import marked
 
 
 def init_experts(shape: LayerShape, dtype: Any, block: str | None, key: Any) -> jaxmoe.Experts:
     """Returns random experts of a layer, quantised where `block` says to what."""
     wide = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
     return wide if block is None else quantized(wide, block)
+
+
+def shapes_of_experts(shape: LayerShape, dtype: Any, block: str | None, *, through_e4m3: bool) -> jaxmoe.Experts:
+    """Returns what `init_experts` would make, without numbers, or what `jaxmoe.through_e4m3` would of that."""
+    experts = jax.eval_shape(functools.partial(init_experts, shape, dtype, block), jax.random.key(0))
+    return marked(experts, through_e4m3=True) if through_e4m3 else experts
 
 
 def make_weights(

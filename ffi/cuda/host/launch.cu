@@ -20,8 +20,9 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) 
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
-                                 forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(), backward_decoded_bf16(),
-                                 backward_decoded_f16(), forward_packed_bf16(), forward_packed_e4m3_bf16(), dispatch_bf16(),
+                                 forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(),
+                                 backward_decoded_bf16(), backward_decoded_f16(), forward_packed_bf16(),
+                                 forward_packed_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/device/ptx/mbarrier.cuh"
+#include "cuda/device/ptx/wgmma_lists.cuh"
 
 namespace jaxmoe::ptx {
 
@@ -77,23 +78,13 @@ __device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
 
 // accumulators += a * b. PTX takes the 128 registers one by one, and the element type is part of the instruction's
 // name: both are spelled once, here.
-#define JAXMOE_EIGHT(first)                                                                                    \
-  "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
-      "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
 #define JAXMOE_WGMMA_64X256(depth_and_types, majors)                                                           \
   asm volatile(                                                                                                \
       "{\n"                                                                                                    \
       ".reg .pred accumulate;\n"                                                                               \
       "setp.ne.b32 accumulate, %130, 0;\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n256" depth_and_types " {"                                              \
-      "%0, %1, %2, %3, %4, %5, %6, %7, "                                                                       \
-      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                                 \
-      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                               \
-      "%24, %25, %26, %27, %28, %29, %30, %31, "                                                               \
-      "%32, %33, %34, %35, %36, %37, %38, %39, "                                                               \
-      "%40, %41, %42, %43, %44, %45, %46, %47, "                                                               \
-      "%48, %49, %50, %51, %52, %53, %54, %55, "                                                               \
-      "%56, %57, %58, %59, %60, %61, %62, %63, "                                                               \
+      JAXMOE_64_NAMES ", "                                                                                     \
       "%64, %65, %66, %67, %68, %69, %70, %71, "                                                               \
       "%72, %73, %74, %75, %76, %77, %78, %79, "                                                               \
       "%80, %81, %82, %83, %84, %85, %86, %87, "                                                               \
@@ -104,10 +95,7 @@ __device__ __forceinline__ void clear_accumulators(Sums& accumulators) {
       "%120, %121, %122, %123, %124, %125, %126, %127"                                                         \
       "}, %128, %129, accumulate, 1, 1" majors ";\n"                                                           \
       "}"                                                                                                      \
-      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32),                \
-        JAXMOE_EIGHT(40), JAXMOE_EIGHT(48), JAXMOE_EIGHT(56), JAXMOE_EIGHT(64), JAXMOE_EIGHT(72),              \
-        JAXMOE_EIGHT(80), JAXMOE_EIGHT(88), JAXMOE_EIGHT(96), JAXMOE_EIGHT(104), JAXMOE_EIGHT(112),            \
-        JAXMOE_EIGHT(120)                                                                                      \
+      : JAXMOE_64_SUMS(0), JAXMOE_64_SUMS(64)                                                                  \
       : "l"(a), "l"(b), "n"(1), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB))                           \
       : "memory")
 
@@ -138,22 +126,12 @@ __device__ __forceinline__ void multiply_e4m3(HalfAccumulators& accumulators, ui
       ".reg .pred accumulate;\n"
       "setp.ne.b32 accumulate, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63"
+      JAXMOE_64_NAMES
       "}, %64, %65, accumulate, 1, 1;\n"
       "}"
-      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32), JAXMOE_EIGHT(40),
-        JAXMOE_EIGHT(48), JAXMOE_EIGHT(56)
+      : JAXMOE_64_SUMS(0)
       : "l"(a), "l"(b), "r"(static_cast<int>(add))
       : "memory");
 }
-
-#undef JAXMOE_EIGHT
 
 }  // namespace jaxmoe::ptx

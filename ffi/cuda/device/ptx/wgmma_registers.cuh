@@ -6,12 +6,9 @@
 #include <cstdint>
 
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/ptx/wgmma_lists.cuh"
 
 namespace jaxmoe::ptx {
-
-#define JAXMOE_EIGHT(first)                                                                                    \
-  "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3]), "+f"(d[first + 4]),              \
-      "+f"(d[first + 5]), "+f"(d[first + 6]), "+f"(d[first + 7])
 
 // This thread's part of a 64 x kRows product: as Accumulators have theirs, for fewer columns.
 template <int kRows>
@@ -109,21 +106,11 @@ __device__ __forceinline__ void multiply_e4m3(FewAccumulators<64>& products, con
 __device__ __forceinline__ void multiply_bf16_with_128(float* d, const FactorWords& a, uint64_t rows) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63"
+      JAXMOE_64_NAMES
       "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;\n"
-      : JAXMOE_EIGHT(0), JAXMOE_EIGHT(8), JAXMOE_EIGHT(16), JAXMOE_EIGHT(24), JAXMOE_EIGHT(32), JAXMOE_EIGHT(40),
-        JAXMOE_EIGHT(48), JAXMOE_EIGHT(56)
+      : JAXMOE_64_SUMS(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows)
       : "memory");
 }
-
-#undef JAXMOE_EIGHT
 
 }  // namespace jaxmoe::ptx
