@@ -187,7 +187,7 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
   switch (task.gemm) {
     case Gemm::kGateUp: return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
     case Gemm::kHGradient:
-      if (task.part == kSavedPart) {
+      if (task.part & kSavedPart) {
         return {Signal::kRowsArrived, task.row_tile, static_cast<uint32_t>(task.rows)};
       }
       [[fallthrough]];

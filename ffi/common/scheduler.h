@@ -17,6 +17,11 @@
 // every pair of columns it comes after the wide tiles, whose weights it uses. Where many workers would then have no down
 // task (share_columns), its answers are computed one column tile at a time, half by each block.
 //
+// Of a last tile with a few rows more than that the second block would have these few alone, and wait for the first one
+// in every task. So where products take longer than loads the two tasks of a pair of columns exchange what they have
+// (kRowHalves): both blocks take the upper rows in the first task and the lower ones in the second, each with a column
+// tile of its own. block_part.h has what a block computes of each kind of task.
+//
 // A backward pass has more GEMMs, each `lag_units` units after the one whose results it reads:
 //
 //   gate_up(u2) h_gradient(u1) token_gradient(u0)  gate_up(u3) h_gradient(u2) token_gradient(u1)  ...
@@ -84,6 +89,10 @@ struct Task {
 inline constexpr int32_t kSavedPart = 4;
 // Of a block in a down task: its half of the columns of a narrow tile's only column tile.
 inline constexpr int32_t kSharedColumns = 8;
+// Beside these: one of the two tasks of a pair of columns whose blocks may exchange halves of the rows for columns.
+inline constexpr int32_t kRowHalves = 16;
+// Of a block: the others multiply the same rows with other columns.
+inline constexpr int32_t kOwnColumns = 32;
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
 // schedule.
@@ -138,15 +147,17 @@ class TaskWalk {
     const int32_t column = one || is_narrow ? in_pair : in_pair / wide;
     const int32_t tile = is_narrow ? wide : one ? 0 : in_pair - column * wide;
     const int32_t row_tile = unit_.first_tile + tile;
+    const int32_t rows = unit_.rows_of_tile(tile, schedule_.tile.rows);
+    const int32_t saved = gemm_ == Gemm::kHGradient && is_saved(unit_) ? kSavedPart : 0;
     task = {gemm_,
             unit_.expert,
             row_tile,
             kPass == Pass::kMatmulCombine ? 0 : row_tile % schedule_.ring_tiles,
-            unit_.rows_of_tile(tile, schedule_.tile.rows),
+            rows,
             2 * pair + (is_narrow ? 0 : column),
             is_narrow ? columns : 1,
             -1,
-            gemm_ == Gemm::kHGradient && is_saved(unit_) ? kSavedPart : 0,
+            saved | (columns == 2 && schedule_.has_row_halves(rows) ? kRowHalves : 0),
             -1};
   }
 

@@ -123,6 +123,11 @@ struct Schedule {
   // rows of zeros to a multiple of this.
   JAXMOE_ANY constexpr int32_t gradient_row_multiple() const { return tile.rows % 4 == 0 ? tile.rows / 4 : 1; }
   JAXMOE_ANY constexpr int32_t row_multiple() const { return backward() ? gradient_row_multiple() : 1; }
+  // Whether blocks may exchange halves of a tile of `rows` for columns: in the lower half one math warpgroup has them all,
+  // and its products take little more than half the time.
+  JAXMOE_ANY constexpr bool has_row_halves(int32_t rows) const {
+    return rows > narrow_rows && rows <= narrow_rows + narrow_rows / 2;
+  }
   // With fewer ring tiles a pull would wait for a task that comes after the tile it pulls: a deadlock.
   JAXMOE_ANY constexpr int32_t min_ring_tiles() const {
     return backward() ? segment_tiles + 2 * lag_units * unit_tiles : (lag_units + 1) * unit_tiles;

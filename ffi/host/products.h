@@ -290,7 +290,7 @@ class Products {
                          : nullptr;
         const Number routing_weight = *m_.routing_weight_of(task.ring_slot, i);
         Number product = 0;
-        const bool saved = task.part == kSavedPart;
+        const bool saved = (task.part & kSavedPart) != 0;
         const Storage* gate_value = saved ? m_.saved_row(task.row_tile, i, 0) : gate;
         const Storage* up_value = up != nullptr && saved ? m_.saved_row(task.row_tile, i, 1) : up;
         for (int32_t c = first; c < end; ++c) {

@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "common/block_part.h"
 #include "common/chunks.h"
 #include "common/extension.h"
 #include "common/exchange.h"
@@ -151,7 +152,7 @@ void define_structs(py::module_& module) {
                 Field{"wait", &WaitFailure::wait}, Field{"seen", &WaitFailure::seen});
 }
 
-// --- units.h, scheduler.h, chunks.h ---------------------------------------------------------------------------------
+// --- units.h, scheduler.h, block_part.h, chunks.h -------------------------------------------------------------------
 
 template <class Item, class Walk>
 std::vector<Item> all_of(Walk walk) {
@@ -229,6 +230,26 @@ std::optional<RowSource> source_of_row_in(const Rows& counts, int32_t row, int32
   return from;
 }
 
+// The instance of part_of_block() that the flags name.
+Task part_of_block_with(const Schedule& schedule, int32_t hidden, const Task& task, int32_t rank, bool shares_columns,
+                        bool exchanges, bool ring) {
+  check(schedule);
+  require(schedule.tile.rows == Tiling::kBlocks * Tiling::kRows,
+          "tile.rows=" + std::to_string(schedule.tile.rows) + ". It needs to be " +
+              std::to_string(Tiling::kBlocks * Tiling::kRows) + ", the rows of a GPU's tiles.");
+  require_at_least("hidden", hidden, 1);
+  require(!is_weight_gradient(task.gemm), std::string("gemm=") + kGemmNames[static_cast<int32_t>(task.gemm)] +
+                                              ". It needs to be one whose tiles have rows of an expert.");
+  require_range("rank", rank, 0, Tiling::kBlocks);
+  using PartOfBlock = Task (*)(const Schedule&, int32_t, Task, int32_t);
+  constexpr PartOfBlock kInstances[2][2][2] = {
+      {{&part_of_block<false, false, false>, &part_of_block<false, false, true>},
+       {&part_of_block<false, true, false>, &part_of_block<false, true, true>}},
+      {{&part_of_block<true, false, false>, &part_of_block<true, false, true>},
+       {&part_of_block<true, true, false>, &part_of_block<true, true, true>}}};
+  return kInstances[shares_columns][exchanges][ring](schedule, hidden, task, rank);
+}
+
 void define_scheduler(py::module_& module) {
   module.def(
       "mark_experts_without_rows",
@@ -242,6 +263,14 @@ void define_scheduler(py::module_& module) {
   module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
   module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),
              "The tasks of one worker, in stream order.");
+  module.attr("BLOCKS") = Tiling::kBlocks;
+  module.attr("SAVED_PART") = kSavedPart;
+  module.attr("SHARED_COLUMNS") = kSharedColumns;
+  module.attr("ROW_HALVES") = kRowHalves;
+  module.attr("OWN_COLUMNS") = kOwnColumns;
+  module.def("part_of_block", &part_of_block_with, py::arg("schedule"), py::arg("hidden"), py::arg("task"),
+             py::arg("rank"), py::arg("shares_columns") = false, py::arg("exchanges") = false, py::arg("ring") = true,
+             "What block `rank` of a GPU's worker computes of a task that is not one of weight gradients.");
   module.def("decoded_experts", &decoded_experts, py::arg("schedule"), py::arg("rows_per_expert"),
              "The experts that have rows, in the order in which their weights are decoded.");
   module.def("chunks", &chunks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"),

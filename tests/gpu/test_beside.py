@@ -37,6 +37,13 @@ class TestInOneProcessInFourBitsBesideEight(BesideSuite):
     dtype = "mxfp4-a8"
 
 
+class TestInOneProcessInFourBitsThroughEight(BesideSuite):
+    """Rounded to E4M3 when experts are made ready; with 8192 tokens a rank decoded ahead."""
+
+    processes = 1
+    dtype = "nvfp4-a8"
+
+
 class TestInOneProcessOverHosts(BesideSuite):
     """Of one GPU each: all tokens are gathered in two chunks, whose collectives XLA runs beside the kernels."""
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/block_part.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
 #include "cuda/device/signals.cuh"
@@ -37,6 +38,10 @@ struct Cta {
   // for which few rows are the wrong case.
   static constexpr bool kSharesColumns = Variant::kPass == Pass::kForward && Tiling::kBlocks == 2 &&
                                          !Variant::Precision::kDecodes;
+  // Whether blocks exchange halves of the rows of a tile for columns. Then they share no loads of weights: of 16 bits,
+  // which are loaded for as long as they are multiplied, that took longer (docs/performance.md).
+  static constexpr bool kExchangesHalves =
+      Variant::kPass == Pass::kForward && (Variant::Precision::kPacked || Variant::Precision::kTokens.is_scaled());
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
@@ -64,11 +69,6 @@ struct Cta {
     return false;
   }
 
-  // Whether every block of the cluster takes a column tile of its own, of the same rows, instead of rows of its own.
-  __device__ __forceinline__ bool is_narrow(const Task& task) const {
-    return Tiling::kBlocks > 1 && task.rows <= params.schedule.narrow_rows && !is_weight_gradient(task.gemm);
-  }
-
   // Columns of an answer that this block's part of a down task has: those of a tile, or a half of them.
   __device__ __forceinline__ static bool shares_columns(const Task& own) {
     return kSharesColumns && (own.part & kSharedColumns) != 0;
@@ -78,27 +78,11 @@ struct Cta {
     return own.column_tile * Tiling::kColumns + half * (Tiling::kColumns / 2);
   }
 
-  // This block's part of a task of its cluster. A wide tile of the schedule is one tile of rows of every block, one
-  // below the other; of a narrow one each block takes all rows and another column tile, or half of the only one. The
-  // part's rows may be none. It keeps the column tiles of the whole task, since that is what its release amounts to.
-  __device__ __forceinline__ Task own_part(Task task) const {
+  // This block's part of a task of its cluster.
+  __device__ __forceinline__ Task own_part(const Task& task) const {
     if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: first_weight_row()
-    if constexpr (Tiling::kBlocks > 1) {
-      const int32_t rank = static_cast<int32_t>(cta_rank);
-      const bool narrow = is_narrow(task);
-      const int32_t rows_above = narrow ? 0 : rank * Tiling::kRows;
-      const bool shared = kSharesColumns && narrow && task.gemm == Gemm::kDown && task.column_tiles == 1;
-      const bool has_columns =
-          !narrow || (shared ? task.column_tile * Tiling::kColumns + rank * (Tiling::kColumns / 2) < params.shape.hidden
-                             : rank < task.column_tiles);
-      task.rows = has_columns ? at_most(task.rows - rows_above, static_cast<int32_t>(Tiling::kRows)) : 0;
-      task.rows = task.rows < 0 ? 0 : task.rows;
-      task.ring_slot =
-          kSecondHalf ? task.ring_slot + rows_above : task.ring_slot * Tiling::kBlocks + (narrow ? 0 : rank);
-      task.column_tile += narrow && !shared ? rank : 0;
-      if (shared) task.part = kSharedColumns;
-    }
-    return task;
+    return part_of_block<kSharesColumns, kExchangesHalves, !kSecondHalf>(params.schedule, params.shape.hidden, task,
+                                                                         static_cast<int32_t>(cta_rank));
   }
 
   const Params& params;

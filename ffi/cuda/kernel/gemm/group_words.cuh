@@ -106,9 +106,18 @@ class GroupWords {
 };
 
 // The same a step at a time, where there are no more registers: of groups of 32 that are a multiple of four to a column.
+// kHoldsPlace: there are three for where the next one lies.
+template <bool kHoldsPlace>
 class OneGroupWord {
  public:
-  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, 0); }
+  __device__ __forceinline__ void begin(const PackedPart& part) {
+    if constexpr (kHoldsPlace) {
+      const GroupsOfLane source(part);
+      groups_ = source.groups;
+      bytes_ = source.bytes;
+    }
+    load(part, 0);
+  }
   __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
     now_ = next_;
     load(part, step + 1);
@@ -116,12 +125,22 @@ class OneGroupWord {
   __device__ __forceinline__ uint32_t of_column(int column) const { return GroupsOfLane::of_column(now_, column); }
 
  private:
+  static constexpr int32_t kBytes = sizeof(uint32_t);
+
   __device__ __forceinline__ void load(const PackedPart& part, int32_t step) {
-    const GroupsOfLane source(part);
-    const int32_t first = static_cast<int32_t>(sizeof(uint32_t)) * step;
-    ptx::load_if(first < source.bytes, next_, reinterpret_cast<const uint32_t*>(source.groups + first));
+    if constexpr (kHoldsPlace) {
+      ptx::load_if(bytes_ > 0, next_, reinterpret_cast<const uint32_t*>(groups_));
+      groups_ += kBytes;
+      bytes_ -= kBytes;
+    } else {
+      const GroupsOfLane source(part);
+      const int32_t first = kBytes * step;
+      ptx::load_if(first < source.bytes, next_, reinterpret_cast<const uint32_t*>(source.groups + first));
+    }
   }
 
+  const uint8_t* groups_;  // the next one, and those behind it
+  int32_t bytes_;
   uint32_t now_ = 0, next_ = 0;
 };
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/block_part.h"
 #include "common/scheduler.h"
 #include "cuda/device/ptx/tma.cuh"
 #include "cuda/kernel/cta.cuh"
@@ -25,8 +26,7 @@ __device__ __forceinline__ int32_t first_row_of_a(const Cta<Variant>& cta, const
 template <class A>
 inline constexpr bool kInTiles = requires { A::Tensor::kFewMap; };
 
-// The B of a tile. `own_b`: the blocks of the cluster multiply other columns (or there is one block); otherwise all need
-// the same B, and each loads a part of it for all.
+// The B of a block's part of a task. Where the blocks of the cluster all need the same, each loads a part of it for all.
 template <class Product, class Variant>
 class LoadedB {
   using Shape = GemmShape<Variant>;
@@ -40,9 +40,8 @@ class LoadedB {
 
  public:
   // A block without rows has no use for B, but its copy of a shared one arrives all the same.
-  __device__ __forceinline__ LoadedB(const Cta<Variant>& cta, const Task& task, bool own_b, bool any_rows,
-                                     uint64_t policy)
-      : cta_(cta), task_(task), own_(own_b), any_(any_rows || !own_b),
+  __device__ __forceinline__ LoadedB(const Cta<Variant>& cta, const Task& task, bool any_rows, uint64_t policy)
+      : cta_(cta), task_(task), own_(has_own_columns(task)), any_(any_rows || !own_),
         half_(kMayShare && cta.shares_columns(task)), policy_(policy), b_(B::columns_of(cta.params, task)) {
     if constexpr (kMayShare) b_.first = cta.first_answer_column(task);
   }
@@ -92,10 +91,10 @@ template <class Product, class Variant>
 __device__ __forceinline__ int32_t load_weights_first(const Cta<Variant>& cta,
                                                       const typename GemmShape<Variant>::Ring& ring,
                                                       typename GemmShape<Variant>::Ring::Position position,
-                                                      const Task& task, bool own_b, uint64_t b_policy) {
+                                                      const Task& task, uint64_t b_policy) {
   int32_t begun = 0;
   if constexpr (kWeightsFirst<Product, Variant>) {
-    const LoadedB<Product, Variant> b(cta, task, own_b, task.rows > 0, b_policy);
+    const LoadedB<Product, Variant> b(cta, task, task.rows > 0, b_policy);
     Product::Depth::for_each_step(cta.params, task, [&](int32_t part, int32_t k) {
       if (begun == Variant::config.stages) return;
       ++begun;
@@ -120,13 +119,13 @@ __device__ __forceinline__ const float* first_row_scale(const Cta<Variant>& cta,
 // `position` moves on by the steps of the product; the B of the first `begun` of them is on its way. The policies are
 // those of ptx/tma.cuh. For B: evict_first where these are weights of an expert with a single row tile, evict_normal
 // where row tiles share them, which then find each other's lines in L2. `track` is that of the timeline. `near_end` is
-// called once where the product has more than kStepsLeft steps, before the last of them are loaded.
+// called before the last kStepsLeft steps are loaded, where there are as many; returns whether it was.
 inline constexpr int32_t kStepsLeft = 3;
 template <class Product, class Variant, class Track, class NearEnd>
-__device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+__device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                           typename GemmShape<Variant>::Ring::Position& position, const Task& task,
-                                          bool own_b, uint64_t b_policy, uint64_t a_policy, int32_t begun,
-                                          const Track& track, const NearEnd& near_end) {
+                                          uint64_t b_policy, uint64_t a_policy, int32_t begun, const Track& track,
+                                          const NearEnd& near_end) {
   using Stage = typename GemmShape<Variant>::Stage;
   using A = typename Product::A;
   const auto& p = cta.params;
@@ -141,7 +140,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
   const uint32_t scale_bytes = kRowScales ? boxes * kFewRows * sizeof(float) : 0;
   const uint32_t bytes_of_a = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + scale_bytes;
   const A a{first_row_of_a<A>(cta, task)};
-  const LoadedB<Product, Variant> b(cta, task, own_b, boxes > 0, b_policy);
+  const LoadedB<Product, Variant> b(cta, task, boxes > 0, b_policy);
 
   int32_t steps_left = Product::Depth::steps(p, task);
   Product::Depth::for_each_step(p, task, [&](int32_t part, int32_t k) {
@@ -184,6 +183,7 @@ __device__ __forceinline__ void load_tile(const Cta<Variant>& cta, const typenam
     }
     position.advance();
   });
+  return Product::Depth::steps(p, task) >= kStepsLeft;
 }
 
 // The 4 stages after the depth of h_gradient, which are not multiplied: gate and up of the tile, 64 columns each, from
@@ -196,7 +196,7 @@ __device__ __forceinline__ void load_projections(const Cta<Variant>& cta, const 
   using Stage = typename GemmShape<Variant>::Stage;
   const BackwardParams& p = cta.params;
   const int32_t boxes = ceil_div(task.rows, kBoxWidth);
-  const bool saved = task.part == kSavedPart;
+  const bool saved = (task.part & kSavedPart) != 0;
   const CUtensorMap& projections = saved ? p.saved_rows : p.read_projections;
   // Saved rows are not in a ring; this block's part of the tile begins as far from its start.
   constexpr int32_t kParts = Tiling::kBlocks;

@@ -1,14 +1,16 @@
 // Products of more than 32 rows in 8 bits with packed weights (packed_eight_bit.cuh). With many rows it would be the products
-// of groups with their scales that take the time (packed_few_rows.cuh), four for each number of a step's sum. So here
-// the scales of a column's four groups are made one: numbers become E4M3 with the exponents that are left, and the
-// tensor cores add up the step.
+// of groups with their scales that take the time (packed_few_rows.cuh), four for each number of a step's sum. So here a
+// column has one scale for all steps, its base, and the exponents by which its groups differ from that go into their
+// numbers: the tensor cores add up the step, and the sums are scaled once, at the end.
 //
-// E2M1 times 2^s is a normal number of E4M3, or zero, for s from -5 to 6. The largest scale of the four groups gets 6, so
-// groups up to 2^11 times smaller are exact. What is smaller still is left out, and added by products of its own: rare
-// enough that their speed does not matter.
+// E2M1 times 2^s is a normal number of E4M3, or zero, for s from -5 to 6: one base is for groups of which the largest is
+// 2^11 times the smallest. A group that is too large for it raises the base, and sums are scaled then. One that is too small
+// is left out, and added by products of its own: rare enough that their speed does not matter. So all are exact, up to some
+// 2^100 between the groups of a column, beyond which float32 has no exponents for the sums of small ones.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/ptx/mma.cuh"
 #include "cuda/device/ptx/registers.cuh"
@@ -21,32 +23,104 @@ namespace jaxmoe {
 
 // E4M3 of the 8 magnitudes of E2M1, times 2^s: magnitude i is byte i % 4 of the first or second word.
 struct Magnitudes {
-  static constexpr int32_t kMostShift = 6, kLeastShift = -5;
+  static constexpr int32_t kLeastShift = -5, kMostShift = 6;
 
   uint32_t small, large;
 
-  static __device__ __forceinline__ Magnitudes shifted(int32_t s) {
-    // Of 0, 0.5, 1, 1.5 and 2, 3, 4, 6. An exponent has 3 bits of mantissa behind it; zero has none to add to.
-    return {0x3c383000u + static_cast<uint32_t>(s) * 0x08080800u, 0x4c484440u + static_cast<uint32_t>(s) * 0x08080808u};
+  // For s = kLeastShift + above.
+  static __device__ __forceinline__ Magnitudes shifted(uint32_t above) {
+    // Of 0, 0.5, 1, 1.5 and 2, 3, 4, 6, as they are. An exponent has 3 bits of mantissa behind it; zero has none to add to.
+    constexpr uint32_t kSmall = 0x3c383000, kLarge = 0x4c484440, kOfSmall = 0x08080800, kOfLarge = 0x08080808;
+    return {kSmall + static_cast<uint32_t>(kLeastShift) * kOfSmall + above * kOfSmall,
+            kLarge + static_cast<uint32_t>(kLeastShift) * kOfLarge + above * kOfLarge};
   }
 
-  // Numbers 0 to 3 of the 8 of a word, or 4 to 7.
-  template <bool kSecond>
-  __device__ __forceinline__ uint32_t decode(uint32_t word) const {
+  // Numbers 0 to 3 of the 8 of a word, and 4 to 7.
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t& first, uint32_t& second) const {
     constexpr uint32_t kSign = 0x80808080;
-    const uint32_t magnitudes = (word & 0x77777777) >> (kSecond ? 16 : 0);
+    const uint32_t magnitudes = word & 0x77777777;
     // The highest bit of a byte is the sign of its second number, and 4 bits further up that of its first.
-    const uint32_t signs = ptx::permute(word, word * kShifts.by_4, kSecond ? 0xbfae : 0x9d8c);
-    return (signs & kSign) | ptx::permute(small, large, magnitudes);
+    const uint32_t further_up = word * kShifts.by_4;
+    first = (ptx::permute(word, further_up, 0x9d8c) & kSign) | ptx::permute(small, large, magnitudes);
+    // Not by a shift, before which the compiler would mask once more.
+    second = (ptx::permute(word, further_up, 0xbfae) & kSign) |
+             ptx::permute(small, large, ptx::permute(magnitudes, 0, 0x4432));
   }
+};
+
+// The bases of the quad's columns: what a group's byte may be at least. Numbers of such a group are multiplied with
+// 2^kLeastShift.
+class ColumnBases {
+ public:
+  // What a byte may be above its base.
+  static constexpr int32_t kWindow = Magnitudes::kMostShift - Magnitudes::kLeastShift;
+
+  // How far the four groups of a word lie above the base of their column: a byte each, if none is_outside().
+  __device__ __forceinline__ uint32_t above(uint32_t word, int column) const {
+    return word - ptx::permute(bytes_, bytes_, 0x1111 * column);
+  }
+  // The highest bit of a byte is set where one of them is below 0 or above kWindow. The lowest one that is below 0 borrows
+  // from the next, and is then more than 255 - kMost.
+  static __device__ __forceinline__ uint32_t is_outside(uint32_t above) {
+    static_assert(255 - kMost > kWindow);
+    return (above | above + 0x01010101 * (127 - kWindow)) & 0x80808080;
+  }
+  __device__ __forceinline__ int32_t of_column(int column) const { return bytes_ >> 8 * column & 0xff; }
+
+  // Raises a column's base where a group is too large for it; returns what its sums have to be multiplied with.
+  __device__ __forceinline__ float raise(uint32_t word, int column) {
+    int32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kGroupsOfStep; ++i) {
+      const int32_t byte = word >> 8 * i & 0xff;
+      largest = max(largest, byte == kNaN ? 0 : byte);
+    }
+    const int32_t base = of_column(column);
+    if (largest <= base + kWindow) return 1.0f;
+    const int32_t raised = min(largest + kHeadroom - kWindow, kMost);
+    bytes_ += static_cast<uint32_t>(raised - base) << 8 * column;
+    return power_of_two_of(127 + base - raised);
+  }
+
+  // What a column's sums are multiplied with at the end. They are to be 2^6 times too small
+  // (EightBitFromPacked::kToSums).
+  __device__ __forceinline__ float scale(int column) const {
+    constexpr int32_t kToNumbers = -Magnitudes::kLeastShift - 6;
+    return power_of_two_of(of_column(column) + kToNumbers);
+  }
+  // What products of a group's numbers as they are, which is left out, are multiplied with before they are added to sums.
+  __device__ __forceinline__ float of_left_out(int32_t byte, int column) const {
+    if (byte == kNaN) return __uint_as_float(0x7f800000);  // end_sums()
+    return power_of_two_of(127 + byte - of_column(column) + Magnitudes::kLeastShift);
+  }
+
+  static constexpr int32_t kNaN = 255;  // of a group's byte
+
+ private:
+  // A group may be so much larger than those that came before it.
+  static constexpr int32_t kHeadroom = 3;
+  static constexpr int32_t kMost = 240;
+
+  // 2^(exponent - 127); what is too small even for a subnormal number is zero.
+  static __device__ __forceinline__ float power_of_two_of(int32_t exponent) {
+    constexpr int32_t kMantissa = 23;
+    if (exponent > 0) return __uint_as_float(static_cast<uint32_t>(exponent) << kMantissa);
+    return __uint_as_float(exponent > -kMantissa ? 1u << (kMantissa - 1 + exponent) : 0u);
+  }
+
+  // A byte for each column. No weight is so small that it would have to be the first base: raise() finds that.
+  uint32_t bytes_ = 0;
 };
 
 // Of a group thread t of a quad has numbers 8 t to 8 t + 7, in 4 bytes, and multiplies the first four in the first half of
 // the depth; rows have theirs in that order (turned.cuh).
+//
+// The work of a step is items: a block of columns with a part of the rows. The first item of a block decodes it. Two
+// items are under way at a time, so that one is multiplied while the other is decoded or added up.
 template <int kColumnBlocks, int kBlocks>
 class ManyPackedRows {
  public:
-  __device__ explicit ManyPackedRows(const PackedPart& part) : part_(part) {}
+  __device__ explicit ManyPackedRows(const PackedPart& part) : part_(part), places_(part) {}
 
   template <class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
@@ -58,193 +132,213 @@ class ManyPackedRows {
     for (int32_t step = 0; step < steps; ++step) {
       track.stall([&] { ring.wait(position); });
       groups_.take(part_, step);
-      auto& stage = ring.stage(position);
-      if constexpr (kBoth) {
-        multiply_both(sums, stage);
-      } else {
-        multiply_block<0>(sums, stage);
-        if constexpr (kColumnBlocks > 1) multiply_block<1>(sums, stage);
-      }
+      multiply_step(sums, ring.stage(position));
       ring.release(position, ptx::read_lane());
       meanwhile(step);
       position.advance();
     }
     end_sums<kBlocks>(sums);
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) scale_column(sums, column, bases_.scale(column));
   }
 
  private:
-  // Row blocks that are multiplied at once: of more there are no registers for products beside sums. Of 128 rows half of them,
-  // since with 32 rows a product is waited for longer than it takes; of 96 the products of two parts run at a time.
-  static constexpr int kOfPart = kBlocks <= 8 ? kBlocks : kBlocks == 16 ? 8 : 4;
-  using Products = ptx::FewAccumulators<8 * kOfPart>;
-  static constexpr bool kBoth = kOfPart == kBlocks;  // both blocks of columns are decoded at a time
-  static constexpr bool kTwoAtATime = kBlocks <= 12;  // parts, whose products are under way
+  static constexpr int kColumns = 2 * kColumnBlocks;  // of a quad
+  // Row blocks of an item, and items under way. With 128 rows there are no registers for the products of two items, with
+  // 96 none for two blocks of columns.
+  static constexpr int kOfItem = kBlocks <= 8 ? kBlocks : kBlocks == 12 ? 6 : 8;
+  static constexpr int kAtATime = kBlocks <= 12 ? 2 : 1;
+  static constexpr int kItemsOfBlock = kBlocks / kOfItem, kItems = kItemsOfBlock * kColumnBlocks;
+  static_assert(kBlocks % kOfItem == 0);
+  // Whether registers hold what a step has in common with the next, some forty instructions of five hundred, and scales of
+  // rows before products are waited for.
+  static constexpr bool kHolds = kBlocks <= 8;
 
-  // The scales of a step's groups of one column.
-  struct ColumnScales {
-    int32_t shifts[kGroupsOfStep];  // s of each
-    float scale;                    // what all are multiplied with
+  static __device__ constexpr int block_of(int item) { return item / kItemsOfBlock; }
+  static __device__ constexpr int first_row_block(int item) { return item % kItemsOfBlock * kOfItem; }
+  // Whether the next item is begun before this one is waited for.
+  static __device__ constexpr bool is_beside_next(int item) {
+    if (kAtATime == 1 || item + 1 == kItems) return false;
+    return kBlocks <= 8 || block_of(item) == block_of(item + 1);
+  }
 
-    static __device__ __forceinline__ ColumnScales of_word(uint32_t word) {
-      // These numbers are 2^kMostShift times too large, and sums are to be 2^6 times too small
-      // (EightBitFromPacked::kToSums).
-      constexpr float kOfNumbers = 0x1p-12f;
-      static_assert(Magnitudes::kMostShift == 6);
-      int32_t bytes[kGroupsOfStep], largest = 0;
-#pragma unroll
-      for (int i = 0; i < kGroupsOfStep; ++i) {
-        bytes[i] = word >> 8 * i & 0xff;
-        largest = max(largest, bytes[i]);
-      }
-      ColumnScales scales;
-#pragma unroll
-      for (int i = 0; i < kGroupsOfStep; ++i) scales.shifts[i] = bytes[i] - largest + Magnitudes::kMostShift;
-      // Zero for byte 0, infinity for 255, as power_of_two().
-      scales.scale = __uint_as_float(static_cast<uint32_t>(largest) << 23) * kOfNumbers;
-      return scales;
-    }
-    __device__ __forceinline__ bool any_far() const {
-      static_assert(kGroupsOfStep == 4);
-      return min(min(shifts[0], shifts[1]), min(shifts[2], shifts[3])) < Magnitudes::kLeastShift;
-    }
+  struct NoPlaces {
+    __device__ explicit NoPlaces(const PackedPart&) {}
   };
+  __device__ __forceinline__ PackedPlaces places() const {
+    if constexpr (kHolds) {
+      return places_;
+    } else {
+      return PackedPlaces(part_);
+    }
+  }
 
-  // A block of columns in a step, decoded.
+  using Products = ptx::FewAccumulators<8 * kOfItem>;
+
+  // A block of columns in a step: of columns g and g + 8 the bytes of their groups, or how far these are above their base;
+  // and what they decode to.
   struct Columns {
-    ptx::FactorWords groups[kGroupsOfStep];
-    float scales[2];  // of columns g and g + 8
-    bool far;         // some group of the warp is left out
+    uint32_t of_groups[2];
+    ptx::FactorWords words[kGroupsOfStep];
+    bool some_left_out;  // groups of the warp's columns
+  };
+  // Both blocks, and the products under way. Not as arrays, which would lie in memory.
+  struct Step {
+    Columns first, second;
+    Products even, odd;
+
+    template <int kBlock>
+    __device__ __forceinline__ Columns& columns() {
+      if constexpr (kBlock == 0) return first;
+      return second;
+    }
+    template <int kItem>
+    __device__ __forceinline__ Products& products() {
+      if constexpr (kItem % kAtATime == 0) return even;
+      return odd;
+    }
   };
 
-  template <int kBlock, class Stage>
-  __device__ __forceinline__ void decode(Columns& columns, const Stage& stage) const {
-    const PackedPlaces places(part_);
-    const ColumnScales scales[2] = {ColumnScales::of_word(groups_.of_column(2 * kBlock)),
-                                    ColumnScales::of_word(groups_.of_column(2 * kBlock + 1))};
-    columns.far = __any_sync(0xffffffff, scales[0].any_far() || scales[1].any_far());
+  template <class Stage>
+  __device__ __forceinline__ void multiply_step(ptx::Accumulators& sums, const Stage& stage) {
+    Step step;
+    uint32_t outside = look_at_groups<0>(step.first);
+    if constexpr (kColumnBlocks > 1) outside |= look_at_groups<1>(step.second);
+    const bool some_left_out = __any_sync(0xffffffff, outside);
+    if (some_left_out) {
+      raise_bases<0>(sums, step.first);
+      if constexpr (kColumnBlocks > 1) raise_bases<1>(sums, step.second);
+    }
+    step.first.some_left_out = step.second.some_left_out = some_left_out;
+    if constexpr (kAtATime > 1) begin_item<0>(step, stage);
+    multiply_items_from<0>(sums, step, stage);
+    if (some_left_out) {
+      add_far_groups<0>(sums, stage);
+      if constexpr (kColumnBlocks > 1) add_far_groups<1>(sums, stage);
+    }
+  }
+  // Not zero where a group is outside.
+  template <int kBlock>
+  __device__ __forceinline__ uint32_t look_at_groups(Columns& columns) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      columns.scales[half] = scales[half].scale;
+      columns.of_groups[half] = bases_.above(groups_.of_column(2 * kBlock + half), 2 * kBlock + half);
+    }
+    return ColumnBases::is_outside(columns.of_groups[0]) | ColumnBases::is_outside(columns.of_groups[1]);
+  }
+  template <int kBlock>
+  __device__ __forceinline__ void raise_bases(ptx::Accumulators& sums, Columns& columns) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = 2 * kBlock + half;
+      columns.of_groups[half] = groups_.of_column(column);
+      scale_column(sums, column, bases_.raise(columns.of_groups[half], column));
+    }
+  }
+
+  template <int kItem, class Stage>
+  __device__ __forceinline__ void multiply_items_from(ptx::Accumulators& sums, Step& step, const Stage& stage) const {
+    if constexpr (kItem < kItems) {
+      if constexpr (kAtATime > 1) {
+        if constexpr (is_beside_next(kItem)) begin_item<kItem + 1>(step, stage);
+        finish_item<kItem>(sums, step, stage);
+        if constexpr (!is_beside_next(kItem)) begin_item<kItem + 1>(step, stage);
+      } else if (first_row_block(kItem) == 0 || first_row_block(kItem) < part_.row_blocks) {
+        // It always is: that keeps ptxas from beginning with an item before the one before is added up.
+        begin_item<kItem>(step, stage);
+        finish_item<kItem>(sums, step, stage);
+      }
+      multiply_items_from<kItem + 1>(sums, step, stage);
+    }
+  }
+  template <int kItem, class Stage>
+  __device__ __forceinline__ void begin_item(Step& step, const Stage& stage) const {
+    if constexpr (kItem < kItems) {
+      constexpr int kBlock = block_of(kItem), kFirst = first_row_block(kItem);
+      if constexpr (kFirst == 0) {
+        // Products stay outside of the branch: in it ptxas would wait for each of them.
+        auto& columns = step.template columns<kBlock>();
+        if (columns.some_left_out) {
+          decode<true, kBlock>(columns, stage);
+        } else {
+          decode<false, kBlock>(columns, stage);
+        }
+      }
+      issue(step.template products<kItem>(), step.template columns<kBlock>(), stage, kFirst);
+    }
+  }
+  template <int kItem, class Stage>
+  __device__ __forceinline__ void finish_item(ptx::Accumulators& sums, Step& step, const Stage& stage) const {
+    constexpr int kBlock = block_of(kItem), kFirst = first_row_block(kItem);
+    RowScales<kOfItem> scales;
+    if constexpr (kHolds) scales = RowScales<kOfItem>::of(stage, kFirst);
+    ptx::wait_products<is_beside_next(kItem) ? 1 : 0>();
+    auto& products = step.template products<kItem>();
+    ptx::own_accumulators(products);
+    if constexpr (kFirst + kOfItem == kBlocks) {
+#pragma unroll
+      for (int group = 0; group < kGroupsOfStep; ++group) ptx::own_words(step.template columns<kBlock>().words[group]);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfItem; ++i) {
+      const float2 of_rows = kHolds ? scales.rows[i] : RowScales<1>::of(stage, kFirst + i).rows[0];
+      float* const of_sums = sums.values + 4 * (16 * kBlock + kFirst + i);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) of_sums[n] += (n % 2 == 0 ? of_rows.x : of_rows.y) * products.values[4 * i + n];
+    }
+  }
+
+  // kSomeLeftOut: groups that are outside are, and of_groups has bytes.
+  template <bool kSomeLeftOut, int kBlock, class Stage>
+  __device__ __forceinline__ void decode(Columns& columns, const Stage& stage) const {
+    const PackedPlaces places = this->places();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int group = 0; group < kGroupsOfStep; ++group) {
         uint32_t word = places.word(stage, kBlock, group, half);
-        if (columns.far && scales[half].shifts[group] < Magnitudes::kLeastShift) word = 0;
-        const auto magnitudes = Magnitudes::shifted(scales[half].shifts[group]);
-        columns.groups[group][half] = magnitudes.template decode<false>(word);
-        columns.groups[group][half + 2] = magnitudes.template decode<true>(word);
+        uint32_t above = ptx::permute(columns.of_groups[half], 0, 0x4440 + group);
+        if constexpr (kSomeLeftOut) {
+          above -= bases_.of_column(2 * kBlock + half);
+          if (above > ColumnBases::kWindow) above = word = 0;
+        }
+        auto& words = columns.words[group];
+        Magnitudes::shifted(above).decode(word, words[half], words[half + 2]);
       }
     }
   }
 
-  // Products of row blocks from kFirst on.
-  template <int kFirst, class Stage>
-  __device__ __forceinline__ void issue(Products& products, const Columns& columns, const Stage& stage) const {
+  // Products of row blocks from `first` on.
+  template <class Stage>
+  __device__ __forceinline__ void issue(Products& products, const Columns& columns, const Stage& stage, int first) const {
     using Rows = typename Stage::A;
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    const uint64_t rows = stage.a.template descriptor<kDepth>(8 * kFirst);
+    const uint64_t rows = stage.a.template descriptor<kDepth>(8 * first);
     ptx::clear_accumulators(products);
     ptx::wgmma_fence();
 #pragma unroll
     for (int group = 0; group < kGroupsOfStep; ++group) {
-      ptx::multiply_e4m3(products, columns.groups[group],
+      ptx::multiply_e4m3(products, columns.words[group],
                          ptx::advance_descriptor(rows, group * Rows::template kSliceBytes<kDepth>), group > 0);
     }
     ptx::commit_products();
   }
-  // Waits for them, while kPending later ones may be under way.
-  template <int kBlock, int kFirst, int kPending, class Stage>
-  __device__ __forceinline__ void add(ptx::Accumulators& sums, Products& products, const Columns& columns,
-                                      const Stage& stage) const {
-    ptx::wait_products<kPending>();
-    ptx::own_accumulators(products);
-#pragma unroll
-    for (int i = 0; i < kOfPart; ++i) {
-      const float2 row_scales = RowScales<1>::of(stage, kFirst + i).rows[0];
-      float* const of_sums = sums.values + 4 * (16 * kBlock + kFirst + i);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float of_row = n % 2 == 0 ? row_scales.x : row_scales.y;
-        of_sums[n] += columns.scales[n / 2] * of_row * products.values[4 * i + n];
-      }
-    }
-  }
-  // After all products of a block: what was left out.
-  template <int kBlock, class Stage>
-  __device__ __forceinline__ void end_block(ptx::Accumulators& sums, Columns& columns, const Stage& stage) const {
-#pragma unroll
-    for (auto& words : columns.groups) ptx::own_words(words);
-    if (columns.far) add_far_groups<kBlock>(sums, stage);
-  }
 
-  // Of all rows, a block of columns after the other: the second is decoded while the products of the first run.
-  template <class Stage>
-  __device__ __forceinline__ void multiply_both(ptx::Accumulators& sums, const Stage& stage) const {
-    Columns first;
-    Products of_first;
-    decode<0>(first, stage);
-    issue<0>(of_first, first, stage);
-    if constexpr (kColumnBlocks > 1) {
-      Columns second;
-      Products of_second;
-      decode<1>(second, stage);
-      issue<0>(of_second, second, stage);
-      add<0, 0, 1>(sums, of_first, first, stage);
-      end_block<0>(sums, first, stage);
-      add<1, 0, 0>(sums, of_second, second, stage);
-      end_block<1>(sums, second, stage);
-    } else {
-      add<0, 0, 0>(sums, of_first, first, stage);
-      end_block<0>(sums, first, stage);
+  // Sums of one of the quad's columns.
+  __device__ __forceinline__ static void scale_column(ptx::Accumulators& sums, int column, float factor) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) sums.values[4 * (16 * (column / 2) + i) + 2 * (column % 2) + n] *= factor;
     }
-  }
-  // Of a block of columns, some rows after the others.
-  template <int kBlock, class Stage>
-  __device__ __forceinline__ void multiply_block(ptx::Accumulators& sums, const Stage& stage) const {
-    Columns columns;
-    decode<kBlock>(columns, stage);
-    if constexpr (kTwoAtATime) {
-      Products products;
-      issue<0>(products, columns, stage);
-      multiply_overlapped<kBlock, 0>(sums, products, columns, stage);
-    } else {
-      multiply_parts<kBlock, 0>(sums, columns, stage);
-    }
-    end_block<kBlock>(sums, columns, stage);
-  }
-  // Those of row blocks from kFirst on, whose products are under way: those of the next ones run while they are added up.
-  template <int kBlock, int kFirst, class Stage>
-  __device__ __forceinline__ void multiply_overlapped(ptx::Accumulators& sums, Products& products,
-                                                      const Columns& columns, const Stage& stage) const {
-    if constexpr (kFirst + kOfPart < kBlocks) {
-      Products next;
-      issue<kFirst + kOfPart>(next, columns, stage);
-      add<kBlock, kFirst, 1>(sums, products, columns, stage);
-      multiply_overlapped<kBlock, kFirst + kOfPart>(sums, next, columns, stage);
-    } else {
-      add<kBlock, kFirst, 0>(sums, products, columns, stage);
-    }
-  }
-  // One after the other, from kFirst on.
-  template <int kBlock, int kFirst, class Stage>
-  __device__ __forceinline__ void multiply_parts(ptx::Accumulators& sums, const Columns& columns,
-                                                 const Stage& stage) const {
-    // Also keeps ptxas from beginning with a part before the one before is added up.
-    if (kFirst > 0 && kFirst >= part_.row_blocks) return;
-    Products products;
-    issue<kFirst>(products, columns, stage);
-    add<kBlock, kFirst, 0>(sums, products, columns, stage);
-    if constexpr (kFirst + kOfPart < kBlocks) multiply_parts<kBlock, kFirst + kOfPart>(sums, columns, stage);
   }
 
   // What was left out: by products of this warp alone, a group at a time.
   template <int kBlock, class Stage>
   __device__ __forceinline__ void add_far_groups(ptx::Accumulators& sums, const Stage& stage) const {
-    const PackedPlaces places(part_);
-    constexpr float kOfNumbers = 0x1p-6f;  // as above, of numbers that are as large as they are
-    const uint32_t bytes[2] = {groups_.of_column(2 * kBlock), groups_.of_column(2 * kBlock + 1)};
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
-    const auto magnitudes = Magnitudes::shifted(0);
+    const auto magnitudes = Magnitudes::shifted(-Magnitudes::kLeastShift);
 #pragma unroll 1
     for (int group = 0; group < kGroupsOfStep; ++group) {
       ptx::FactorWords columns;
@@ -252,16 +346,13 @@ class ManyPackedRows {
       uint32_t any = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t byte = bytes[half] >> 8 * group & 0xff;
-        const auto of_step = ColumnScales::of_word(bytes[half]);
-        int32_t shift = 0;  // not by an index that the compiler does not know
-#pragma unroll
-        for (int i = 0; i < kGroupsOfStep; ++i) shift = i == group ? of_step.shifts[i] : shift;
-        const uint32_t word = shift < Magnitudes::kLeastShift ? places.word(stage, kBlock, group, half) : 0;
-        any |= word & 0x77777777;
-        columns[half] = magnitudes.template decode<false>(word);
-        columns[half + 2] = magnitudes.template decode<true>(word);
-        scales[half] = __uint_as_float(byte << 23) * kOfNumbers;
+        const int column = 2 * kBlock + half;
+        const int32_t byte = groups_.of_column(column) >> 8 * group & 0xff;
+        const bool left_out = static_cast<uint32_t>(byte - bases_.of_column(column)) > ColumnBases::kWindow;
+        const uint32_t word = left_out ? places().word(stage, kBlock, group, half) : 0;
+        any |= left_out && byte == ColumnBases::kNaN ? 1 : word & 0x77777777;
+        magnitudes.decode(word, columns[half], columns[half + 2]);
+        scales[half] = left_out ? bases_.of_left_out(byte, column) : 0.0f;
       }
       if (!__any_sync(0xffffffff, any != 0)) continue;
 #pragma unroll
@@ -282,7 +373,9 @@ class ManyPackedRows {
   }
 
   const PackedPart& part_;
-  OneGroupWord groups_;
+  const std::conditional_t<kHolds, PackedPlaces, NoPlaces> places_;
+  OneGroupWord<kHolds> groups_;
+  ColumnBases bases_;
 };
 
 }  // namespace jaxmoe

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "common/block_part.h"
 #include "common/exchange.h"
 #include "common/scheduler.h"
 #include "cuda/device/ptx/fence.cuh"
@@ -25,19 +26,18 @@ class TaskNumbers {
  public:
   __device__ explicit TaskNumbers(const Cta<Variant>& cta) : cta_(cta) {}
 
-  // Draws the nth number, if it is not drawn yet.
-  __device__ __forceinline__ void draw(int nth) {
-    if (cta_.cta_rank != 0 || nth != drawn_) return;
-    ++drawn_;
+  // Draws the next number: at most once before it is taken.
+  __device__ __forceinline__ void draw() {
+    if (cta_.cta_rank != 0) return;
     uint32_t* const taken = &cta_.signals.control()->tasks_taken[cta_.signals.launch_number() & 1];
     next_ = static_cast<int32_t>(atomicAdd(taken, 1u));
   }
 
-  // The nth number, drawn at the latest here. Since numbers rise, one that is not above the one before is an old one
+  // The nth number, drawn here where it is not `drawn` yet. Since numbers rise, one that is not above the one before is an old one
   // that still lies there.
-  __device__ __forceinline__ int32_t take(int nth) {
+  __device__ __forceinline__ int32_t take(int nth, bool drawn) {
     if (cta_.cta_rank == 0) {
-      draw(nth);
+      if (!drawn) draw();
       for (uint32_t other = 1; other < Tiling::kBlocks; ++other) {
         ptx::store_cluster(&cta_.shared.task_numbers[nth % kQueuedTasks], other, next_);
       }
@@ -50,7 +50,6 @@ class TaskNumbers {
 
  private:
   const Cta<Variant>& cta_;
-  int drawn_ = 0;  // numbers
   int32_t next_ = -1;
 };
 
@@ -129,18 +128,13 @@ struct RingTiles {
 template <class Variant>
 using TilesOf = std::conditional_t<Cta<Variant>::kSecondHalf, ArrayTiles<Variant>, RingTiles<Variant>>;
 
-// Whether the blocks of the cluster multiply other columns in a task.
-template <class Variant>
-__device__ __forceinline__ bool has_own_b(const Cta<Variant>& cta, const Task& task) {
-  return Tiling::kBlocks == 1 || cta.is_narrow(task);
-}
-// Weights that only one row tile needs are read once: then they take no room in L2 from rows and h. Where those
-// are decoded to 8 bits there is no register to ask.
+// Weights that only one task needs are read once: then they take no room in L2 from rows and h. Where those are decoded
+// to 8 bits there is no register to ask.
 template <class Variant>
 __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, const Task& task) {
   if constexpr (kParksWalks<Variant>) return ptx::evict_normal_policy();
   const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
-  return one_tile ? ptx::evict_first_policy() : ptx::evict_normal_policy();
+  return one_tile && !(Cta<Variant>::kExchangesHalves && task.part & kRowHalves) ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
 
 template <class Variant>
@@ -158,17 +152,17 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   int32_t decoded_experts = 0;  // that have rows, and whose weights this thread has seen decoded
   if constexpr (kParksWalks<Variant>) cta.shared.seen_decoded.experts = 0;  // for which it has no register
   int32_t complete_segment = -1;  // row tile of the segment whose gradients this thread has seen complete
+  bool drawn = false;  // the number of the next task
   for (Task task;;) {
     // By now the math warps still have stages to multiply, which hides part of this.
-    if (!walk.seek(numbers.take(queued), task)) break;
+    if (!walk.seek(numbers.take(queued, drawn), task)) break;
     track.mark(EventKind::kTakeTask, task);
     const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
     // Tasks are known as soon as rows are counted; the first rows come 10 to 25 us later.
     int32_t begun = 0;
     if (queued == 0) {
       using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
-      begun = load_weights_first<First>(cta, ring, position, cta.own_part(task), has_own_b(cta, task),
-                                        weights_policy(cta, task));
+      begun = load_weights_first<First>(cta, ring, position, cta.own_part(task), weights_policy(cta, task));
     }
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
@@ -191,24 +185,25 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       ptx::fence_proxy_async_global();
       if (is_weight) complete_segment = task.row_tile;
     }
-    track.mark(wait_event_of(task.gemm), task);
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
+    track.mark(wait_event_of(own.gemm), own);
     if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Made anew for each task: no registers are held for them.
     const uint64_t keep = ptx::evict_normal_policy();
-    const uint64_t b_policy = is_weight ? keep : weights_policy(cta, task);
-    ProductsOf<Variant>::template with<AllOf>(task.gemm, [&](auto product) {
+    const uint64_t b_policy = is_weight ? keep : weights_policy(cta, own);
+    ProductsOf<Variant>::template with<AllOf>(own.gemm, [&](auto product) {
       using Product = decltype(product);
-      load_tile<Product>(cta, ring, position, to_load, has_own_b(cta, task), b_policy, keep, begun, track,
-                         [&] { numbers.draw(queued); });
+      drawn =
+          load_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, [&] { numbers.draw(); });
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
         load_projections(cta, ring, position, own, keep, track);
       }
     });
-    track.mark(load_event_of(task.gemm), own);
+    const Task& loaded = cta.shared.tasks[(queued - 1) % kQueuedTasks];  // for a recording, so that no register holds it
+    track.mark(load_event_of(loaded.gemm), loaded);
   }
   end_tasks(cta, ring, position, queued);
 }
