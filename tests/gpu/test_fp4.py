@@ -11,7 +11,7 @@ import jaxmoe
 from jaxmoe import machine
 from jaxmoe.options import Arguments
 from jaxmoe.testing import ROUTING_KINDS
-from tests.fp4_suite import Fp4Suite, through_e4m3, with_scale
+from tests.fp4_suite import MATRICES, Fp4Suite, through_e4m3, with_scale
 from tests.quantized_layer import assert_as_exact
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,14 @@ def with_large_zeros(matrix: jaxmoe.MXFP4) -> jaxmoe.MXFP4:
     return with_scale(
         dataclasses.replace(matrix, values=jnp.asarray(values)), (slice(None), slice(None), slice(0, None, 3)), 2.0**20
     )
+
+
+def with_growing_scales(matrix: jaxmoe.MXFP4) -> jaxmoe.MXFP4:
+    """Each group's scale is 2^4 times that of the group before it, and that of the last one is 2^-4."""
+    groups = matrix.scales.shape[2]
+    for group in range(groups):
+        matrix = with_scale(matrix, (slice(None), slice(None), group), 2.0 ** (4 * (group - groups)))
+    return matrix
 
 
 class OnGpu(Fp4Suite):
@@ -65,7 +73,7 @@ class TestMegakernel(OnGpu):
     )
 
     @pytest.mark.parametrize("plan", [plans[-1], SHARES_COLUMNS], ids=["columns of its own", "shared columns"])
-    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 48, 64, 65, 128, 129, 257])
+    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 33, 48, 64, 65, 96, 128, 129, 160, 192, 193, 257])
     @pytest.mark.parametrize(("kind", "precision"), [("mxfp4", "w4a16"), ("nvfp4", "w4a16"), ("mxfp4", "fp8")])
     def test_tiles_of_any_number_of_rows_are_as_exact(self, kind, precision, rows, plan):
         arguments = every_token_everywhere(self.inputs_in_4_bits(30, kind, tokens=rows))
@@ -97,11 +105,18 @@ class TestMegakernel(OnGpu):
     @pytest.mark.parametrize("rows", [16, 48, 64, 120, 128, 250])
     def test_beside_rows_in_8_bits_groups_far_smaller_than_their_neighbours_are_exact(self, rows):
         arguments = every_token_everywhere(self.inputs_in_4_bits(35, tokens=rows))
-        matrices = {name: with_large_zeros(getattr(arguments.experts, name)) for name in ("w_gate", "w_up", "w_down")}
+        matrices = {name: with_large_zeros(getattr(arguments.experts, name)) for name in MATRICES}
         arguments = arguments._replace(experts=dataclasses.replace(arguments.experts, **matrices))
         y = self.small_run(arguments, precision="fp8")
         assert_as_exact(y, arguments, "fp8")
         assert np.asarray(y).any()
+
+    @pytest.mark.parametrize("rows", [16, 48, 64, 96, 128, 160, 250])
+    def test_beside_rows_in_8_bits_groups_that_grow_along_the_depth_are_exact(self, rows):
+        arguments = every_token_everywhere(self.inputs_in_4_bits(38, tokens=rows))
+        matrices = {name: with_growing_scales(getattr(arguments.experts, name)) for name in MATRICES}
+        arguments = arguments._replace(experts=dataclasses.replace(arguments.experts, **matrices))
+        assert_as_exact(self.small_run(arguments, precision="fp8"), arguments, "fp8")
 
     @pytest.mark.parametrize("rows", [1, 64, 65, 128, 129, 256, 300])
     @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
