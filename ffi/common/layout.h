@@ -318,6 +318,8 @@ inline constexpr int32_t kMaxRanks = 1 << (32 - RowTarget::kSlotBits);
 
 // Most experts of a rank: a GPU keeps their row counts in shared memory, all of which is taken.
 inline constexpr int32_t kMaxLocalExperts = 512;
+// As many where it holds more beside rows in 8 bits: what decoding to 8 bits takes, or a recording.
+inline constexpr int32_t kMaxLocalExpertsAhead = 448;
 // Most experts of a group: a sorter counts them where the stages of the GEMMs will be, which leave room for more.
 inline constexpr int32_t kMaxExperts = 4096;
 

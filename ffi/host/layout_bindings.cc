@@ -206,6 +206,7 @@ void define_layout(py::module_& module) {
   module.attr("max_slots") = kMaxSlots;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_local_experts") = kMaxLocalExperts;
+  module.attr("max_local_experts_ahead") = kMaxLocalExpertsAhead;
   module.attr("max_experts") = kMaxExperts;
 }
 

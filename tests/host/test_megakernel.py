@@ -19,7 +19,12 @@ from jaxmoe.implementations.megakernel import launching, limits
 from jaxmoe.implementations.megakernel import layer as megakernel
 from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE, timeout_seconds
 from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU, backward_plan
-from jaxmoe.implementations.megakernel.schedule import most_row_tiles, saved_row_tiles, tile_sizes
+from jaxmoe.implementations.megakernel.schedule import (
+    MOST_LOCAL_EXPERTS_AHEAD,
+    most_row_tiles,
+    saved_row_tiles,
+    tile_sizes,
+)
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.layer_calls import SIZES, cotangent, layer, mesh_of, schedule_in
@@ -470,3 +475,4 @@ def test_the_compiled_code_has_the_limits_that_python_checks():
     assert native.schedule().max_ranks == limits.MOST_RANKS["cpu"]
     assert native.schedule().max_experts == limits.MOST_EXPERTS
     assert native.schedule().max_local_experts == limits.MOST_LOCAL_EXPERTS
+    assert native.schedule().max_local_experts_ahead == MOST_LOCAL_EXPERTS_AHEAD

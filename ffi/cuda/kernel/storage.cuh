@@ -59,8 +59,9 @@ struct NoTakenSums {};
 // Local experts that a block has room for: fewer where it holds scales and also records what it does, or decodes.
 template <class Variant>
 inline constexpr int32_t kRoomForExperts =
-    kMaxLocalExperts -
-    (Variant::Precision::kTokens.is_scaled() && (Variant::config.timeline || kParksWalks<Variant>) ? 64 : 0);
+    Variant::Precision::kTokens.is_scaled() && (Variant::config.timeline || kParksWalks<Variant>)
+        ? kMaxLocalExpertsAhead
+        : kMaxLocalExperts;
 
 // Whether tokens are added up beside products (exchange/early_sums.cuh). A half of a layer has no signal that says when
 // an expert has answered; weights decoded in registers are for few tokens.

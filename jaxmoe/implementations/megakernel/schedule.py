@@ -14,8 +14,8 @@ from jaxmoe.formats import ALL, Format, Formats, bits
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED, Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 
-# Of a rank.
-MOST_LOCAL_EXPERTS = 512
+# Of a rank, and where weights are decoded ahead to 8 bits.
+MOST_LOCAL_EXPERTS, MOST_LOCAL_EXPERTS_AHEAD = 512, 448
 # The depth of all matrices is a multiple of it (kDepthInRegisters in ffi/common/formats.h).
 DEPTH_IN_REGISTERS = 64
 
@@ -127,7 +127,7 @@ def decodes_ahead(shape: Shape, platform: str) -> bool:
 def most_experts_ahead(shape: Shape, platform: str) -> int:
     """Returns how many experts a rank can have whose weights are decoded ahead (kRoomForExperts in storage.cuh)."""
     in_8_bits = platform != "cpu" and shape.formats.tokens.scale_rows
-    return MOST_LOCAL_EXPERTS - (64 if in_8_bits else 0)
+    return MOST_LOCAL_EXPERTS_AHEAD if in_8_bits else MOST_LOCAL_EXPERTS
 
 
 def decodes_in_registers(shape: Shape, platform: str) -> bool:

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/device/ptx/registers.cuh"
@@ -20,6 +21,26 @@ struct PackedPart {
   int16_t row_blocks;        // of 8, of the tile
   bool sixteen;              // numbers to a group, else 32
   bool one_block;
+
+  // Calls body(columns, rows) with types for the code that multiplies as many blocks of columns, and of rows as many as the
+  // first number that is enough.
+  template <int... kRowBlocks, class Body>
+  __device__ __forceinline__ void with_blocks(const Body& body) const {
+    if (one_block) {
+      with_row_blocks<1, kRowBlocks...>(body);
+    } else {
+      with_row_blocks<2, kRowBlocks...>(body);
+    }
+  }
+
+ private:
+  template <int kColumnBlocks, int kRowBlocks, int... kMore, class Body>
+  __device__ __forceinline__ void with_row_blocks(const Body& body) const {
+    if constexpr (sizeof...(kMore) > 0) {
+      if (row_blocks > kRowBlocks) return with_row_blocks<kColumnBlocks, kMore...>(body);
+    }
+    body(std::integral_constant<int, kColumnBlocks>{}, std::integral_constant<int, kRowBlocks>{});
+  }
 };
 
 // With g = lane / 4 and t = lane % 4, the four lanes of a quad have columns g and g + 8 of each block: its column number

@@ -99,11 +99,16 @@ class FromPacked {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
                                                 typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
-    if (part_.one_block) {
-      multiply_at_most<1, 1, 2, 4, 6, kMostBlocks, kManyBlocks>(sums, ring, position, steps, meanwhile, track);
-    } else {
-      multiply_at_most<2, 1, 2, 4, 6, kMostBlocks, kManyBlocks>(sums, ring, position, steps, meanwhile, track);
-    }
+    // Inlined whatever its size: of a call, sums would lie in memory.
+    part_.template with_blocks<1, 2, 4, 6, kMostBlocks, kManyBlocks>(
+        [&](auto columns, auto rows) __attribute__((always_inline)) {
+          constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
+          if (part_.sixteen) {
+            multiply_steps<kColumnBlocks, kBlocks, 16>(sums, ring, position, steps, meanwhile, track);
+          } else {
+            multiply_steps<kColumnBlocks, kBlocks, 32>(sums, ring, position, steps, meanwhile, track);
+          }
+        });
   }
 
  private:
@@ -131,16 +136,6 @@ class FromPacked {
   struct StepScales {
     uint32_t words[2 * kColumnBlocks];
   };
-
-  // By the code for as many row blocks as the first number that is enough.
-  template <int kColumnBlocks, int kBlocks, int... kMore, class... Arguments>
-  __device__ __forceinline__ void multiply_at_most(Arguments&&... arguments) {
-    if constexpr (sizeof...(kMore) > 0) {
-      if (part_.row_blocks > kBlocks) return multiply_at_most<kColumnBlocks, kMore...>(arguments...);
-    }
-    if (part_.sixteen) return multiply_steps<kColumnBlocks, kBlocks, 16>(arguments...);
-    multiply_steps<kColumnBlocks, kBlocks, 32>(arguments...);
-  }
 
   template <int kColumnBlocks, int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Ring& ring,

@@ -28,26 +28,18 @@ class EightBitFromPacked {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
                                                 typename Ring::Position& position, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
-    if (part_.one_block) {
-      multiply_at_most<1, 1, 2, 4, 6, 8, 12, 16>(sums, ring, position, steps, meanwhile, track);
-    } else {
-      multiply_at_most<2, 1, 2, 4, 6, 8, 12, 16>(sums, ring, position, steps, meanwhile, track);
-    }
+    // Inlined whatever its size: of a call, sums would lie in memory.
+    part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>([&](auto columns, auto rows) __attribute__((always_inline)) {
+      constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
+      if constexpr (turned::has_even_first(8 * kBlocks)) {
+        FewPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
+      } else {
+        ManyPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
+      }
+    });
   }
 
  private:
-  template <int kColumnBlocks, int kBlocks, int... kMore, class... Arguments>
-  __device__ __forceinline__ void multiply_at_most(Arguments&&... arguments) const {
-    if constexpr (sizeof...(kMore) > 0) {
-      if (part_.row_blocks > kBlocks) return multiply_at_most<kColumnBlocks, kMore...>(arguments...);
-    }
-    if constexpr (turned::has_even_first(8 * kBlocks)) {
-      FewPackedRows<kColumnBlocks, kBlocks>(part_).multiply(arguments...);
-    } else {
-      ManyPackedRows<kColumnBlocks, kBlocks>(part_).multiply(arguments...);
-    }
-  }
-
   const Scales& part_;
 };
 
