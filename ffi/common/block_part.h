@@ -10,14 +10,10 @@
 
 namespace jaxmoe {
 
-// Whether each block of the cluster takes columns of its own and all rows, instead of rows of its own.
-JAXMOE_ANY constexpr bool is_narrow(const Schedule& schedule, const Task& task) {
-  return Tiling::kBlocks > 1 && task.rows <= schedule.narrow_rows && !is_weight_gradient(task.gemm);
-}
-
-// Whether the blocks multiply other columns of B. Where they do not, they share its loads.
+// Whether the blocks multiply other columns of B; not of weight gradients, whose parts have no such bit. Where they do not,
+// they share its loads.
 JAXMOE_ANY constexpr bool has_own_columns(const Task& own) {
-  return Tiling::kBlocks == 1 || (!is_weight_gradient(own.gemm) && (own.part & kOwnColumns) != 0);
+  return Tiling::kBlocks == 1 || (own.part & kOwnColumns) != 0;
 }
 
 // The part of block `rank` of a task of its cluster, which is not one of weight gradients. A wide tile of the schedule
@@ -30,7 +26,7 @@ JAXMOE_ANY constexpr bool has_own_columns(const Task& own) {
 template <bool kSharesColumns, bool kExchanges, bool kRing>
 JAXMOE_ANY constexpr Task part_of_block(const Schedule& schedule, int32_t hidden, Task task, int32_t rank) {
   if constexpr (Tiling::kBlocks == 1) return task;
-  const bool narrow = is_narrow(schedule, task);
+  const bool narrow = task.rows <= schedule.narrow_rows;
   const bool row_halves = kExchanges && (task.part & kRowHalves) != 0;
   const int32_t half = row_halves ? task.column_tile % Tiling::kBlocks : narrow ? 0 : rank;
   const bool shared = kSharesColumns && narrow && task.gemm == Gemm::kDown && task.column_tiles == 1;

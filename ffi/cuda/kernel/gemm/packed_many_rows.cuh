@@ -180,12 +180,12 @@ class ManyPackedRows {
   struct Columns {
     uint32_t of_groups[2];
     ptx::FactorWords words[kGroupsOfStep];
-    bool some_left_out;  // groups of the warp's columns
   };
   // Both blocks, and the products under way. Not as arrays, which would lie in memory.
   struct Step {
     Columns first, second;
     Products even, odd;
+    bool some_left_out;  // groups of the warp's columns
 
     template <int kBlock>
     __device__ __forceinline__ Columns& columns() {
@@ -204,17 +204,16 @@ class ManyPackedRows {
     Step step;
     uint32_t outside = look_at_groups<0>(step.first);
     if constexpr (kColumnBlocks > 1) outside |= look_at_groups<1>(step.second);
-    const bool some_left_out = __any_sync(0xffffffff, outside);
-    if (some_left_out) {
+    step.some_left_out = __any_sync(0xffffffff, outside);
+    if (step.some_left_out) {
       raise_bases<0>(sums, step.first);
       if constexpr (kColumnBlocks > 1) raise_bases<1>(sums, step.second);
     }
-    step.first.some_left_out = step.second.some_left_out = some_left_out;
     if constexpr (kAtATime > 1) begin_item<0>(step, stage);
     multiply_items_from<0>(sums, step, stage);
-    if (some_left_out) {
-      add_far_groups<0>(sums, stage);
-      if constexpr (kColumnBlocks > 1) add_far_groups<1>(sums, stage);
+    if (step.some_left_out) {
+      add_left_out<0>(sums, stage);
+      if constexpr (kColumnBlocks > 1) add_left_out<1>(sums, stage);
     }
   }
   // Not zero where a group is outside.
@@ -258,7 +257,7 @@ class ManyPackedRows {
       if constexpr (kFirst == 0) {
         // Products stay outside of the branch: in it ptxas would wait for each of them.
         auto& columns = step.template columns<kBlock>();
-        if (columns.some_left_out) {
+        if (step.some_left_out) {
           decode<true, kBlock>(columns, stage);
         } else {
           decode<false, kBlock>(columns, stage);
@@ -336,7 +335,7 @@ class ManyPackedRows {
 
   // What was left out: by products of this warp alone, a group at a time.
   template <int kBlock, class Stage>
-  __device__ __forceinline__ void add_far_groups(ptx::Accumulators& sums, const Stage& stage) const {
+  __device__ __forceinline__ void add_left_out(ptx::Accumulators& sums, const Stage& stage) const {
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
     const auto magnitudes = Magnitudes::shifted(-Magnitudes::kLeastShift);
 #pragma unroll 1
