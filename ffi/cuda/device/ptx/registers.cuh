@@ -60,6 +60,11 @@ __device__ __forceinline__ uint32_t permute(uint32_t first, uint32_t second, uin
   return bytes;
 }
 
+// A value that is the same in all lanes, as the compiler then knows: what is computed with it has no part in the registers
+// of lanes. Descriptors (wgmma.cuh) have to lie in those of the warp; of a value that may differ each is made in two of a
+// lane and moved.
+__device__ __forceinline__ uint32_t as_uniform(uint32_t value) { return __reduce_or_sync(0xffffffff, value); }
+
 // True in one lane of a warp whose lanes are all here; the compiler then knows that a single thread runs the branch.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;

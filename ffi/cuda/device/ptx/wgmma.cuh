@@ -47,6 +47,12 @@ __device__ __forceinline__ uint64_t width_major_descriptor(const void* tile, uin
   return swizzled_descriptor(tile, block_bytes, 1024);
 }
 
+// The same for who holds the lower half of a descriptor, which has the address: of what lies `bytes` further on.
+__device__ __forceinline__ uint64_t depth_major_descriptor(uint32_t lower, uint32_t bytes) {
+  constexpr uint64_t kUpper = uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return kUpper | (lower + (bytes >> 4));
+}
+
 // The descriptor of what lies `bytes` further on.
 __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);

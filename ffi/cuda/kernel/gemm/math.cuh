@@ -95,7 +95,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     RowTarget target{RowTarget::kNone};
     if constexpr (!kLateTargets && !kScaled) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) {
-      queue.announce_meanwhile(step, steps);
+      if (!queue.may_announce(step, steps)) return;  // one question in nearly all steps
+      queue.announce_meanwhile();
       if constexpr (kScaled) {
         if (step == steps - 1 && rows > 0) {
           target = target_of(cta, task, stored_row<Variant>(thread.anew()));

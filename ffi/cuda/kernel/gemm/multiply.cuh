@@ -63,15 +63,16 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
-  if constexpr (Variant::Precision::kPacked) {
-    accumulate.multiply_tile(sums, ring, position, depth_steps, meanwhile, track);
+  const int first_row = Roles::kWarpgroupRows * thread.warpgroup;
+  if constexpr (Factors::Accumulate::kTakesTiles) {
+    accumulate.template multiply_tile<typename Variant::Precision>(sums, ring, position, first_row, depth_steps, meanwhile,
+                                                                   track);
   } else {
     const auto release = [&](auto stage) { ring.release(stage, thread.lane); };
     for (int32_t step = 0; step < depth_steps; ++step) {
       track.stall([&] { ring.wait(position); });
       accumulate.template multiply_stage<typename Variant::Precision, Factors::kA, Factors::kB>(
-          sums, ring.stage(position), Roles::kWarpgroupRows * thread.warpgroup, step, depth_steps, position,
-          [&] { meanwhile(step); }, release);
+          sums, ring.stage(position), first_row, step, depth_steps, position, [&] { meanwhile(step); }, release);
       position.advance();
     }
     accumulate.end(sums, position, release);

@@ -85,6 +85,7 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
 class FromPacked {
  public:
   using Scales = PackedPart;
+  static constexpr bool kTakesTiles = true;
   static constexpr float kToSums = GroupScales::kToSums;  // of a sum
 
   __device__ FromPacked(const Scales& part, int) : part_(part) {}
@@ -95,9 +96,9 @@ class FromPacked {
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
-  template <class Ring, class Meanwhile, class Track>
+  template <class Precision, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int32_t steps,
+                                                typename Ring::Position& position, int, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
     // Inlined whatever its size: of a call, sums would lie in memory.
     part_.template with_blocks<1, 2, 4, 6, kMostBlocks, kManyBlocks>(

@@ -17,6 +17,7 @@ namespace jaxmoe {
 class EightBitFromPacked {
  public:
   using Scales = PackedPart;
+  static constexpr bool kTakesTiles = true;
   static constexpr float kToSums = 0x1p6f;  // of a sum
 
   __device__ EightBitFromPacked(const Scales& part, int) : part_(part) {}
@@ -24,9 +25,9 @@ class EightBitFromPacked {
   __device__ __forceinline__ void begin(ptx::Accumulators&) const {}
 
   // All steps of a tile: how many rows it has decides once which code runs.
-  template <class Ring, class Meanwhile, class Track>
+  template <class Precision, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int32_t steps,
+                                                typename Ring::Position& position, int, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
     // Inlined whatever its size: of a call, sums would lie in memory.
     part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>([&](auto columns, auto rows) __attribute__((always_inline)) {

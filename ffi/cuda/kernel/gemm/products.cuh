@@ -11,6 +11,7 @@
 #include "cuda/kernel/gemm/operands.cuh"
 #include "cuda/kernel/gemm/packed.cuh"
 #include "cuda/kernel/gemm/packed_eight_bit.cuh"
+#include "cuda/kernel/gemm/promoted.cuh"
 
 namespace jaxmoe {
 

@@ -46,9 +46,12 @@ class TaskQueue {
     return task;
   }
 
-  // In every step of a task that has `steps`.
-  __device__ __forceinline__ void announce_meanwhile(int32_t step, int32_t steps) {
-    if (!announced_ && (step == kAnnounceStep || step == steps - 1)) announce_stored(2);
+  // Whether announce_meanwhile() may have something to do in a step of a task that has `steps`.
+  static __device__ __forceinline__ bool may_announce(int32_t step, int32_t steps) {
+    return step == kAnnounceStep || step == steps - 1;
+  }
+  __device__ __forceinline__ void announce_meanwhile() {
+    if (!announced_) announce_stored(2);
   }
 
   // Everything of the task in hand has been computed, and its stores are under way.

@@ -1,0 +1,131 @@
+// The Accumulate policy (accumulate.cuh) of 8-bit factors whose sums leave the tensor cores at every step, with the loop
+// over steps in it: what a step needs is made ready while products run, those of the step before among them.
+//
+// A step is 128 along the depth. Its products are added to the sums in float32, times the scales of their rows and columns,
+// half of the tile's columns at a time: for all there are no registers, and these are the columns that share a scale.
+//
+//   products      | half 0 |          | half 1 |          | half 0 |
+//   instructions           add half 0          add half 1
+//                                     next step's stage, scales, descriptors
+//
+// While one warpgroup adds, the tensor cores have the other one's products. A half takes them 256 cycles, so a warpgroup may
+// be 256 without products of its own. By ncu on an H200, whatever stood between the halves took some 330: the wait for a
+// stage, descriptors by way of 36 moves to uniform registers, scales (docs/performance.md).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/accumulate.cuh"
+#include "cuda/kernel/roles.cuh"
+
+namespace jaxmoe {
+
+template <class Scales_>
+class Promoted {
+ public:
+  using Scales = Scales_;
+  static constexpr bool kTakesTiles = true;
+
+  __device__ Promoted(const Scales& scales, int) : scales_(scales) {}
+
+  __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
+    load_scales(0);
+    ptx::clear_accumulators(sums);
+    ptx::clear_accumulators(products_);
+  }
+
+  // All steps of a tile. Both factors lie along the depth; `first_row` is that of A, of the warpgroup.
+  template <class Precision, class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
+                                                typename Ring::Position& position, int first_row, int32_t steps,
+                                                const Meanwhile& meanwhile, const Track& track) {
+    using Stage = typename Ring::Stage;
+    track.stall([&] { ring.wait(position); });
+    uint32_t place = place_of(ring.stage(position));
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; ++step) {
+      meanwhile(step);  // where the registers of the products are free
+      // Both halves read what is made here; made once more for the second, it would lie in registers that there are not.
+      const uint32_t of_all_lanes = ptx::as_uniform(place);
+      issue<Precision, Stage>(of_all_lanes, first_row, 0);
+      ptx::wait_products<0>();
+      add<0>(sums, next_.rows[0] * next_.columns[0], next_.rows[1] * next_.columns[0]);
+      issue<Precision, Stage>(of_all_lanes, first_row, 1);
+      const float factors[2] = {next_.rows[0] * next_.columns[1], next_.rows[1] * next_.columns[1]};
+      if (step + 1 < steps) {
+        load_scales(step + 1);
+        track.stall([&] { ring.wait(position.after()); });
+        place = place_of(ring.stage(position.after()));
+      }
+      ptx::wait_products<0>();
+      ring.release(position, ptx::read_lane());
+      add<1>(sums, factors[0], factors[1]);
+      position.advance();
+    }
+  }
+
+ private:
+  static constexpr int kHalfColumns = Tiling::kColumns / 2;
+
+  // Of a step, for the rows and columns of a thread.
+  struct StepScales {
+    float rows[2], columns[2];
+  };
+
+  // Those of a ring change within a launch, and so do those of decoded weights: they are never taken from L1. Offsets have
+  // no sign and the lane is read anew: an index that is extended, and what follows from a lane, would be held in registers.
+  __device__ __forceinline__ void load_scales(int32_t step) {
+    const float* const rows = scales_.rows + static_cast<uint32_t>(step * Tiling::kRows + ptx::read_lane() / 4);
+    next_.rows[0] = __ldcg(rows);
+    next_.rows[1] = __ldcg(rows + 8);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (std::is_same_v<Scales, ScalesOfDecoded>) {
+        next_.columns[half] = __ldcg(scales_.columns[half] + static_cast<uint32_t>(step));
+      } else {
+        next_.columns[half] = __ldg(scales_.columns[half] + static_cast<uint32_t>(step * scales_.columns_step));
+      }
+    }
+  }
+
+  // The lower half of the descriptor of a stage's first factor, which has the address.
+  template <class Stage>
+  static __device__ __forceinline__ uint32_t place_of(const Stage& stage) {
+    return static_cast<uint32_t>(stage.a.template descriptor<ptx::Major::kDepth>(0));
+  }
+
+  // The first product of a step does not add to what is in the accumulators.
+  template <class Precision, class Stage>
+  __device__ __forceinline__ void issue(uint32_t place, int first_row, int half) {
+    using A = typename Stage::A;
+    using B = typename Stage::B;
+    static_assert(A::kSliceDepth == B::kSliceDepth && offsetof(Stage, b) == sizeof(A));
+    constexpr ptx::Major kDepth = ptx::Major::kDepth;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < A::kLine / A::kSliceDepth; ++slice) {
+      const uint32_t a = first_row * A::kLineBytes + slice * A::template kSliceBytes<kDepth>;
+      const uint32_t b = sizeof(A) + half * kHalfColumns * B::kLineBytes + slice * B::template kSliceBytes<kDepth>;
+      Precision::multiply_half(products_, ptx::depth_major_descriptor(place, a), ptx::depth_major_descriptor(place, b),
+                               slice > 0);
+    }
+    ptx::commit_products();
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void add(ptx::Accumulators& sums, float of_first_row, float of_second_row) {
+    ptx::own_accumulators(products_);
+    const float factors[2] = {of_first_row, of_second_row};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums.values[64 * kHalf + i] += factors[i / 2 % 2] * products_.values[i];
+  }
+
+  const Scales& scales_;
+  StepScales next_;
+  ptx::HalfAccumulators products_;
+};
+
+}  // namespace jaxmoe
