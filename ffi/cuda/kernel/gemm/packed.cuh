@@ -201,13 +201,13 @@ class FromPacked {
       for (int half = 0; half < kHalves; ++half) {
         decode<kColumnBlocks>(factors[0], loaded, 0);
         decode<kColumnBlocks>(factors[1], loaded, 1);
-        const uint64_t rows = stage.a.panel(half).template descriptor<kDepth>(0);
+        const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a.panel(half)));
         ptx::wgmma_fence();
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
 #pragma unroll
           for (int slice = 0; slice < 2; ++slice) {
-            const uint64_t of_slice = ptx::advance_descriptor(rows, kWordBytes * word + kSliceBytes * slice);
+            const uint64_t of_slice = ptx::depth_major_descriptor(rows, kWordBytes * word + kSliceBytes * slice);
 #pragma unroll
             for (int block = 0; block < kColumnBlocks; ++block) {
               ptx::multiply_bf16_with_128(sums.values + 64 * block, factors[word][slice][block], of_slice);

@@ -114,14 +114,14 @@ class FewPackedRows {
     using Rows = typename Stage::A;
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    const uint64_t rows = stage.a.template descriptor<kDepth>(0);
+    const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
         ptx::multiply_e4m3(products_[i][block], columns_[i][block],
-                           ptx::advance_descriptor(rows, (first + i) * Rows::template kSliceBytes<kDepth>), false);
+                           ptx::depth_major_descriptor(rows, (first + i) * Rows::template kSliceBytes<kDepth>), false);
       }
     }
     ptx::commit_products();

@@ -13,12 +13,14 @@
 // stage, descriptors by way of 36 moves to uniform registers, scales (docs/performance.md).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/gemm/accumulate.cuh"
+#include "cuda/kernel/gemm/stage.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -44,11 +46,10 @@ class Promoted {
                                                 const Meanwhile& meanwhile, const Track& track) {
     using Stage = typename Ring::Stage;
     track.stall([&] { ring.wait(position); });
-    uint32_t place = place_of(ring.stage(position));
+    uint32_t place = descriptor_place(ring.stage(position).a);
 #pragma unroll 1
     for (int32_t step = 0; step < steps; ++step) {
       meanwhile(step);  // where the registers of the products are free
-      // Both halves read what is made here; made once more for the second, it would lie in registers that there are not.
       const uint32_t of_all_lanes = ptx::as_uniform(place);
       issue<Precision, Stage>(of_all_lanes, first_row, 0);
       ptx::wait_products<0>();
@@ -58,7 +59,7 @@ class Promoted {
       if (step + 1 < steps) {
         load_scales(step + 1);
         track.stall([&] { ring.wait(position.after()); });
-        place = place_of(ring.stage(position.after()));
+        place = descriptor_place(ring.stage(position.after()).a);
       }
       ptx::wait_products<0>();
       ring.release(position, ptx::read_lane());
@@ -89,12 +90,6 @@ class Promoted {
         next_.columns[half] = __ldg(scales_.columns[half] + static_cast<uint32_t>(step * scales_.columns_step));
       }
     }
-  }
-
-  // The lower half of the descriptor of a stage's first factor, which has the address.
-  template <class Stage>
-  static __device__ __forceinline__ uint32_t place_of(const Stage& stage) {
-    return static_cast<uint32_t>(stage.a.template descriptor<ptx::Major::kDepth>(0));
   }
 
   // The first product of a step does not add to what is in the accumulators.

@@ -75,6 +75,13 @@ struct PackedTile {
   std::byte lines[kWidth][kLineBytes];
 };
 
+// The lower half of the descriptor of a factor along the depth, from its first row on, which has the address. To be made
+// uniform (ptx::as_uniform) where it is used.
+template <class Tile>
+__device__ __forceinline__ uint32_t descriptor_place(const Tile& tile) {
+  return static_cast<uint32_t>(tile.template descriptor<ptx::Major::kDepth>(0));
+}
+
 template <class A_, class B_>
 struct Stage {
   using A = A_;

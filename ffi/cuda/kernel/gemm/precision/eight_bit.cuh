@@ -3,7 +3,7 @@
 // (Wide). What a policy offers: see sixteen_bit.cuh, and here multiply_half() on slices of 32 along K.
 //
 // The tensor cores add 8-bit products with some 13 bits behind the binary point. So sums of 128 products are taken out
-// and added up in float32, each times the scales of its rows and columns (accumulate.cuh, Promoted). Who wants it, and has
+// and added up in float32, each times the scales of its rows and columns (promoted.cuh). Who wants it, and has
 // one scale for a row and one for a column, gets sums of the tensor cores (ScaledAtEnd).
 #pragma once
 
