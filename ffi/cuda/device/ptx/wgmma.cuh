@@ -47,10 +47,13 @@ __device__ __forceinline__ uint64_t width_major_descriptor(const void* tile, uin
   return swizzled_descriptor(tile, block_bytes, 1024);
 }
 
+// Bytes in what a descriptor counts.
+inline constexpr uint32_t kDescriptorUnit = 16;
+
 // The same for who holds the lower half of a descriptor, which has the address: of what lies `bytes` further on.
 __device__ __forceinline__ uint64_t depth_major_descriptor(uint32_t lower, uint32_t bytes) {
   constexpr uint64_t kUpper = uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-  return kUpper | (lower + (bytes >> 4));
+  return kUpper | (lower + bytes / kDescriptorUnit);
 }
 
 // The descriptor of what lies `bytes` further on.

@@ -20,6 +20,7 @@
 #include "cuda/kernel/gemm/multiply.cuh"
 #include "cuda/kernel/gemm/products.cuh"
 #include "cuda/kernel/gemm/scales.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 #include "cuda/kernel/gemm/task_queue.cuh"
 
 namespace jaxmoe::math {
@@ -95,7 +96,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     RowTarget target{RowTarget::kNone};
     if constexpr (!kLateTargets && !kScaled) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) {
-      if (!queue.may_announce(step, steps)) return;  // one question in nearly all steps
+      if (!is_due(step, steps)) return;
       queue.announce_meanwhile();
       if constexpr (kScaled) {
         if (step == steps - 1 && rows > 0) {

@@ -22,6 +22,7 @@
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -150,8 +151,7 @@ class FromPacked {
       const Lane places(part_);
       OfHalf first, second;
       load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position), 0);
-#pragma unroll 1
-      for (int32_t step = 0; step < steps; ++step) {
+      for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
         const bool more = step + 1 < steps;
         const bool full = more && ring.looks_full(position.after());
         auto& stage = ring.stage(position);
@@ -164,9 +164,8 @@ class FromPacked {
         }
         multiply_half<kColumnBlocks, kBlocks>(sums, second, places, stage, 1);
         ring.release(position, ptx::read_lane());
-        meanwhile(step);
         position.advance();
-      }
+      });
     } else {
       multiply_many<kColumnBlocks, kGroup>(sums, ring, position, steps, scales, meanwhile, track);
     }
@@ -194,8 +193,7 @@ class FromPacked {
     ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
     Half<kColumnBlocks, kManyBlocks> loaded;
     load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), ring.stage(position), 0);
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
+    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
       auto& stage = ring.stage(position);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -234,9 +232,8 @@ class FromPacked {
         }
       }
       ring.release(position, ptx::read_lane());
-      meanwhile(step);
       position.advance();
-    }
+    });
   }
 
   // A word of each of the lane's columns, as factors of its two slices.

@@ -12,6 +12,7 @@
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/packed_lines.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -51,9 +52,8 @@ class FewPackedRows {
     track.stall([&] { ring.wait(position); });
     load(places, ring.stage(position), 0);
     decode();
-    groups_.take_first(part_);
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
+    groups_.take(part_, 0);
+    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
       // The last step loads once more what it has, instead of branching around what the others do.
       const auto next = step + 1 < steps ? position.after() : position;
       const bool full = ring.looks_full(next);
@@ -77,10 +77,9 @@ class FewPackedRows {
         add(sums, scales, rows, time * kTogether);
         decode();
       }
-      groups_.take<kNumbersOfGroup>(part_, step + 1);
-      meanwhile(step);
+      groups_.take(part_, step + 1);
       position.advance();
-    }
+    });
     end_sums<kBlocks>(sums);
   }
 
@@ -165,7 +164,7 @@ class FewPackedRows {
   }
 
   const PackedPart& part_;
-  GroupWords groups_;
+  OneGroupWord<true> groups_;
   // Of each group and block of columns: words of the quad's columns g and g + 8, the factor that they decode to, and its
   // products with rows.
   uint32_t words_[kTogether][kColumnBlocks][2];

@@ -18,6 +18,7 @@
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/packed_lines.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -128,14 +129,22 @@ class ManyPackedRows {
                                            const Meanwhile& meanwhile, const Track& track) {
     groups_.begin(part_);
     begin_sums<kBlocks>(sums);
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
+    const auto take_step = [&](int32_t step) __attribute__((always_inline)) {
       track.stall([&] { ring.wait(position); });
       groups_.take(part_, step);
       multiply_step(sums, ring.stage(position));
       ring.release(position, ptx::read_lane());
-      meanwhile(step);
       position.advance();
+    };
+    if constexpr (kAtATime > 1) {
+      for_each_step(steps, meanwhile, take_step);
+    } else {
+      // With 128 rows ptxas has no register for the other loop.
+#pragma unroll 1
+      for (int32_t step = 0; step < steps; ++step) {
+        meanwhile(step);
+        take_step(step);
+      }
     }
     end_sums<kBlocks>(sums);
 #pragma unroll

@@ -21,6 +21,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/gemm/accumulate.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
@@ -47,9 +48,8 @@ class Promoted {
     using Stage = typename Ring::Stage;
     track.stall([&] { ring.wait(position); });
     uint32_t place = descriptor_place(ring.stage(position).a);
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
-      meanwhile(step);  // where the registers of the products are free
+    // Where something is due the registers of the products are free.
+    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
       const uint32_t of_all_lanes = ptx::as_uniform(place);
       issue<Precision, Stage>(of_all_lanes, first_row, 0);
       ptx::wait_products<0>();
@@ -65,7 +65,7 @@ class Promoted {
       ring.release(position, ptx::read_lane());
       add<1>(sums, factors[0], factors[1]);
       position.advance();
-    }
+    });
   }
 
  private:
@@ -99,12 +99,13 @@ class Promoted {
     using B = typename Stage::B;
     static_assert(A::kSliceDepth == B::kSliceDepth && offsetof(Stage, b) == sizeof(A));
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
+    const uint32_t rows = place + first_row * (A::kLineBytes / ptx::kDescriptorUnit);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < A::kLine / A::kSliceDepth; ++slice) {
-      const uint32_t a = first_row * A::kLineBytes + slice * A::template kSliceBytes<kDepth>;
+      const uint32_t a = slice * A::template kSliceBytes<kDepth>;
       const uint32_t b = sizeof(A) + half * kHalfColumns * B::kLineBytes + slice * B::template kSliceBytes<kDepth>;
-      Precision::multiply_half(products_, ptx::depth_major_descriptor(place, a), ptx::depth_major_descriptor(place, b),
+      Precision::multiply_half(products_, ptx::depth_major_descriptor(rows, a), ptx::depth_major_descriptor(place, b),
                                slice > 0);
     }
     ptx::commit_products();

@@ -46,10 +46,7 @@ class TaskQueue {
     return task;
   }
 
-  // Whether announce_meanwhile() may have something to do in a step of a task that has `steps`.
-  static __device__ __forceinline__ bool may_announce(int32_t step, int32_t steps) {
-    return step == kAnnounceStep || step == steps - 1;
-  }
+  // In a step of the next task in which something is due (steps.cuh).
   __device__ __forceinline__ void announce_meanwhile() {
     if (!announced_) announce_stored(2);
   }
@@ -69,9 +66,6 @@ class TaskQueue {
   }
 
  private:
-  // Steps of a tile, of about half a microsecond, after which the stores of the tile before are likely complete.
-  static constexpr int32_t kAnnounceStep = 5;
-
   __device__ volatile int32_t& begun() const { return cta_.shared.tasks_begun[thread_.warp]; }
 
   // The task that was begun that many before the next one.
