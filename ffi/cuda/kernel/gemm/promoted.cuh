@@ -9,8 +9,8 @@
 //                                     next step's stage, scales, descriptors
 //
 // While one warpgroup adds, the tensor cores have the other one's products. A half takes them 256 cycles, so a warpgroup may
-// be 256 without products of its own. By ncu on an H200, whatever stood between the halves took some 330: the wait for a
-// stage, descriptors by way of 36 moves to uniform registers, scales (docs/performance.md).
+// be as long without products of its own. What stood between two steps before took 550 (docs/performance.md, "What stood
+// between products").
 #pragma once
 
 #include <cstddef>
