@@ -188,7 +188,6 @@ class FromPacked {
                                                 typename Ring::Position& position, int32_t steps,
                                                 StepScales<kColumnBlocks>& scales, const Meanwhile& meanwhile,
                                                 const Track& track) {
-    constexpr ptx::Major kDepth = ptx::Major::kDepth;
     constexpr int kWordBytes = 64, kSliceBytes = 32;  // of a line of rows
     ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
     Half<kColumnBlocks, kManyBlocks> loaded;

@@ -57,6 +57,7 @@ class Promoted {
       issue<Precision, Stage>(of_all_lanes, first_row, 1);
       const float factors[2] = {next_.rows[0] * next_.columns[1], next_.rows[1] * next_.columns[1]};
       if (step + 1 < steps) {
+        // In a recording this wait counts as one, though products of this step run beside it.
         load_scales(step + 1);
         track.stall([&] { ring.wait(position.after()); });
         place = descriptor_place(ring.stage(position.after()).a);
