@@ -30,6 +30,7 @@ struct TimelineStorage<true> {
 template <bool kOn, int kThreads>
 class TimelineTrack {
  public:
+  static constexpr bool kRecords = false;
   __device__ void start() const {}
   __device__ void mark(EventKind, const EventSubject& = {}) const {}
   __device__ void mark(EventKind, const Task&) const {}
@@ -43,6 +44,8 @@ class TimelineTrack {
 template <int kThreads>
 class TimelineTrack<true, kThreads> {
  public:
+  static constexpr bool kRecords = true;
+
   __device__ __forceinline__ TimelineTrack(TimelineStorage<true>& storage, std::byte* const& buffer, int32_t track)
       : storage_(storage), buffer_(buffer), track_(track) {}
 

@@ -136,16 +136,7 @@ class ManyPackedRows {
       ring.release(position, ptx::read_lane());
       position.advance();
     };
-    if constexpr (kAtATime > 1) {
-      for_each_step(steps, meanwhile, take_step);
-    } else {
-      // With 128 rows ptxas has no register for the other loop.
-#pragma unroll 1
-      for (int32_t step = 0; step < steps; ++step) {
-        meanwhile(step);
-        take_step(step);
-      }
-    }
+    for_each_step<kAtATime == 1>(steps, meanwhile, take_step);
     end_sums<kBlocks>(sums);
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) scale_column(sums, column, bases_.scale(column));

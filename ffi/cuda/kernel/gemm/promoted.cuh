@@ -48,8 +48,8 @@ class Promoted {
     using Stage = typename Ring::Stage;
     track.stall([&] { ring.wait(position); });
     uint32_t place = descriptor_place(ring.stage(position).a);
-    // Where something is due the registers of the products are free.
-    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
+    // Where something is due the registers of the products are free. Recording leaves too few.
+    for_each_step<Track::kRecords>(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
       const uint32_t of_all_lanes = ptx::as_uniform(place);
       issue<Precision, Stage>(of_all_lanes, first_row, 0);
       ptx::wait_products<0>();

@@ -16,10 +16,18 @@ __device__ __forceinline__ bool is_due(int32_t step, int32_t steps) {
 
 // Calls body(step) for each, and before it meanwhile(step) where something is due. The loop ends there and begins again:
 // a branch around code that is nearly never run costs a step some 40 cycles, since what is behind it is not in the
-// instruction cache.
-template <class Meanwhile, class Body>
+// instruction cache. kInOne: the loop asks in every step instead, which takes a register less.
+template <bool kInOne = false, class Meanwhile, class Body>
 __device__ __forceinline__ void for_each_step(int32_t steps, const Meanwhile& meanwhile, const Body& body) {
   int32_t step = 0;
+  if constexpr (kInOne) {
+#pragma unroll 1
+    for (; step < steps; ++step) {
+      if (is_due(step, steps)) meanwhile(step);
+      body(step);
+    }
+    return;
+  }
   int32_t end = kAnnounceStep < steps ? kAnnounceStep : steps - 1;  // of the steps before anything is due
 #pragma unroll 1
   for (;;) {
