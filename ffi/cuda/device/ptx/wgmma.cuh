@@ -26,10 +26,13 @@ struct HalfAccumulators {
 // Where and how a tile lies in shared memory. Bits: 0-13 address, 16-29 leading offset, 32-45 stride offset (all in
 // units of 16 bytes), 62-63 swizzle (1: 128 bytes). Tiles begin at multiples of 1024 bytes, the period of that swizzle;
 // slices of a tile are named by adding to the address. What the two offsets mean depends on the major dimension.
-__device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, uint32_t leading_bytes,
-                                                        uint32_t stride_bytes) {
-  return uint64_t{(shared_address(tile) & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
-         uint64_t{stride_bytes >> 4} << 32 | uint64_t{1} << 62;
+inline constexpr uint32_t kDescriptorUnit = 16;
+__device__ constexpr uint64_t swizzled_layout(uint32_t leading_bytes, uint32_t stride_bytes) {
+  return uint64_t{leading_bytes / kDescriptorUnit} << 16 | uint64_t{stride_bytes / kDescriptorUnit} << 32 |
+         uint64_t{1} << 62;
+}
+__device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, uint64_t layout) {
+  return uint64_t{(shared_address(tile) & 0x3ffff) / kDescriptorUnit} | layout;
 }
 
 // Along which dimension neighbouring elements of a factor lie: K, over which the product sums, or the other one.
@@ -37,28 +40,24 @@ enum class Major { kDepth = 0, kWidth = 1 };
 
 // A tile whose rows are 128 bytes of the K dimension each: 8 rows are 1024 bytes. The leading offset is not used, since
 // a slice of 32 bytes lies within one row.
+inline constexpr uint64_t kDepthMajor = swizzled_layout(16, 1024);
 __device__ __forceinline__ uint64_t depth_major_descriptor(const void* tile) {
-  return swizzled_descriptor(tile, 16, 1024);
+  return swizzled_descriptor(tile, kDepthMajor);
+}
+// The same for who holds the lower half of a descriptor, which has the address: of what lies `bytes` further on.
+__device__ __forceinline__ uint64_t depth_major_descriptor(uint32_t lower, uint32_t bytes) {
+  return kDepthMajor >> 32 << 32 | (lower + bytes / kDescriptorUnit);
 }
 
 // A tile whose rows are 64 16-bit elements of the M or N dimension, one row for each k: 8 rows (values of k) are 1024
 // bytes, and `block_bytes` lie between one block of 64 columns and the next.
 __device__ __forceinline__ uint64_t width_major_descriptor(const void* tile, uint32_t block_bytes) {
-  return swizzled_descriptor(tile, block_bytes, 1024);
-}
-
-// Bytes in what a descriptor counts.
-inline constexpr uint32_t kDescriptorUnit = 16;
-
-// The same for who holds the lower half of a descriptor, which has the address: of what lies `bytes` further on.
-__device__ __forceinline__ uint64_t depth_major_descriptor(uint32_t lower, uint32_t bytes) {
-  constexpr uint64_t kUpper = uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-  return kUpper | (lower + bytes / kDescriptorUnit);
+  return swizzled_descriptor(tile, swizzled_layout(block_bytes, 1024));
 }
 
 // The descriptor of what lies `bytes` further on.
 __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
-  return descriptor + (bytes >> 4);
+  return descriptor + bytes / kDescriptorUnit;
 }
 
 // Orders earlier accesses to the accumulators before the products that follow.

@@ -47,7 +47,7 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
 // Returns whether the accumulators were computed, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step while its products run. `track` is that of the timeline. Factors
+// meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track` is that of the timeline. Factors
 // (products.cuh) says how they lie in the stages and what becomes of their products; `scales` are those that this takes.
 template <class Variant, class Factors, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,

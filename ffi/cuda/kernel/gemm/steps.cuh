@@ -1,4 +1,5 @@
-// The steps of a tile, for policies that have all of them in one call (accumulate.cuh).
+// The steps of a tile in which something is due beside products, and the loop over all steps for policies that have them in
+// one call (accumulate.cuh).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@ __device__ __forceinline__ bool is_due(int32_t step, int32_t steps) {
 }
 
 // Calls body(step) for each, and before it meanwhile(step) where something is due. The loop ends there and begins again:
-// a branch around code that is nearly never run costs a step some 40 cycles, since what is behind it is not in the
-// instruction cache. kInOne: the loop asks in every step instead, which takes a register less.
+// a branch around code that is nearly never run costs every step time, since what is behind it is not in the instruction
+// cache. kInOne: the loop asks in every step instead, which takes a register less.
 template <bool kInOne = false, class Meanwhile, class Body>
 __device__ __forceinline__ void for_each_step(int32_t steps, const Meanwhile& meanwhile, const Body& body) {
   int32_t step = 0;
