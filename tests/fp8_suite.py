@@ -103,6 +103,14 @@ class Fp8Suite(QuantizedChecks):
         arguments = in_8_bits(self.inputs(2, biases=True, routing="zipf", token_valid=True))
         assert_as_exact(self.run(arguments, placement), arguments)
 
+    # A kernel's warpgroups share the steps of a tile of 64 rows at most, each of which is 128 along the depth.
+    @pytest.mark.parametrize("rows", [1, 17, 64, 65])
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 384), (256, 640), (896, 128)])
+    def test_tiles_of_few_rows_are_as_exact_however_many_steps_they_have(self, hidden, intermediate, rows):
+        sizes = {"hidden": hidden, "intermediate": intermediate, "tokens": rows, "num_experts": 2, "top_k": 2}
+        arguments = in_8_bits(self.inputs(22, **sizes))
+        assert_as_exact(self.small_run(arguments), arguments)
+
     @pytest.mark.parametrize("routing", ROUTING_KINDS)
     def test_decoded_experts_are_as_exact_as_wide_ones_for_every_routing(self, routing):
         arguments = in_8_bits(self.inputs(21, biases=True, routing=routing))

@@ -41,7 +41,7 @@ class Pipeline {
     __device__ uint32_t parity() const { return steps / kStages % 2; }  // of this round of the ring
     __device__ void advance() { ++steps; }
     __device__ Position before() const { return {steps - 1}; }
-    __device__ Position after() const { return {steps + 1}; }
+    __device__ Position after(uint32_t more = 1) const { return {steps + more}; }
   };
 
   // One thread of the block, followed by fence_mbarrier_init() and a barrier of the block (the cluster, if it has

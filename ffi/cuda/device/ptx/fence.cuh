@@ -30,6 +30,13 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// The same of two warps, one of the block's few pairs of them.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_of_pair(int pair) {
+  constexpr int kFirst = 5;  // those before have names
+  asm volatile("bar.sync %0, %1;" ::"r"(kFirst + pair), "n"(kThreads) : "memory");
+}
+
 // One word to the same place in the shared memory of block `cta_rank` of the cluster, and a look at what came that way.
 // Ordered with nothing else.
 __device__ __forceinline__ void store_cluster(int32_t* word, uint32_t cta_rank, int32_t value) {

@@ -8,7 +8,7 @@
 //
 // All threads of a warpgroup make every call. A policy that kTakesTiles has all steps in one call, multiply_tile(), since
 // it makes one ready while another is multiplied: Promoted (promoted.cuh), and those of weights that are decoded in registers
-// (packed.cuh, packed_eight_bit.cuh).
+// (packed.cuh, packed_eight_bit.cuh). Of those Promoted may have every second step in it (kCanShareSteps).
 #pragma once
 
 #include <cstdint>
@@ -57,6 +57,12 @@ struct Direct {
     release(position.before());
   }
 };
+
+template <class Accumulate>
+inline constexpr bool kCanShareSteps = [] {
+  if constexpr (requires { Accumulate::kCanShareSteps; }) return Accumulate::kCanShareSteps;
+  return false;
+}();
 
 // Where the scales of 8-bit factors lie, for a warp: of the first step, of its first row and of the columns of each half.
 // In shared memory, since sums and products leave 16 registers.

@@ -20,6 +20,7 @@
 #include "cuda/kernel/gemm/multiply.cuh"
 #include "cuda/kernel/gemm/products.cuh"
 #include "cuda/kernel/gemm/scales.cuh"
+#include "cuda/kernel/gemm/shared_steps.cuh"
 #include "cuda/kernel/gemm/steps.cuh"
 #include "cuda/kernel/gemm/task_queue.cuh"
 
@@ -109,8 +110,16 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     // Inlined whatever its size: of a call, sums would lie in memory.
     const auto multiply_task = [&](auto factors) __attribute__((always_inline)) {
       using Factors = decltype(factors);
-      const auto& scales = find_scales<typename Factors::Accumulate::Scales>(cta, task, thread);
-      return multiply<Variant, Factors>(ring, position, thread, rows, steps, scales, sums, meanwhile, track);
+      using Accumulate = typename Factors::Accumulate;
+      const bool shared = shares_steps<Variant, Accumulate>(task.rows);
+      const auto& scales = find_scales<typename Accumulate::Scales>(cta, task, thread, shared);
+      const auto multiply_rows = [&]() __attribute__((always_inline)) {
+        return multiply<Variant, Factors>(ring, position, thread, rows, shared, steps, scales, sums, meanwhile, track);
+      };
+      if constexpr (!kCanShareSteps<Accumulate>) return multiply_rows();
+      const bool has_rows = multiply_rows();
+      if (shared) unite_sums(cta, in_epilogue(), task.rows, sums);
+      return has_rows;
     };
     const bool computed = Products::template with<FactorsOf>(task.gemm, multiply_task);
     track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);

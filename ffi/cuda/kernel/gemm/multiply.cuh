@@ -45,25 +45,33 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 }
 
 // Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
-// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative.
-// Returns whether the accumulators were computed, the same answer in the whole warpgroup.
+// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. Where
+// warpgroups share the steps (shared_steps.cuh) both have sums of the first one's rows, which are still to be united.
+// Returns whether there are rows, the same answer in the whole warpgroup.
 // meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track` is that of the timeline. Factors
 // (products.cuh) says how they lie in the stages and what becomes of their products; `scales` are those that this takes.
 template <class Variant, class Factors, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
                                          typename GemmShape<Variant>::Ring::Position& position,
-                                         const MathThread& thread, int32_t rows, int32_t depth_steps,
+                                         const MathThread& thread, int32_t rows, bool shared, int32_t depth_steps,
                                          const typename Factors::Accumulate::Scales& scales, ptx::Accumulators& sums,
                                          const Meanwhile& meanwhile, const Track& track) {
   static_assert(kBoxWidth == Roles::kWarpgroupRows);
 
-  if (rows <= 0) {
+  if (rows <= 0 && !shared) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);
     return false;
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);
   const int first_row = Roles::kWarpgroupRows * thread.warpgroup;
+  if constexpr (kCanShareSteps<typename Factors::Accumulate>) {
+    if (shared) {
+      accumulate.template multiply_tile<typename Variant::Precision, Roles::kMathWarpgroups>(
+          sums, ring, position, 0, depth_steps, meanwhile, track, thread.warpgroup);
+      return rows > 0;
+    }
+  }
   if constexpr (Factors::Accumulate::kTakesTiles) {
     accumulate.template multiply_tile<typename Variant::Precision>(sums, ring, position, first_row, depth_steps, meanwhile,
                                                                    track);

@@ -34,39 +34,72 @@ class Promoted {
 
   __device__ Promoted(const Scales& scales, int) : scales_(scales) {}
 
-  __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
-    load_scales(0);
-    ptx::clear_accumulators(sums);
-    ptx::clear_accumulators(products_);
-  }
+  // Two warpgroups can multiply the same rows, every second step each (shared_steps.cuh). Not where weights are decoded:
+  // few tiles have so few rows then.
+  static constexpr bool kCanShareSteps = std::is_same_v<Scales, ScalesOfProducts>;
 
-  // All steps of a tile. Both factors lie along the depth; `first_row` is that of A, of the warpgroup.
-  template <class Precision, class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void begin(ptx::Accumulators& sums) const { ptx::clear_accumulators(sums); }
+
+  // All steps of a tile, or every second one, from `first_step` on; the stages of the others are handed on. Both factors
+  // lie along the depth; `first_row` is that of A, of the warpgroup.
+  template <class Precision, int kEvery = 1, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
                                                 typename Ring::Position& position, int first_row, int32_t steps,
-                                                const Meanwhile& meanwhile, const Track& track) {
+                                                const Meanwhile& meanwhile, const Track& track, int32_t first_step = 0) {
     using Stage = typename Ring::Stage;
+    const auto hand_on = [&](auto of_others) {
+      ring.wait(of_others);
+      ring.release(of_others, ptx::read_lane());
+    };
+    if (kEvery > 1 && first_step > 0) {
+      hand_on(position);
+      position.advance();
+    }
+    if (first_step >= steps) return meanwhile(steps - 1);
+    load_scales(first_step);
+    ptx::clear_accumulators(products_);
     track.stall([&] { ring.wait(position); });
     uint32_t place = descriptor_place(ring.stage(position).a);
-    // Where something is due the registers of the products are free. Recording leaves too few.
-    for_each_step<Track::kRecords>(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
+    const auto multiply_step = [&](int32_t step) __attribute__((always_inline)) {
       const uint32_t of_all_lanes = ptx::as_uniform(place);
       issue<Precision, Stage>(of_all_lanes, first_row, 0);
       ptx::wait_products<0>();
       add<0>(sums, next_.rows[0] * next_.columns[0], next_.rows[1] * next_.columns[0]);
       issue<Precision, Stage>(of_all_lanes, first_row, 1);
       const float factors[2] = {next_.rows[0] * next_.columns[1], next_.rows[1] * next_.columns[1]};
-      if (step + 1 < steps) {
+      if (step + kEvery < steps) {
         // In a recording this wait counts as one, though products of this step run beside it.
-        load_scales(step + 1);
-        track.stall([&] { ring.wait(position.after()); });
-        place = descriptor_place(ring.stage(position.after()).a);
+        load_scales(step + kEvery);
+        track.stall([&] {
+          if constexpr (kEvery > 1) hand_on(position.after());
+          ring.wait(position.after(kEvery));
+        });
+        place = descriptor_place(ring.stage(position.after(kEvery)).a);
       }
       ptx::wait_products<0>();
       ring.release(position, ptx::read_lane());
       add<1>(sums, factors[0], factors[1]);
-      position.advance();
-    });
+      position = position.after(kEvery);
+    };
+    // Where something is due the registers of the products are free. Recording leaves too few.
+    if constexpr (kEvery == 1) {
+      for_each_step<Track::kRecords>(steps, meanwhile, multiply_step);
+    } else {
+      static_assert(kEvery == 2);
+      int32_t step = first_step;
+#pragma unroll 1
+      for (; step < steps; step += kEvery) {
+        const int32_t next = step + 1;
+        meanwhile(next < steps && is_due(next, steps) ? next : step);
+        multiply_step(step);
+      }
+      // `position` is that of `step`, and the tile ends at `steps`.
+      if (step > steps) {
+        position = position.before();
+      } else {
+        hand_on(position.before());
+      }
+    }
   }
 
  private:

@@ -48,11 +48,12 @@ __device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& t
   noted.one_block = one_block;
 }
 
-// Notes for this warp where those of a task's first step lie; of products without scales, nothing. Rows of the ring
+// Notes for this warp where those of a task's first step lie; of products without scales, nothing. `first_rows`: the
+// second warpgroup multiplies the rows of the first one (shared_steps.cuh). Rows of the ring
 // were written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
 template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
-                                                     const MathThread& thread) {
+                                                     const MathThread& thread, bool first_rows = false) {
   auto& noted = cta.shared.scales[thread.warp];
   if constexpr (std::is_same_v<Scales, PackedPart>) {
     __syncwarp();  // nobody reads those of the task before
@@ -64,7 +65,8 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
     const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
     const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
     const int32_t steps = scale_blocks(depth), blocks = scale_blocks(width);
-    const int64_t row = ring_row_of<Variant>(task, Roles::kWarpRows * thread.warp);
+    const int warp_of_rows = first_rows ? thread.warp % Roles::kWarpgroupWarps : thread.warp;
+    const int64_t row = ring_row_of<Variant>(task, Roles::kWarpRows * warp_of_rows);
     const float* const rows =
         ring_scales(cta, down ? p.layout.h : p.layout.rows, depth) + ring_scale(Tiling::kRows, row, steps, 0);
     const bool halves = p.gated && !down;  // of two matrices
