@@ -30,10 +30,10 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// The same of two warps, one of the block's few pairs of them.
+// The same of two warps, one of up to four such pairs of the block.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_of_pair(int pair) {
-  constexpr int kFirst = 5;  // those before have names
+  constexpr int kFirst = 5;  // behind those of named_barrier()
   asm volatile("bar.sync %0, %1;" ::"r"(kFirst + pair), "n"(kThreads) : "memory");
 }
 

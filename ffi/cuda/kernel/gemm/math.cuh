@@ -113,12 +113,12 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       using Accumulate = typename Factors::Accumulate;
       const bool shared = shares_steps<Variant, Accumulate>(task.rows);
       const auto& scales = find_scales<typename Accumulate::Scales>(cta, task, thread, shared);
-      const auto multiply_rows = [&]() __attribute__((always_inline)) {
-        return multiply<Variant, Factors>(ring, position, thread, rows, shared, steps, scales, sums, meanwhile, track);
-      };
-      if constexpr (!kCanShareSteps<Accumulate>) return multiply_rows();
-      const bool has_rows = multiply_rows();
-      if (shared) unite_sums(cta, in_epilogue(), task.rows, sums);
+      const bool has_rows =
+          multiply<Variant, Factors>(ring, position, thread, rows, shared, steps, scales, sums, meanwhile, track);
+      if constexpr (kCanShareSteps<Accumulate>) {
+        // Asked again: no register is held for the answer.
+        if (shares_steps<Variant, Accumulate>(task.rows)) unite_sums(cta, in_epilogue(), task.rows, sums);
+      }
       return has_rows;
     };
     const bool computed = Products::template with<FactorsOf>(task.gemm, multiply_task);

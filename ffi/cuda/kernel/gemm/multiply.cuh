@@ -48,8 +48,9 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. Where
 // warpgroups share the steps (shared_steps.cuh) both have sums of the first one's rows, which are still to be united.
 // Returns whether there are rows, the same answer in the whole warpgroup.
-// meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track` is that of the timeline. Factors
-// (products.cuh) says how they lie in the stages and what becomes of their products; `scales` are those that this takes.
+// meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track`
+// is that of the timeline. Factors (products.cuh) says how they lie in the stages and what becomes of their products;
+// `scales` are those that this takes.
 template <class Variant, class Factors, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
                                          typename GemmShape<Variant>::Ring::Position& position,

@@ -49,11 +49,11 @@ __device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& t
 }
 
 // Notes for this warp where those of a task's first step lie; of products without scales, nothing. `first_rows`: the
-// second warpgroup multiplies the rows of the first one (shared_steps.cuh). Rows of the ring
-// were written, with their scales, before what the producer has acquired on its way to the task. By all lanes.
+// second warpgroup multiplies the rows of the first one (shared_steps.cuh). Rows of the ring were written, with their scales,
+// before what the producer has acquired on its way to the task. By all lanes.
 template <class Scales, class Variant>
 __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, const Task& task,
-                                                     const MathThread& thread, bool first_rows = false) {
+                                                     const MathThread& thread, bool first_rows) {
   auto& noted = cta.shared.scales[thread.warp];
   if constexpr (std::is_same_v<Scales, PackedPart>) {
     __syncwarp();  // nobody reads those of the task before

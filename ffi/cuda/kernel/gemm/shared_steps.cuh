@@ -1,7 +1,6 @@
 // Where a tile of 8-bit factors has the rows of one warpgroup, both multiply them, every second step each (promoted.cuh):
-// one alone cannot hide what lies between its products, and takes as long for a step as memory does for its weights
-// (docs/performance.md, "Few rows in 8 bits"). Then the second warpgroup hands its sums to the first one, which has the
-// epilogue. math.cuh calls it.
+// one alone cannot hide what lies between its products (docs/performance.md, "Few rows in 8 bits"). Then the second
+// warpgroup hands its sums to the first one, which has the epilogue. math.cuh calls it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -47,7 +46,7 @@ __device__ __forceinline__ void unite_sums(const Cta<Variant>& cta, const MathTh
       const float* const own = sums.values + first + kNumbers * i;
       if (gives) *reinterpret_cast<float4*>(staging + i * Staging::kLineStride) = {own[0], own[1], own[2], own[3]};
     }
-    ptx::named_barrier_of_pair<kThreads>(warp_of_rows);
+    ptx::named_barrier_of_pair<kThreads>(warp_of_rows);  // these are there
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float* const own = sums.values + first + kNumbers * i;
@@ -59,7 +58,7 @@ __device__ __forceinline__ void unite_sums(const Cta<Variant>& cta, const MathTh
         own[3] += others.w;
       }
     }
-    ptx::named_barrier_of_pair<kThreads>(warp_of_rows);
+    ptx::named_barrier_of_pair<kThreads>(warp_of_rows);  // they are read: the next ones, or an epilogue, may come
   }
 }
 
