@@ -36,8 +36,8 @@ _DTYPE = flags.DEFINE_enum(
     "dtype",
     "bf16",
     [*DTYPES, *NARROW],
-    "Of tokens and weights, or BF16 tokens beside experts in 8 or 4 bits, as the benchmark's --dtype. On a GPU the "
-    "kernels that decode experts record nothing.",
+    "Of tokens and weights, or BF16 tokens beside experts in 8 or 4 bits, as the benchmark's --dtype. On a GPU kernels "
+    "that decode experts ahead of their rows record nothing.",
 )
 _ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
 _PASS = flags.DEFINE_enum(

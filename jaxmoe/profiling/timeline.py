@@ -133,7 +133,8 @@ def record(call: Callable[[], Any], platform: str | None = None, pass_name: str 
         recording.switch(platform, False)
     if not launches:
         raise RuntimeError(
-            "record: no layer ran with implementation='megakernel' in the function to record; nothing else is recorded."
+            "record: no layer ran with implementation='megakernel' in the function to record, or on a GPU one that "
+            "decodes experts ahead of their rows; nothing else is recorded."
         )
     timelines = sorted((decode(raw, platform) for raw in launches), key=lambda timeline: timeline.rank)
     for timeline in timelines:

@@ -39,15 +39,27 @@ PLAN = jaxmoe.KernelPlan(
 
 
 @pytest.mark.parametrize(
-    ("pass_name", "precision"), [("forward", None), ("forward", "fp8"), ("backward", None)], ids=str
+    ("pass_name", "precision", "kind"),
+    [
+        ("forward", None, None),
+        ("forward", "fp8", None),
+        ("forward", None, "mxfp4"),
+        ("forward", "fp8", "mxfp4"),
+        ("backward", None, None),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("routing", ["uniform", "one-hot", "unused-slots"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_it(size, routing, pass_name, precision):
+def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_it(
+    size, routing, pass_name, precision, kind
+):
     sizes = SIZES[size]
-    if precision is not None:  # a scale for each 128 columns
+    if precision is not None or kind is not None:  # a scale for each 128 columns, or 32
         sizes = sizes | {name: -(-sizes[name] // 128) * 128 for name in ("hidden", "intermediate")}
     inputs = make_inputs(3, **sizes, routing=routing, dtype=jnp.bfloat16)
+    if kind is not None:
+        inputs = inputs._replace(experts=jaxmoe.quantize(inputs.experts, kind))
     function = layer("all devices", implementation="megakernel", plan=PLAN, precision=precision)
     call = jax.jit(function) if pass_name == "forward" else gradients_of(function)
     recorded = timeline.record(lambda: [call(inputs) for _ in range(3)], pass_name=pass_name)
@@ -64,7 +76,8 @@ def test_every_task_and_chunk_is_recorded_once_by_every_lane_that_takes_part_in_
         rows = checks.filled_up(schedule, rows)
         checks.check_times(each)
         checks.check_dispatch(each, shape, schedule, rows)
-        few_tokens = 2 * shape.tokens <= blocks * MATH_WARPS  # several warps add up one, when all is answered
+        # Of few tokens several warps add up one, when all is answered; so do those that decode, who are for few.
+        few_tokens = 2 * shape.tokens <= blocks * MATH_WARPS or kind is not None
         checks.check_ends(each, blocks, combining_lanes=2, early_sums=not few_tokens)
         check_tasks(each, checks.all_tasks(shape, schedule, rows), schedule)
         numbers = summary.summarize(each)
@@ -86,7 +99,7 @@ def check_tasks(recorded: timeline.Timeline, tasks: list, schedule) -> None:
         for part in (task.column_tile, task.column_tile + (1 if is_narrow and not is_shared else 0)):
             products[gemm][task.expert, task.row_tile, part] += 1
             expected[LOADS[gemm]][task.expert, task.row_tile, part] += 1
-            expected[checks.WAITS[gemm]][task.expert, task.row_tile, task.column_tile] += 1
+            expected[checks.WAITS[gemm]][task.expert, task.row_tile, part] += 1
     for kind in {*LOADS.values(), *checks.WAITS.values()}:
         assert checks.subjects(recorded, kind) == expected[kind], kind
     for gemm in checks.WAITS:

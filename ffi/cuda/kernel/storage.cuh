@@ -56,10 +56,12 @@ struct TakenSums {
 
 struct NoTakenSums {};
 
-// Local experts that a block has room for: fewer where it holds scales and also records what it does, or decodes.
+// Local experts that a block has room for: fewer where it holds scales of weights decoded ahead, or holds scales or
+// decodes in registers and also records what it does.
 template <class Variant>
 inline constexpr int32_t kRoomForExperts =
-    Variant::Precision::kTokens.is_scaled() && (Variant::config.timeline || kParksWalks<Variant>)
+    kParksWalks<Variant> ||
+            (Variant::config.timeline && (Variant::Precision::kTokens.is_scaled() || Variant::Precision::kPacked))
         ? kMaxLocalExpertsAhead
         : kMaxLocalExperts;
 

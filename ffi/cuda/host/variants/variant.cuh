@@ -15,19 +15,17 @@ struct Forward {
   using Precision = Precision_;
   using Params = ForwardParams;
   static constexpr Pass kPass = Pass::kForward;
-  // Recording takes the math warps a few registers. So does code that decodes, though other warps run it; with both
-  // there are none left.
-  static constexpr bool kMoreForMath = kTimeline || Precision::kDecodes;
-  // Nor where they decode themselves, and have sums of 128 rows beside it; dispatch then turns rows, of bytes with more.
-  static constexpr bool kTurnsBytes = Precision::kPacked && Precision::kTokens.is_scaled();
-  // Products that are added up in float32 take half a tile of registers.
-  static constexpr bool kPromotes = Precision::kTokens.is_scaled() && !Precision::kPacked;
-  static constexpr RoleRegisters kRegisters = kPromotes                   ? RoleRegisters{72, 216}
-                                              : kTurnsBytes || kMoreForMath ? RoleRegisters{88, 208}
-                                              : Precision::kPacked        ? RoleRegisters{72, 216}
-                                                                          : RoleRegisters{};
-  static constexpr KernelConfig config{.registers = kRegisters,
-                                       .timeline = kTimeline && !Precision::kDecodes && !Precision::kPacked};
+  // Products that are added up in float32 take half a tile of registers, and so do weights that math warps decode.
+  static constexpr bool kScaled = Precision::kTokens.is_scaled();
+  static constexpr bool kMostForMath = kScaled != Precision::kPacked;
+  // Both together leave dispatch too few, which then turns rows of bytes. Recording takes the math warps a few, and so
+  // does code that decodes, though other warps run it.
+  static constexpr bool kMoreForMath = kScaled || kTimeline || Precision::kDecodes;
+  static constexpr RoleRegisters kRegisters = kMostForMath   ? RoleRegisters{72, 216}
+                                              : kMoreForMath ? RoleRegisters{88, 208}
+                                                             : RoleRegisters{};
+  // Of weights that are decoded ahead nothing is recorded: there is no event for it, and in 8 bits no register.
+  static constexpr KernelConfig config{.registers = kRegisters, .timeline = kTimeline && !Precision::kDecodes};
 };
 
 // Adding products up in float32 takes the math warps half a tile of registers.
