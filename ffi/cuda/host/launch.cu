@@ -90,8 +90,9 @@ class MapMaker {
  public:
   void make(CUtensorMap* map, const char* name, const Format& format, const void* base,
             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch = 0,
-            int32_t swizzle_bytes = 128) {
-    if (error_.empty()) error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch, swizzle_bytes);
+            int32_t swizzle_bytes = 128, Fetched fetched = Fetched::kLine) {
+    if (!error_.empty()) return;
+    error_ = make_tensor_map(map, name, base, format.element, extents, box, pitch, swizzle_bytes, fetched);
   }
   const std::string& error() const { return error_; }
 
@@ -152,7 +153,17 @@ class WeightMaps {
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
     // PackedTile says why.
     const int32_t swizzle_bytes = !packed ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
-    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes);
+    maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes,
+                fetched());
+  }
+
+  // Not the neighbour of a line where another box of the same step asks for that in the same moment, as in 16 bits. In
+  // fewer bits it is read by the steps that follow: packed numbers have the other half of a line in it. In 8 bits that
+  // pays where each is read once (docs/performance.md, "What is in it because it was tried").
+  Fetched fetched() const {
+    const bool few_rows = p_.shape.slots() <= int64_t{Tiling::kRows} * p_.shape.local_experts();
+    const bool in_8_bits = format_.element == Element::kE4M3 && !p_.schedule.decodes();
+    return format_.element == Element::kE2M1 || (in_8_bits && few_rows) ? Fetched::kTwoLines : Fetched::kLine;
   }
 
   // Gate and up, each as an array of its own, whether or not it is one.

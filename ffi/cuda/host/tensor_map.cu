@@ -56,7 +56,7 @@ std::string join(const Integers& values) {
 
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
                             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box, int64_t pitch,
-                            int32_t swizzle_bytes) {
+                            int32_t swizzle_bytes, Fetched fetched) {
   const std::string given = "tensor map of " + std::string(name) + ": extents " + join(extents) + ", box " + join(box) +
                             " (innermost first, " + info_of(element).name + ")";
   const std::optional<CUtensorMapDataType> type = copied_as(element);
@@ -102,15 +102,12 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base
   }
   if (strides.empty()) strides.push_back(bytes);
   const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
-  // What L2 fetches for a miss: a line of a box, and not its neighbour too, which another box of the same step asks for
-  // in the same moment (docs/performance.md, "What is in it because it was tried"). A line of packed numbers is half as
-  // long, and the steps that follow read on in it.
-  const CUtensorMapL2promotion fetched =
-      packed ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const CUtensorMapL2promotion promotion =
+      fetched == Fetched::kTwoLines ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult status = encode(
       map, *type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(base), sizes.data(), strides.data(),
       box_sizes.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle_of(swizzle_bytes), fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      swizzle_of(swizzle_bytes), promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return given + " was refused by the driver (CUresult " + std::to_string(static_cast<int>(status)) +
            "). Strides have to be multiples of 16 bytes and below 2^40.";
