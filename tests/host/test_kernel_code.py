@@ -132,7 +132,7 @@ def named(kernel: str) -> str:
 
 
 def in_8_bits(kernel: str) -> bool:
-    return "EightBit" in named(kernel) or (decodes(kernel) and "E4M3" in named(kernel))
+    return "E4M3" in named(kernel) and not (in_registers(kernel) or exchanges(kernel))
 
 
 def has_fast_sums(kernel: str) -> bool:

@@ -22,7 +22,6 @@ enum class Fetched { kLine, kTwoLines };
 // nothing is.
 std::string make_tensor_map(CUtensorMap* map, const char* name, const void* base, Element element,
                             std::initializer_list<int64_t> extents, std::initializer_list<int32_t> box,
-                            int64_t pitch = 0, int32_t swizzle_bytes = 128,
-                            Fetched fetched = Fetched::kLine);
+                            int64_t pitch = 0, int32_t swizzle_bytes = 128, Fetched fetched = Fetched::kLine);
 
 }  // namespace jaxmoe

@@ -2,6 +2,6 @@
 
 namespace jaxmoe {
 
-KernelVariant forward_e4m3_bf16() { return variant_of<EightBitForward<Bf16>>(moe_forward<EightBitForward<Bf16>>); }
+KernelVariant forward_e4m3_bf16() { return variant_of<Forward<E4M3<Bf16>>>(moe_forward<Forward<E4M3<Bf16>>>); }
 
 }  // namespace jaxmoe

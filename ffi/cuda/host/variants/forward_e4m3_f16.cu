@@ -2,6 +2,6 @@
 
 namespace jaxmoe {
 
-KernelVariant forward_e4m3_f16() { return variant_of<EightBitForward<F16>>(moe_forward<EightBitForward<F16>>); }
+KernelVariant forward_e4m3_f16() { return variant_of<Forward<E4M3<F16>>>(moe_forward<Forward<E4M3<F16>>>); }
 
 }  // namespace jaxmoe

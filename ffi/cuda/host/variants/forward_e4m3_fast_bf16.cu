@@ -3,7 +3,7 @@
 namespace jaxmoe {
 
 KernelVariant forward_e4m3_fast_bf16() {
-  using Fast = EightBitForward<Bf16, Accumulation::kFast>;
+  using Fast = Forward<E4M3<Bf16, Accumulation::kFast>>;
   return variant_of<Fast>(moe_forward<Fast>);
 }
 

@@ -3,7 +3,7 @@
 namespace jaxmoe {
 
 KernelVariant forward_e4m3_fast_f16() {
-  using Fast = EightBitForward<F16, Accumulation::kFast>;
+  using Fast = Forward<E4M3<F16, Accumulation::kFast>>;
   return variant_of<Fast>(moe_forward<Fast>);
 }
 

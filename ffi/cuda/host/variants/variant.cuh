@@ -28,15 +28,6 @@ struct Forward {
   static constexpr KernelConfig config{.registers = kRegisters, .timeline = kTimeline && !Precision::kDecodes};
 };
 
-// Adding products up in float32 takes the math warps half a tile of registers.
-template <class Wide, Accumulation kAccumulation = Accumulation::kPromoted>
-struct EightBitForward {
-  using Precision = E4M3<Wide, kAccumulation>;
-  using Params = ForwardParams;
-  static constexpr Pass kPass = Pass::kForward;
-  static constexpr KernelConfig config{.registers = RoleRegisters{72, 216}, .timeline = kTimeline};
-};
-
 template <class Precision_>
 struct Backward {
   using Precision = Precision_;
