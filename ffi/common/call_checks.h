@@ -23,10 +23,14 @@ inline std::string schedule_error(const Schedule& s) {
   if (s.tile.rows < 1 || s.tile.h_columns < 1 || s.tile.columns < 1 || s.unit_tiles < 1 || s.lag_units < 0 ||
       s.ring_tiles < 1 || s.workers < 0 || s.chunk_rows < 1 || s.dispatchers < s.workers || s.narrow_rows < 0 ||
       s.segment_tiles < 0 || s.saved_tiles < 0 || s.weight_slots < 0 || s.half != 0 ||
-      s.frozen < 0 || s.frozen > 1 || s.share_columns < 0 || s.share_columns > 1) {
+      s.frozen < 0 || s.frozen > 1 || s.share_columns < 0 || s.share_columns > 1 || s.summed_tiles < 0) {
     return "jaxmoe: tile sizes, unit_tiles, ring_tiles and chunk_rows must be positive, each worker has to have a "
            "dispatcher, nothing of a schedule can be negative, a layer has no half, and frozen and share_columns are 0 "
            "or 1.";
+  }
+  if (s.sums_at_experts() && s.backward()) {
+    return "jaxmoe: a backward pass makes no sums at experts; summed_tiles=" + std::to_string(s.summed_tiles) +
+           " needs to be 0.";
   }
   return "";
 }
@@ -134,9 +138,10 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
            "], top_k " + std::to_string(top_k) + ", " + std::to_string(experts) + " local experts, intermediate " +
            std::to_string(intermediate) + ", saved tiles " + std::to_string(schedule.saved_tiles) + ".";
   }
-  if (tokens * top_k >= kMaxSlots) {
-    return "jaxmoe: " + std::to_string(tokens) + " tokens x " + std::to_string(top_k) +
-           " slots; a rank can number " + std::to_string(kMaxSlots - 1) + ".";
+  const int64_t waiting = int64_t{schedule.summed_tiles} * schedule.tile.rows;
+  if (tokens * top_k + waiting >= kMaxSlots) {
+    return "jaxmoe: " + std::to_string(tokens) + " tokens x " + std::to_string(top_k) + " slots and " +
+           std::to_string(waiting) + " rows to add up; a rank can number " + std::to_string(kMaxSlots - 1) + ".";
   }
   return "";
 }

@@ -220,14 +220,16 @@ inline std::string schedule_error(const ExchangeCall& call, const ExchangeAttrib
   if (s.half == half && s.tile.rows >= 1 && s.tile.h_columns >= 1 && s.tile.columns >= 1 && s.unit_tiles >= 1 &&
       s.lag_units == 0 && s.workers >= 0 && s.chunk_rows >= 1 && s.dispatchers >= s.workers && s.narrow_rows >= 0 &&
       s.segment_tiles == 0 && s.saved_tiles == 0 && s.weight_slots == 0 && s.frozen == 0 && s.share_columns == 0 &&
+      s.summed_tiles == 0 &&
       (s.ring_tiles > 0) == has_ring &&
       (!has_ring || s.ring_tiles >= at_most(int64_t{s.unit_tiles}, max_row_tiles(shape_of(call, a), s.tile)))) {
     return "";
   }
   return "jaxmoe: half=" + std::to_string(s.half) + ", lag_units=" + std::to_string(s.lag_units) + ", unit_tiles=" +
          std::to_string(s.unit_tiles) + ", ring_tiles=" + std::to_string(s.ring_tiles) + ", share_columns=" +
-         std::to_string(s.share_columns) + " of a schedule; this call needs half=" + std::to_string(half) +
-         ", no lag, no gradients, no shared columns, positive sizes and " +
+         std::to_string(s.share_columns) + ", summed_tiles=" + std::to_string(s.summed_tiles) +
+         " of a schedule; this call needs half=" + std::to_string(half) +
+         ", no lag, no gradients, no shared columns, no sums at experts, positive sizes and " +
          (has_ring ? "a ring of at least unit_tiles." : "no ring.");
 }
 

@@ -71,7 +71,7 @@ struct ArenaLayout {
   // Head. [..] is the logical shape; "writer -> reader".
   Region control;       // Control                                              this rank
   Region flags;         // [from kInputsReady on][ranks] cache lines        peers -> dispatch, tasks, combine
-  Region counters;      // [2 banks][3 + kSignalsPerTile * row_tiles] uint32    this rank, see protocol.h
+  Region counters;      // [2 banks][kSignalsOfRank + kSignalsPerTile * row_tiles] uint32  this rank, see protocol.h
   Region rows_from;     // [2 banks][ranks][local_experts] int32, sums up to    peers' sort -> walks of this rank,
                         //   and with each local expert                         dispatch
   Region source_slots;  // [ranks][slots] int32, sorted by local expert         peers' sort -> dispatch
@@ -82,10 +82,15 @@ struct ArenaLayout {
   // first, and no length in them depends on what a rank may have for itself, such as the number of its multiprocessors.
   // `parts` is one, in a backward pass two: a token, and behind it the gradient of its output.
   Region tokens;          // [tokens, parts, hidden]            publish -> peers' dispatch; empty where x is read
-  Region answers;         // [slots, hidden]                    peers' down, token_gradient -> combine; empty without
-  // Of a backward pass or an exchange; empty in a forward one. Numbers are as wide as sums are: float32, or
-  // float64 where tokens are.
+  Region answers;         // [answer_rows, hidden]              peers' down, token_gradient -> combine; empty without.
+                          //   Of a rank's slots; where sums are made at experts further rows lie behind those, see
+                          //   waiting_answer() and sum_row()
+  Region summed_slots;    // [ranks, tokens] uint32, a bit for each slot that is in the sum of that rank
+                          //                                    peers' combine -> combine; empty without such sums
+  // Of a backward pass or an exchange, and where sums are made at experts; else empty. Numbers are as wide as sums are:
+  // float32, or float64 where tokens are.
   Region routing_weights; // [slots] number                     publish -> peers' dispatch
+  // Of a backward pass or an exchange.
   Region routing_weight_gradients;  // [slots] number             peers' token_gradient, dispatch -> combine
   Region slot_rows;       // [slots] int32, of an exchange           peers' dispatch -> its end; else empty
 
@@ -93,6 +98,11 @@ struct ArenaLayout {
   Region histograms;    // [most sorters, num_experts] int32          sort -> sort
   Region kept_tokens;   // [ranks - 1, tokens, parts, hidden]          dispatch -> dispatch; empty unless kept
   Region kept_states;   // [ranks - 1, tokens] uint32 (KeptState)      publish, dispatch -> dispatch; the same
+  // Of the slots of all ranks, where sums are made here; else empty.
+  Region answer_places;   // [ranks, slots] int32 (AnswerPlace)           publish, dispatch -> combine
+  Region answer_weights;  // [ranks, slots] number, routing weights       dispatch -> combine
+  Region wanted_experts;  // [ranks, tokens] uint32: those of this rank that the token wants are numbered below it
+                          //                                            publish, walk -> combine, on a GPU
   Region row_targets;   // [ring_tiles, tile rows] int32 (RowTarget)   dispatch -> down, token_gradient; of a first half
                         //   the row of the caller's array, for gate_up
   Region rows;          // [ring_tiles, tile rows, parts, hidden]      dispatch -> gate_up, gradients
@@ -114,6 +124,7 @@ struct ArenaLayout {
   // nothing is decoded to 8 bits. Not a ring: so small that every expert has a place of its own.
   Region decoded_scales;
   int64_t bytes;  // the same on all ranks as well, which therefore all need a larger arena at the same time
+  int64_t answer_rows;  // of `answers`
 };
 
 // Sorters sort about this many slots each. One sorter sorts a decode batch without any wait.
@@ -133,7 +144,20 @@ JAXMOE_ANY constexpr int32_t num_sorters(const Shape& shape, const Schedule& sch
 }
 
 JAXMOE_ANY constexpr int64_t counter_words(const HeadCapacity& head) {
-  return 3 + kSignalsPerTile * head.row_tiles;
+  return kSignalsOfRank + kSignalsPerTile * head.row_tiles;
+}
+
+// Where sums are made at experts, the rows of `answers` behind those of this rank's slots: first the answers of its
+// experts that wait here to be added up, then the sums that each rank has made for this rank's tokens.
+JAXMOE_ANY constexpr int64_t waiting_answer(const Shape& shape, const Schedule& schedule, int32_t row_tile,
+                                            int32_t tile_row) {
+  return shape.slots() + int64_t{row_tile} * schedule.tile.rows + tile_row;
+}
+JAXMOE_ANY constexpr int64_t sum_row(const Shape& shape, const Schedule& schedule, int32_t rank, int32_t token) {
+  return waiting_answer(shape, schedule, schedule.summed_tiles, 0) + int64_t{rank} * shape.tokens + token;
+}
+JAXMOE_ANY constexpr int64_t rows_of_answers(const Shape& shape, const Schedule& schedule) {
+  return schedule.sums_at_experts() ? sum_row(shape, schedule, shape.ranks, 0) : shape.slots();
 }
 
 // Arrays of hidden numbers that make up a row of tokens, and of the ring.
@@ -197,9 +221,13 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   // What a half has in the caller's array, or does not have, is not here.
   const bool first_half = schedule.is_first_half();
   const int64_t of_slots = formats.sums.bytes(backward + exchanges, shape.slots());
+  const int64_t summed = schedule.sums_at_experts() ? 1 : 0;
+  const int64_t summed_slots = summed * shape.ranks * shape.slots(), summed_tokens = summed * shape.ranks * shape.tokens;
   l.tokens = pack.take(publishes_tokens(shape, schedule, formats.tokens.is_scaled()) ? tokens(shape.tokens) : 0);
-  l.answers = pack.take(first_half ? 0 : formats.answers.bytes(shape.slots(), shape.hidden));
-  l.routing_weights = pack.take(of_slots);
+  l.answer_rows = rows_of_answers(shape, schedule);
+  l.answers = pack.take(first_half ? 0 : formats.answers.bytes(l.answer_rows, shape.hidden));
+  l.summed_slots = pack.take(summed_tokens * int64_t{sizeof(uint32_t)});
+  l.routing_weights = pack.take(of_slots + formats.sums.bytes(summed, shape.slots()));
   l.routing_weight_gradients = pack.take(of_slots);
   l.slot_rows = pack.take((first_half ? 1 : exchanges) * shape.slots() * int64_t{sizeof(int32_t)});
 
@@ -207,6 +235,9 @@ constexpr ArenaLayout layout_of(const Shape& shape, const Schedule& schedule, co
   const int64_t kept = schedule.keep_tokens ? int64_t{shape.ranks - 1} * shape.tokens : 0;
   l.kept_tokens = pack.take(tokens(kept));
   l.kept_states = pack.take(kept * int64_t{sizeof(uint32_t)});
+  l.answer_places = pack.take(summed_slots * int64_t{sizeof(int32_t)});
+  l.answer_weights = pack.take(formats.sums.bytes(summed_slots, 1));
+  l.wanted_experts = pack.take(summed_tokens * int64_t{sizeof(uint32_t)});
   l.row_targets = pack.take(ring_rows * int64_t{sizeof(int32_t)});
   l.rows = pack.take(tokens(ring_rows));
   const bool keeps_h = !first_half && (!schedule.backward() || schedule.has_weight_gradients());
@@ -253,7 +284,7 @@ constexpr uint64_t agreement_of(const Shape& shape, Schedule schedule, const For
   all.add(head.ranks, head.local_experts, head.row_tiles, head.slots);
   // These follow from the numbers above in one build of this file; ranks could run two.
   const ArenaLayout l = layout_of(shape, schedule, formats, head);
-  for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.answers,
+  for (const Region& region : {l.control, l.flags, l.counters, l.rows_from, l.source_slots, l.tokens, l.answers, l.summed_slots,
                                l.routing_weights, l.routing_weight_gradients, l.slot_rows}) {
     all.add(region.offset, region.bytes);
   }
@@ -270,7 +301,7 @@ JAXMOE_ANY constexpr int64_t word_of(const ArenaLayout& layout, const HeadCapaci
            ((kind - static_cast<int32_t>(Signal::kInputsReady)) * head.ranks + index) * kFlagBytes;
   }
   const int64_t in_bank = is_per_tile(signal)
-                              ? 3 + (kind - static_cast<int32_t>(Signal::kRowsArrived)) * head.row_tiles + index
+                              ? kSignalsOfRank + (kind - static_cast<int32_t>(Signal::kRowsArrived)) * head.row_tiles + index
                               : kind;
   return layout.counters.offset + ((launch_number & 1) * counter_words(head) + in_bank) * int64_t{sizeof(uint32_t)};
 }
@@ -301,7 +332,14 @@ JAXMOE_ANY constexpr int64_t kept_index(const Shape& shape, int32_t rank, int32_
   return int64_t{(source - rank + shape.ranks) % shape.ranks - 1} * shape.tokens + token;
 }
 
-// Where the answer to a row goes: row `slot` of the answers of rank `source`.
+// Where the answer of this rank to a slot is, as combine finds it: in that row of `answers` here, or one of these.
+struct AnswerPlace {
+  static constexpr int32_t kNone = -1;     // the slot names no expert of this rank
+  static constexpr int32_t kTravels = -2;  // at the owner of the slot, in a row of its own
+};
+
+// Where the answer to a row goes: row `slot` of the answers of rank `source`. Of one that waits here to be added up that
+// is a row behind those of slots, of this rank.
 struct RowTarget {
   uint32_t packed;
 

@@ -21,8 +21,12 @@
 //                                                                            tasks)
 //   weights_decoded           this rank  dispatch, each dispatcher (1)       all tasks of the expert but weight
 //                                                                            gradients (dispatchers)
-//   tasks_done                this rank  every worker after its last task    the worker that announces (workers)
-//                                        (1)
+//   tasks_done                this rank  every worker after its last task    the worker that announces (workers); where
+//                                        (1)                                 sums are made at experts combine too
+//   experts_wanted            this rank  walk, per worker (1), where sums    combine that makes sums beside products
+//                                        are made at experts (on a GPU)      (workers)
+//   sums_written              this rank  combine, per worker, after its last the worker that announces (workers)
+//                                        sum for a peer (1)
 //   experts_answered          each peer  announce, per source, after each    nobody: sums that can be made before
 //                                        expert (the launch and its number)  answers_ready look at it (on a GPU)
 //   answers_ready             each peer  announce, per source (the launch)   combine of every worker
@@ -43,11 +47,14 @@
 // are never cleared. On a GPU each warp of a task releases its own part, so those that tasks release count warps
 // (cuda/device/signals.cuh). There inputs_published counts thread blocks, of which a worker may have several.
 //
+// Where sums are made at experts a rank announces answers_ready when its sums are written at the owners of the tokens,
+// and answers that travel on their own are.
+//
 // Why no barrier is needed at the end: a rank ends a launch only when every peer has announced answers_ready, that
 // is, has finished all its tasks, and so no longer reads this rank's tokens or slot lists. What a rank that is one
 // launch ahead may write at a peer that is still in combine are row counts (two banks, by parity: a dispatcher that
 // gets no chunk may be late and still read them), slot lists (read by pulls only, all done) and flags (numbers of
-// launches). It writes answers only after that peer's inputs_ready of the new launch. No rank can be two launches
+// launches). It writes answers and sums only after that peer's inputs_ready of the new launch. No rank can be two launches
 // ahead.
 #pragma once
 
@@ -65,6 +72,8 @@ enum class Signal : int32_t {
   kHistogramsWritten = 0,
   kInputsPublished,
   kTasksDone,
+  kExpertsWanted,
+  kSumsWritten,
   kRowsArrived,     // from here on one word per row tile
   kHWritten,
   kHGradientsWritten,
@@ -78,9 +87,10 @@ enum class Signal : int32_t {
 };
 inline constexpr int32_t kNumSignals = static_cast<int32_t>(Signal::kCount);
 inline constexpr const char* kSignalNames[kNumSignals] = {
-    "histograms_written",       "inputs_published",   "tasks_done",
+    "histograms_written",       "inputs_published",   "tasks_done", "experts_wanted", "sums_written",
     "rows_arrived",             "h_written",  "h_gradients_written", "answers_written",
     "weight_gradients_written", "weights_decoded", "inputs_ready", "experts_answered", "answers_ready"};
+inline constexpr int32_t kSignalsOfRank = static_cast<int32_t>(Signal::kRowsArrived);  // one word each
 inline constexpr int32_t kSignalsPerTile =
     static_cast<int32_t>(Signal::kInputsReady) - static_cast<int32_t>(Signal::kRowsArrived);
 inline constexpr int32_t kSignalsFromPeers = kNumSignals - static_cast<int32_t>(Signal::kInputsReady);

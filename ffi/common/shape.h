@@ -110,6 +110,9 @@ struct Schedule {
   // 1: of a narrow tile an answer is computed one column tile at a time, whose columns the blocks of a worker share:
   // more tasks, for when with two at a time many workers have none. A forward pass alone does that.
   int32_t share_columns;
+  // Row tiles, the first ones of a rank, whose answers stay here until they are added up token by token; what travels
+  // to the owner of a token is their sum. Answers of the others travel each on its own. 0: all do. Of a forward pass.
+  int32_t summed_tiles;
 
   JAXMOE_ANY constexpr bool backward() const { return segment_tiles > 0; }
   // Rows are dispatched or combined and nothing is multiplied, or what lies in the caller's array is: there is no ring.
@@ -118,6 +121,7 @@ struct Schedule {
   JAXMOE_ANY constexpr bool is_second_half() const { return half == kSecondHalf; }
   // Ahead of the tasks that multiply them.
   JAXMOE_ANY constexpr bool decodes() const { return weight_slots > 0; }
+  JAXMOE_ANY constexpr bool sums_at_experts() const { return summed_tiles > 0; }
   JAXMOE_ANY constexpr bool has_weight_gradients() const { return backward() && frozen == 0 && !decodes(); }
   // Weight gradients are sums over rows, several at a time: in a backward pass the rows of an expert are filled up with
   // rows of zeros to a multiple of this.

@@ -59,11 +59,13 @@ constexpr Schedule complete(Schedule chosen, const Shape& shape, const Granulari
 }
 
 // That of one half of a layer, as if of experts without up: there is no other GEMM to lag behind, and where the rows
-// lie in the caller's array no ring. Its blocks share no columns: no kernel of a half has code for it.
+// lie in the caller's array no ring. Its blocks share no columns, and its answers travel each on its own: no kernel of
+// a half has code for it.
 constexpr Schedule half_of(Schedule schedule, int32_t half) {
   schedule.half = half;
   schedule.lag_units = 0;
   schedule.share_columns = 0;
+  schedule.summed_tiles = 0;
   if (schedule.is_second_half()) schedule.ring_tiles = 0;
   return schedule;
 }

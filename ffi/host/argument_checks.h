@@ -62,6 +62,7 @@ inline void check(const Schedule& schedule, int32_t fewest_ring_tiles = 1) {
   require_range("share_columns", schedule.share_columns, 0, 2);
   require_at_least("segment_tiles", schedule.segment_tiles, 0);
   require_at_least("saved_tiles", schedule.saved_tiles, 0);
+  require_at_least("summed_tiles", schedule.summed_tiles, 0);
 }
 
 // Less than zero is a mark, see mark_experts_without_rows() in common/units.h.

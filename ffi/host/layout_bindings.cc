@@ -27,12 +27,16 @@ constexpr NamedRegion kHeadRegions[] = {{"control", &ArenaLayout::control},
                                         {"source_slots", &ArenaLayout::source_slots}};
 constexpr NamedRegion kBodyRegions[] = {{"tokens", &ArenaLayout::tokens},
                                         {"answers", &ArenaLayout::answers},
+                                        {"summed_slots", &ArenaLayout::summed_slots},
                                         {"routing_weights", &ArenaLayout::routing_weights},
                                         {"routing_weight_gradients", &ArenaLayout::routing_weight_gradients},
                                         {"slot_rows", &ArenaLayout::slot_rows},
                                         {"histograms", &ArenaLayout::histograms},
                                         {"kept_tokens", &ArenaLayout::kept_tokens},
                                         {"kept_states", &ArenaLayout::kept_states},
+                                        {"answer_places", &ArenaLayout::answer_places},
+                                        {"answer_weights", &ArenaLayout::answer_weights},
+                                        {"wanted_experts", &ArenaLayout::wanted_experts},
                                         {"row_targets", &ArenaLayout::row_targets},
                                         {"rows", &ArenaLayout::rows},
                                         {"h", &ArenaLayout::h},
@@ -201,6 +205,27 @@ void define_layout(py::module_& module) {
         return kept_index(shape, rank, source, token);
       },
       py::arg("shape"), py::arg("rank"), py::arg("source"), py::arg("token"));
+  module.def(
+      "waiting_answer",
+      [](const Shape& shape, const Schedule& schedule, int32_t row_tile, int32_t tile_row) {
+        check_sizes(shape, schedule);
+        require_range("row_tile", row_tile, 0, schedule.summed_tiles);
+        require_range("tile_row", tile_row, 0, schedule.tile.rows);
+        return waiting_answer(shape, schedule, row_tile, tile_row);
+      },
+      py::arg("shape"), py::arg("schedule"), py::arg("row_tile"), py::arg("tile_row"),
+      "The row of answers where one waits to be added up at experts.");
+  module.def(
+      "sum_row",
+      [](const Shape& shape, const Schedule& schedule, int32_t rank, int32_t token) {
+        check_sizes(shape, schedule);
+        require_at_least("summed_tiles", schedule.summed_tiles, 1);
+        require_range("rank", rank, 0, shape.ranks);
+        require_range("token", token, 0, shape.tokens);
+        return sum_row(shape, schedule, rank, token);
+      },
+      py::arg("shape"), py::arg("schedule"), py::arg("rank"), py::arg("token"),
+      "The row of answers with the sum that a rank has made for a token.");
   module.attr("region_alignment") = kRegionAlignment;
   module.attr("flag_bytes") = kFlagBytes;
   module.attr("max_slots") = kMaxSlots;

@@ -20,6 +20,7 @@
 #include "host/products.h"
 #include "host/rank_memory.h"
 #include "host/rank_roles.h"
+#include "host/sums_at_experts.h"
 #include "host/timeline.h"
 
 namespace jaxmoe::host {
@@ -41,7 +42,7 @@ class Rank : RankRoles<Precision> {
 
  public:
   Rank(const Launch& launch, int32_t rank, const ArraysOf<Precision>& arrays, LaunchTimeline* timeline)
-      : Roles(launch, rank, arrays), products_(m_), timeline_(timeline), recorder_(timeline != nullptr, m_.schedule.workers, m_.schedule.dispatchers) {}
+      : Roles(launch, rank, arrays), products_(m_), sums_(m_), timeline_(timeline), recorder_(timeline != nullptr, m_.schedule.workers, m_.schedule.dispatchers) {}
 
   std::string run() {
     std::vector<std::thread> threads;
@@ -64,7 +65,11 @@ class Rank : RankRoles<Precision> {
     track.mark(EventKind::kSort);
     Roles::forget_kept_tokens(worker);
     Roles::publish_tokens(worker);
-    if constexpr (kBackward) Roles::publish_weights(m_.arrays.topk_weights, worker);
+    if (kBackward || m_.schedule.sums_at_experts()) Roles::publish_weights(m_.arrays.topk_weights, worker);
+    if (m_.schedule.sums_at_experts()) {
+      const Span places = share(sums_.num_places(), worker, m_.schedule.workers);
+      sums_.forget(places.begin, places.end);
+    }
     track.mark(EventKind::kCopyInputs);
     Roles::tell_all(worker, Signal::kInputsPublished, Signal::kInputsReady, Site::kPublish);
     track.mark(EventKind::kPublish);
@@ -73,7 +78,12 @@ class Rank : RankRoles<Precision> {
     track.move_to(TrackRole::kMath);
     if constexpr (kBackward) clear_unused_gradients(counts.rows_per_expert, worker);
     take_tasks(counts, worker, track);
-    Roles::tell_all(worker, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
+    if (m_.schedule.sums_at_experts()) {
+      add_up_for_peers(worker, track);
+      Roles::tell_all(worker, Signal::kSumsWritten, Signal::kAnswersReady, Site::kAnnounce);
+    } else {
+      Roles::tell_all(worker, Signal::kTasksDone, Signal::kAnswersReady, Site::kAnnounce);
+    }
     if (worker == 0) track.mark(EventKind::kWaitTasks);
     Roles::wait_for_all(Signal::kAnswersReady, Site::kCombine, worker);
     track.mark(EventKind::kWaitAnswers);
@@ -162,7 +172,10 @@ class Rank : RankRoles<Precision> {
         const int32_t slot = m_.template here<int32_t>(slots_from_source(m_.layout, m_.launch.head, from.source))
             [counts.first_slot[from.source * local + chunk.expert] + from.position];
         Roles::copy_token(from.source, slot / m_.shape.top_k, chunk.ring_slot, chunk.tile_row + i);
-        *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = RowTarget::of(from.source, slot).packed;
+        const RowTarget target = m_.schedule.sums_at_experts()
+                                     ? sums_.place(from.source, slot, chunk.row_tile, chunk.tile_row + i)
+                                     : RowTarget::of(from.source, slot);
+        *m_.target_of(chunk.ring_slot, chunk.tile_row + i) = target.packed;
         if constexpr (kBackward) {
           *m_.routing_weight_of(chunk.ring_slot, chunk.tile_row + i) =
               m_.template at<Number>(from.source, m_.layout.routing_weights)[slot];
@@ -176,8 +189,25 @@ class Rank : RankRoles<Precision> {
 
   // --- combine: adds up the answers of each token's experts, in the order of its slots -------------------------------
 
+  // Where sums are made here: those of the tokens of all ranks, once all answers are there.
+  void add_up_for_peers(int32_t worker, TrackRecorder& track) {
+    signals_.release({Signal::kTasksDone, 0, 1});
+    // Pairs with the release that every worker has just done.
+    signals_.wait({Signal::kTasksDone, 0, static_cast<uint32_t>(m_.schedule.workers)}, Site::kCombine, worker);
+    track.mark(EventKind::kWaitTasks);
+    const Span items = share(int64_t{m_.shape.ranks} * m_.shape.tokens, worker, m_.schedule.workers);
+    for (int64_t item = items.begin; item < items.end; ++item) {
+      sums_.add_up(static_cast<int32_t>(item / m_.shape.tokens), static_cast<int32_t>(item % m_.shape.tokens));
+    }
+    track.mark(EventKind::kCombine);
+  }
+
   void combine(int32_t worker) {
     const Span tokens = share(m_.shape.tokens, worker, m_.schedule.workers);
+    if (m_.schedule.sums_at_experts()) {
+      for (int64_t token = tokens.begin; token < tokens.end; ++token) sums_.add_up_sums(static_cast<int32_t>(token));
+      return;
+    }
     const auto is_used = [&](int64_t slot) { return m_.shape.has_expert(m_.arrays.topk_ids[slot]); };
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       // In dx the weight is in each answer.
@@ -194,6 +224,7 @@ class Rank : RankRoles<Precision> {
   }
 
   Products<Precision> products_;
+  const SumsAtExperts<Precision> sums_;
   LaunchTimeline* const timeline_;
   RankTimeline recorder_;
 };

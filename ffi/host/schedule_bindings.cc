@@ -51,7 +51,7 @@ Granularity granularity(const std::string& platform, bool gated, bool scaled) {
 }
 
 Schedule schedule_for(const Shape& shape, const std::string& platform, const py::object& plan, int32_t saved_tiles,
-                      bool scaled, int32_t weight_slots, bool frozen) {
+                      bool scaled, int32_t weight_slots, bool frozen, int32_t summed_tiles) {
   const auto chosen = [&](const char* name) { return py::int_(plan.attr(name)).cast<int32_t>(); };
   Schedule schedule{};
   schedule.unit_tiles = chosen("unit_tiles");
@@ -64,6 +64,7 @@ Schedule schedule_for(const Shape& shape, const std::string& platform, const py:
   schedule.weight_slots = weight_slots;
   schedule.frozen = frozen ? 1 : 0;
   schedule.share_columns = chosen("share_columns");
+  schedule.summed_tiles = summed_tiles;
   return complete(schedule, shape, granularity(platform, shape.projections > 1, scaled));
 }
 
@@ -95,7 +96,7 @@ void define_structs(py::module_& module) {
              "Columns of h that share a scale share a tile.");
   module.def("schedule_for", &schedule_for, py::arg("shape"), py::arg("platform"), py::arg("plan"),
              py::arg("saved_tiles") = 0, py::arg("scaled") = false, py::arg("weight_slots") = 0,
-             py::arg("frozen") = false,
+             py::arg("frozen") = false, py::arg("summed_tiles") = 0,
              "The schedule of a plan, an object that has the attributes of jaxmoe.KernelPlan, for a shape.");
   module.attr("FIRST_HALF") = kFirstHalf;
   module.attr("SECOND_HALF") = kSecondHalf;
@@ -109,7 +110,8 @@ void define_structs(py::module_& module) {
                 Field{"segment_tiles", &Schedule::segment_tiles, 0},
                 Field{"saved_tiles", &Schedule::saved_tiles, 0}, Field{"weight_slots", &Schedule::weight_slots, 0},
                 Field{"half", &Schedule::half, 0}, Field{"frozen", &Schedule::frozen, 0},
-                Field{"share_columns", &Schedule::share_columns, 0})
+                Field{"share_columns", &Schedule::share_columns, 0},
+                Field{"summed_tiles", &Schedule::summed_tiles, 0})
       .def_property_readonly("numbers", [](const Schedule& schedule) { return numbers_of(schedule); })
       .def_property_readonly("backward", &Schedule::backward)
       .def_property_readonly("has_weight_gradients", &Schedule::has_weight_gradients)

@@ -35,8 +35,8 @@ class Candidate:
       implementation: of `moe_layer`, or the baseline.
       plan: of the megakernel, which alone is swept; in backward passes with the plan of that pass.
       is_default: whether that is its default plan.
-      has_default_bits: whether its results are those of the default plan, bit for bit. The segments of a backward pass
-        are the exception: weight gradients of an expert are summed up segment by segment.
+      has_default_bits: whether its results are those of the default plan, bit for bit: what `KernelPlan` says of its
+        fields.
       pass_name: what is timed.
       residuals: of `moe_layer`; `None` for its default. Of `"both"` alone, the one that has a forward pass to keep
         something of.
@@ -137,8 +137,7 @@ def candidates(
             implementation,
             with_plan(swept),
             is_default=i == 0,
-            has_default_bits=swept.segment_tiles == default.segment_tiles
-            and bool(swept.weight_slots) == bool(default.weight_slots),
+            has_default_bits=_has_bits_of(swept, default),
             pass_name=pass_name,
             residuals=residuals,
             precision=inputs.precision,
@@ -157,6 +156,15 @@ def _with_network(candidate: Candidate, network: NetworkPlan, inputs: Inputs, me
         ranks = inputs.shape.ranks
         raise ValueError(f"--ranks-per-host={network.ranks_per_host}: {ranks} ranks are one host. Take fewer.")
     return dataclasses.replace(candidate, network=levels.plan)
+
+
+def _has_bits_of(swept: KernelPlan, default: KernelPlan) -> bool:
+    """Whether two plans of a pass give the same bits."""
+    return (
+        swept.segment_tiles == default.segment_tiles
+        and bool(swept.weight_slots) == bool(default.weight_slots)
+        and swept.sum_at_experts == default.sum_at_experts
+    )
 
 
 def _platform(mesh: Mesh) -> str:
@@ -236,7 +244,7 @@ def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic |
     plan, backward = candidate.plan, candidate.plan.backward
     if candidate.pass_name == "forward":
         ahead = weight_slots(inputs.shape, _platform(mesh), plan) > 0
-        return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens, ahead)
+        return traffic.of_megakernel(inputs.routings, inputs.shape, plan.keep_tokens, ahead, plan.sum_at_experts)
     assert backward is not None
     tile = tile_sizes(inputs.shape, _platform(mesh))
     if candidate.pass_name in BACKWARD_ALONE:

@@ -68,6 +68,7 @@ _RING_TILES = flags.DEFINE_list(
 _CHUNK_ROWS = flags.DEFINE_list("chunk-rows", [], "Plans to sweep: KernelPlan.chunk_rows, in all combinations.")
 _KEEP_TOKENS = flags.DEFINE_list("keep-tokens", [], "Plans to sweep: KernelPlan.keep_tokens, of 0 and 1.")
 _SHARE_COLUMNS = flags.DEFINE_list("share-columns", [], "Plans to sweep: KernelPlan.share_columns, of 0 and 1.")
+_SUM_AT_EXPERTS = flags.DEFINE_list("sum-at-experts", [], "Plans to sweep: KernelPlan.sum_at_experts, of 0 and 1.")
 _WEIGHT_SLOTS = flags.DEFINE_list(
     "weight-slots", [], "Plans to sweep: KernelPlan.weight_slots, in all combinations; 0 is decoding in registers."
 )
@@ -155,6 +156,7 @@ def from_flags() -> Options:
             _integers("chunk-rows", _CHUNK_ROWS.value),
             tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
             tuple(bool(value) for value in _integers("share-columns", _SHARE_COLUMNS.value)),
+            tuple(bool(value) for value in _integers("sum-at-experts", _SUM_AT_EXPERTS.value)),
             _integers("segment-tiles", _SEGMENT_TILES.value),
             _integers("weight-slots", _WEIGHT_SLOTS.value),
         ),

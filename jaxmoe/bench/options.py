@@ -72,6 +72,7 @@ class Sweep:
       chunk_rows: rows that a warp pulls at a time.
       keep_tokens: whether tokens of peers are kept.
       share_columns: of a forward pass alone, whether blocks share the columns of narrow down tasks.
+      sum_at_experts: of a forward pass alone, whether answers are added up at experts.
       segment_tiles: of a backward pass alone, row tiles of one expert whose weight gradients are summed at once.
       weight_slots: experts whose weights lie decoded at a time. Where empty, the default plan's or, where it has some,
         the fewest that a plan needs.
@@ -83,6 +84,7 @@ class Sweep:
     chunk_rows: tuple[int, ...] = ()
     keep_tokens: tuple[bool, ...] = ()
     share_columns: tuple[bool, ...] = ()
+    sum_at_experts: tuple[bool, ...] = ()
     segment_tiles: tuple[int, ...] = ()
     weight_slots: tuple[int, ...] = ()
 
@@ -107,7 +109,8 @@ class Sweep:
         """Returns the plans to measure, the default one first, which is that of a forward or of a backward pass."""
         plans = [default]
         is_backward = default.segment_tiles > 0
-        choices = dataclasses.replace(self, **{"share_columns" if is_backward else "segment_tiles": ()})
+        of_the_other = ("share_columns", "sum_at_experts") if is_backward else ("segment_tiles",)
+        choices = dataclasses.replace(self, **dict.fromkeys(of_the_other, ()))
         if not any(dataclasses.astuple(choices)):
             return plans
         values = (
@@ -116,9 +119,11 @@ class Sweep:
             self.chunk_rows or (default.chunk_rows,),
             self.keep_tokens or (default.keep_tokens,),
             choices.share_columns or (default.share_columns,),
+            choices.sum_at_experts or (default.sum_at_experts,),
             choices.segment_tiles or (default.segment_tiles,),
         )
-        for unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, segment_tiles in itertools.product(*values):
+        for chosen in itertools.product(*values):
+            unit_tiles, lag_units, chunk_rows, keep_tokens, share_columns, sum_at_experts, segment_tiles = chosen
             fewest = KernelPlan(unit_tiles, lag_units, 1, segment_tiles=segment_tiles)
             needed = max(default.weight_slots, fewest.fewest_weight_slots) if default.weight_slots else 0
             rings = self.ring_tiles or (max(default.ring_tiles, fewest.fewest_ring_tiles),)
@@ -132,6 +137,7 @@ class Sweep:
                     segment_tiles,
                     slots,
                     share_columns=share_columns,
+                    sum_at_experts=sum_at_experts,
                 )
                 for ring, slots in itertools.product(rings, self.weight_slots or (needed,))
             ]
@@ -224,11 +230,12 @@ class Options:
                 f"--segment-tiles is of the plan of a backward pass, and --pass={','.join(self.passes)} does not sweep "
                 "one. Add backward or frozen, or leave it out."
             )
-        if self.sweep.share_columns and "forward" not in self.passes:
-            raise ValueError(
-                f"--share-columns is of the plan of a forward pass, and --pass={','.join(self.passes)} does not sweep "
-                "one. Add forward, or leave it out."
-            )
+        for name in ("share_columns", "sum_at_experts"):
+            if getattr(self.sweep, name) and "forward" not in self.passes:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is of the plan of a forward pass, and --pass={','.join(self.passes)} "
+                    "does not sweep one. Add forward, or leave it out."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -269,8 +269,9 @@ def failure(shape: str, tokens: int, ranks: int, pass_name: Pass, implementation
 def plan_text(plan: dict[str, Any] | None) -> str:
     """Returns a plan as in the table.
 
-    Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, c where blocks share columns, in a
-    backward pass / segment tiles, and behind an s the slots of decoded weights, where there are some.
+    Unit tiles / lag units / ring tiles / rows of a chunk, k where tokens are kept, c where blocks share columns, + for
+    sums at experts, in a backward pass / segment tiles, and behind an s the slots of decoded weights, where there are
+    some.
     What times both passes takes the default plan of each; of that it says what is kept for the backward pass. Over
     several hosts: ranks per host, way, chunks / tokens of a round.
 
@@ -289,6 +290,7 @@ def plan_text(plan: dict[str, Any] | None) -> str:
     numbers = [plan[name] for name in ("unit_tiles", "lag_units", "ring_tiles", "chunk_rows")]
     segment = f"/{plan['segment_tiles']}" if plan.get("segment_tiles") else ""
     flags = ("k" if plan["keep_tokens"] else "") + ("c" if plan.get("share_columns") else "")
+    flags += "+" if plan.get("sum_at_experts") else ""
     slots = f"s{plan['weight_slots']}" if plan.get("weight_slots") else ""
     return "/".join(map(str, numbers)) + flags + segment + slots
 

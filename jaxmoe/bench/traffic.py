@@ -78,6 +78,10 @@ class Routing:
         """Tokens of a rank that other ranks want, once for each of those."""
         return int(self.tokens[rank].sum() - self.tokens[rank, rank])
 
+    def wanted_sums(self, rank: int) -> int:
+        """Tokens of a rank, once for each rank that they want, itself among them."""
+        return int(self.tokens[rank].sum())
+
     def active_experts(self, rank: int) -> int:
         """Experts of a rank that have rows."""
         return int((self.rows_of_experts(rank) > 0).sum())
@@ -123,12 +127,18 @@ class MegakernelMemory(Terms):
       rows_read: the same, by the gate and up GEMM.
       h_written: `rows * h_bytes`: h into its ring, by the gate and up GEMM.
       hidden_read: the same, by the down GEMM.
-      answers_written: `used_slots * answer_bytes`: answers to this rank's tokens, by the down GEMMs of all ranks.
+      answers_written: `used_slots * answer_bytes`: answers to this rank's tokens, by the down GEMMs of all ranks. Where
+        the plan adds them up at experts, `rows * answer_bytes` of this rank's experts.
       answers_read: the same, by combine.
+      sums_written: where the plan adds up at experts, `wanted_sums * answer_bytes`: the sums of all ranks for this
+        rank's tokens. Else 0.
+      sums_read: the same, by combine.
       y_written: `tokens * answer_bytes`: y.
       routing_read: `4 * 4 * tokens * top_k`: ids by the two passes of the sort and by combine, weights by combine.
-      lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch.
-      lists_read: the same, by dispatch and by the down GEMM.
+      lists_written: `2 * 4 * rows`: slot lists by their sources, targets of rows by dispatch. Where the plan adds up
+        answers at experts, their places and weights as well, `2 * 4 * rows`, after all places were cleared,
+        `4 * ranks * tokens * top_k`.
+      lists_read: as many as `rows` say, by dispatch, the down GEMM and combine.
     """
 
     weights: Bytes
@@ -142,6 +152,8 @@ class MegakernelMemory(Terms):
     hidden_read: Bytes
     answers_written: Bytes
     answers_read: Bytes
+    sums_written: Bytes
+    sums_read: Bytes
     y_written: Bytes
     routing_read: Bytes
     lists_written: Bytes
@@ -149,10 +161,18 @@ class MegakernelMemory(Terms):
 
     @classmethod
     def of_rank(
-        cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool, ahead: bool = True
+        cls,
+        routing: Routing,
+        shape: Shape,
+        rank: int,
+        keep_tokens: bool,
+        ahead: bool = True,
+        sum_at_experts: bool = False,
     ) -> "MegakernelMemory":
         """Counts the terms of one rank; `ahead`: weights that are decoded are so before the GEMMs read them."""
         rows, slots = routing.rows(rank), routing.used_slots(rank)
+        answers, sums = (rows, routing.wanted_sums(rank)) if sum_at_experts else (slots, 0)
+        noted = (4 if sum_at_experts else 2) * WORD * rows
         to_peers = routing.wanted_tokens(rank) if keep_tokens else routing.remote_slots(rank)
         token, answer, h = shape.token_bytes, shape.answer_bytes, shape.h_bytes
         return cls(
@@ -165,12 +185,14 @@ class MegakernelMemory(Terms):
             rows_read=rows * token,
             h_written=rows * h,
             hidden_read=rows * h,
-            answers_written=slots * answer,
-            answers_read=slots * answer,
+            answers_written=answers * answer,
+            answers_read=answers * answer,
+            sums_written=sums * answer,
+            sums_read=sums * answer,
             y_written=shape.tokens * answer,
             routing_read=4 * WORD * shape.tokens * shape.top_k,
-            lists_written=2 * WORD * rows,
-            lists_read=2 * WORD * rows,
+            lists_written=noted + (WORD * shape.ranks * shape.tokens * shape.top_k if sum_at_experts else 0),
+            lists_read=noted,
         )
 
 
@@ -182,8 +204,10 @@ class MegakernelLinks(Terms):
       rows_received: `remote_rows * token_bytes`: tokens of other ranks that chose this rank's experts, pulled by
         dispatch, once for each of their slots. Where the plan keeps tokens `remote_tokens * token_bytes`, the
         least: a token that two experts pull at the same time crosses twice.
-      answers_received: `remote_slots * answer_bytes`: answers of other ranks' experts to this rank's tokens.
-      lists_received: `4 * remote_rows`: slot lists.
+      answers_received: `remote_slots * answer_bytes`: answers of other ranks' experts to this rank's tokens. Where the
+        plan adds them up at experts `wanted_tokens * answer_bytes`: one sum of each rank that a token wants.
+      lists_received: `4 * remote_rows`: slot lists. Where the plan adds up at experts, as much of routing weights, and
+        `4 * wanted_tokens`, the slots that are in each sum.
     """
 
     rows_received: Bytes
@@ -191,12 +215,16 @@ class MegakernelLinks(Terms):
     lists_received: Bytes
 
     @classmethod
-    def of_rank(cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool) -> "MegakernelLinks":
+    def of_rank(
+        cls, routing: Routing, shape: Shape, rank: int, keep_tokens: bool, sum_at_experts: bool = False
+    ) -> "MegakernelLinks":
         """Counts the terms of one rank."""
         token, answer = shape.token_bytes, shape.answer_bytes
-        rows, slots = routing.remote_rows(rank), routing.remote_slots(rank)
+        rows = routing.remote_rows(rank)
+        answers = routing.wanted_tokens(rank) if sum_at_experts else routing.remote_slots(rank)
         received = routing.remote_tokens(rank) if keep_tokens else rows
-        return cls(rows_received=received * token, answers_received=slots * answer, lists_received=WORD * rows)
+        lists = 2 * rows + answers if sum_at_experts else rows
+        return cls(rows_received=received * token, answers_received=answers * answer, lists_received=WORD * lists)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,14 +321,24 @@ class Traffic:
     complete: bool
 
 
-def of_megakernel(routings: Sequence[Routing], shape: Shape, keep_tokens: bool, ahead: bool = True) -> Traffic:
-    """Returns what a forward pass of `"megakernel"` moves with a plan that keeps tokens and decodes ahead, or not."""
+def of_megakernel(
+    routings: Sequence[Routing], shape: Shape, keep_tokens: bool, ahead: bool = True, sum_at_experts: bool = False
+) -> Traffic:
+    """Returns what a forward pass of `"megakernel"` moves with a plan.
+
+    Args:
+      routings: of the calls.
+      shape: of the layer.
+      keep_tokens: of the plan.
+      ahead: the plan decodes weights ahead, where they are decoded.
+      sum_at_experts: of the plan, where there are peers.
+    """
 
     def memory(routing: Routing, rank: int) -> Mapping[str, Bytes]:
-        return MegakernelMemory.of_rank(routing, shape, rank, keep_tokens, ahead).items()
+        return MegakernelMemory.of_rank(routing, shape, rank, keep_tokens, ahead, sum_at_experts).items()
 
     def links(routing: Routing, rank: int) -> Mapping[str, Bytes]:
-        return MegakernelLinks.of_rank(routing, shape, rank, keep_tokens).items()
+        return MegakernelLinks.of_rank(routing, shape, rank, keep_tokens, sum_at_experts).items()
 
     return Traffic(busiest(memory, routings), busiest(links, routings), complete=True)
 

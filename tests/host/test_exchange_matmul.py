@@ -83,12 +83,14 @@ def test_rows_per_expert_that_no_dispatch_returned_write_nowhere_else():
         ("unit_tiles", 0, "positive sizes"),
         ("frozen", 1, "no gradients"),
         ("share_columns", 1, "no shared columns"),
+        ("summed_tiles", 1, "no sums at experts"),
     ],
 )
 def test_compiled_code_refuses_a_schedule_that_python_would_not_make(monkeypatch, field, value, told):
     right = kernel.launch
     names = ["rows", "h_columns", "columns", "unit_tiles", "lag_units", "ring_tiles"]
-    place = {name: number for number, name in enumerate(names)} | {"half": -3, "frozen": -2, "share_columns": -1}
+    place = {name: number for number, name in enumerate(names)}
+    place |= {"half": -4, "frozen": -3, "share_columns": -2, "summed_tiles": -1}
 
     def launch(target, order, group, platform, attributes, *arrays):
         numbers = attributes["schedule"].copy()

@@ -23,7 +23,7 @@ TIMELINE = "-DJAXMOE_TIMELINE"
 # gives them no timeline, whatever the flag says. Fast sums in 8 bits take fewer registers than promoted ones.
 RECORDING = (
     *("forward_bf16", "forward_e4m3_bf16", "forward_packed_bf16", "forward_packed_e4m3_bf16"),
-    *("backward_bf16", "backward_decoded_bf16"),
+    *("forward_sums_bf16", "backward_bf16", "backward_decoded_bf16"),
 )
 
 
@@ -153,8 +153,8 @@ def exchanges(kernel: str) -> bool:
 
 def test_products_are_those_of_hopper_alone(kernels, has_timeline):
     wide = [kernel for kernel in kernels if not (in_8_bits(kernel) or in_registers(kernel) or exchanges(kernel))]
-    # Forward and backward, wide and decoded weights, and both halves of a layer; BF16 and F16.
-    assert len(wide) == (3 if has_timeline else 12)
+    # Forward and backward, wide and decoded weights, sums at experts, and both halves of a layer; BF16 and F16.
+    assert len(wide) == (4 if has_timeline else 14)
     for kernel in wide:
         products = re.findall(r"\bHGMMA\.(\w+)", kernel)
         # Four to a stage, for each way round that the kernel takes its factors.
@@ -167,8 +167,10 @@ def test_products_are_those_of_hopper_alone(kernels, has_timeline):
 @pytest.mark.parametrize("has_timeline", ["without a timeline"], indirect=True)
 def test_products_in_8_bits_are_halves_that_begin_at_zero_every_128_of_the_depth(kernels, has_timeline):
     narrow = [kernel for kernel in kernels if in_8_bits(kernel) and not has_fast_sums(kernel)]
-    # Forward, with 16-bit tokens and answers of both types; of BF16 also with weights that are decoded ahead.
-    assert [decodes(kernel) for kernel in sorted(narrow, key=decodes)] == [False, False, True]
+    # Forward, with 16-bit tokens and answers of both types; of BF16 also with sums at experts, and with weights that
+    # are decoded ahead.
+    assert [decodes(kernel) for kernel in sorted(narrow, key=decodes)] == [False, False, False, True]
+    assert sum("ForwardWithSums" in named(kernel) for kernel in narrow) == 1
     for kernel in narrow:
         products = re.findall(r"\bQGMMA\.(64x\S+) (\w+), gdesc\[\w+\], (\w+)", kernel)
         assert {kind for kind, *_ in products} == {"64x128x32.F32.E4M3.E4M3"}

@@ -22,7 +22,7 @@ from jaxmoe.implementations.megakernel.plan_defaults import SEGMENT_TILES_ON_CPU
 from jaxmoe.implementations.megakernel.schedule import (
     MOST_LOCAL_EXPERTS_AHEAD,
     most_row_tiles,
-    saved_row_tiles,
+    roomy_row_tiles,
     tile_sizes,
 )
 from jaxmoe.nnx import MoE
@@ -348,7 +348,7 @@ def test_explain_states_the_arena_region_by_region_and_the_bytes_of_uniform_rout
     rows = backward.ring_tiles * tile_sizes(told.call.shape, "cpu").rows
     assert told.backward_memory_bytes["arena: rows"] == rows * 2 * 64 * 2  # tokens and gradients of their outputs
     assert told.backward_memory_bytes["arena: projections"] == rows * 2 * 96 * 2
-    saved_rows = saved_row_tiles(told.call.shape, "cpu") * tile_sizes(told.call.shape, "cpu").rows
+    saved_rows = roomy_row_tiles(told.call.shape, "cpu") * tile_sizes(told.call.shape, "cpu").rows
     assert told.residual_bytes == {"recompute": 0, "save": saved_rows * 2 * 96 * 2}
     assert "residuals='recompute'; kept beside the inputs: 0.0 MiB with 'recompute'" in str(told)
 

@@ -100,6 +100,10 @@ class RankLaunch:
     def check_results(self) -> None:
         """Called when all tasks of the rank are done."""
 
+    def add_up_for_peers(self, worker: int) -> Agent:
+        """Called where sums are made at experts, when all tasks of the rank are done."""
+        raise NotImplementedError
+
     def combine(self, worker: int) -> Agent:
         raise NotImplementedError
 
@@ -225,9 +229,14 @@ class RankLaunch:
             yield from self.before(self.site_of(task.gemm), worker, known.waits_before(task))
             yield from self.compute(worker, task)
             self.after(task)
-        self.release(Signal.tasks_done)
+        last = Signal.sums_written if self.schedule.summed_tiles else Signal.tasks_done
+        if self.schedule.summed_tiles:
+            self.release(Signal.tasks_done)
+            yield from self.until(Site.combine, worker, Signal.tasks_done, 0, self.schedule.workers)
+            yield from self.add_up_for_peers(worker)
+        self.release(last)
         if worker == 0:
-            yield from self.until(Site.announce, worker, Signal.tasks_done, 0, self.schedule.workers)
+            yield from self.until(Site.announce, worker, last, 0, self.schedule.workers)
             self.check_results()
             yield from self.release_to_all(Signal.answers_ready)
         for source in range(self.group.ranks):
@@ -348,7 +357,7 @@ class RankLaunch:
         for i, origin in enumerate(slots):
             row = chunk.tile_row + i
             tags = (self.launch_number, chunk.row_tile, row)
-            target = None if origin is None else steps.pack_row_target(*origin)
+            target = None if origin is None else steps.pack_row_target(*self.target_of(chunk, row, origin))
             values[self.row_cell(chunk.ring_slot, row)] = ("row", *tags, self.token_of(origin))
             values[self.target_cell(chunk.ring_slot, row)] = ("target", *tags, target)
         read, noted = self.notes_of(chunk, slots)
@@ -361,6 +370,11 @@ class RankLaunch:
     def token_of(self, origin: Origin | None) -> Any:
         """What a row holds of the slot that it comes from; None of a row of zeros."""
         return origin and ("token", self.launch_number, origin[0], origin[1] // self.shape.top_k)
+
+    def target_of(self, chunk, tile_row: int, origin: Origin) -> Origin:
+        """Rank and row of its answers where the answer to a row goes."""
+        del chunk, tile_row
+        return origin
 
     def notes_of(self, chunk, slots: list[Origin | None]) -> tuple[Cells, Cells]:
         """What else is read for the rows of a chunk, and written with them."""

@@ -96,6 +96,8 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
         for column in range(0, shape.hidden, tile.columns):
             columns = min(tile.columns, shape.hidden - column)
             claim("answers", slot * shape.hidden + column, columns, itemsize, f"output {column} of slot {slot}")
+    if schedule.summed_tiles:
+        claim_sums(claim, shape, schedule, itemsize)
     for sorter in range(steps.most_sorters(shape, schedule)):  # a rank with few workers has fewer
         claim("histograms", sorter * shape.num_experts, shape.num_experts, 4, f"histogram of sorter {sorter}")
     if schedule.keep_tokens:
@@ -112,6 +114,23 @@ def body_claims(layout, problem: Problem, itemsize: int) -> list[Claim]:
     if schedule.backward:
         claim_gradients(claim, layout, shape, schedule, itemsize)
     return claims
+
+
+def claim_sums(claim, shape, schedule, itemsize: int) -> None:
+    """What only a forward pass has whose answers are added up at experts."""
+    for tile, row in itertools.product(range(schedule.summed_tiles), range(schedule.tile.rows)):
+        of = f"waiting answer {row} of tile {tile}"
+        claim("answers", steps.waiting_answer(shape, schedule, tile, row) * shape.hidden, shape.hidden, itemsize, of)
+    for rank, token in itertools.product(range(shape.ranks), range(shape.tokens)):
+        of = f"sum of rank {rank} for token {token}"
+        claim("answers", steps.sum_row(shape, schedule, rank, token) * shape.hidden, shape.hidden, itemsize, of)
+        claim("summed_slots", rank * shape.tokens + token, 1, 4, of)
+        claim("wanted_experts", rank * shape.tokens + token, 1, 4, of)
+    for slot in range(shape.ranks * shape.slots):
+        claim("answer_places", slot, 1, 4, f"place of slot {slot}")
+        claim("answer_weights", slot, 1, number_bytes(itemsize), f"weight of slot {slot}")
+    for slot in range(shape.slots):
+        claim("routing_weights", slot, 1, number_bytes(itemsize), f"routing weight of slot {slot}")
 
 
 def claim_gradients(claim, layout, shape, schedule, itemsize: int) -> None:

@@ -55,7 +55,7 @@ def with_fields(struct, **changes):
     if isinstance(struct, steps.Schedule):
         names = ["tile", "unit_tiles", "lag_units", "ring_tiles", "workers", "chunk_rows", "dispatchers"]
         names += ["narrow_rows", "keep_tokens", "segment_tiles", "saved_tiles", "weight_slots", "frozen"]
-        names += ["share_columns"]
+        names += ["share_columns", "summed_tiles"]
     return type(struct)(**{name: getattr(struct, name) for name in names} | changes)
 
 
@@ -78,6 +78,7 @@ def schedules(
 ):
     """Any legal schedule for a shape; as many ring tiles as are needed, or a few more. Slots of weights as drawn."""
     rows = draw(tile_rows)
+    segment = draw(segment_tiles)
     schedule = steps.Schedule(
         tile=steps.TileSizes(rows, draw(st.integers(4, 24)), draw(st.integers(4, 24))),
         unit_tiles=draw(st.integers(1, 5)),
@@ -88,10 +89,11 @@ def schedules(
         dispatchers=draw(dispatchers),
         narrow_rows=draw(st.just(0) | st.integers(0, rows)),
         keep_tokens=draw(st.integers(0, 1)),
-        segment_tiles=draw(segment_tiles),
+        segment_tiles=segment,
         weight_slots=draw(weight_slots),
         frozen=draw(frozen),
         share_columns=draw(st.integers(0, 1)),
+        summed_tiles=0 if segment else draw(st.integers(0, 6)),
     )
     return with_fields(schedule, ring_tiles=least_ring(shape, schedule) + draw(st.integers(0, 3)))
 

@@ -157,8 +157,8 @@ def test_a_swept_ring_that_is_not_named_has_the_tiles_that_a_plan_needs():
 
 def test_a_sweep_of_both_passes_tries_in_each_what_that_pass_has():
     forward, backward = KernelPlan(1, 1, 2), KernelPlan(1, 1, 4, segment_tiles=2)
-    sweep = Sweep(share_columns=(True,), segment_tiles=(1,))
-    assert sweep.plans(forward) == [forward, KernelPlan(1, 1, 2, share_columns=True)]
+    sweep = Sweep(share_columns=(True,), sum_at_experts=(True,), segment_tiles=(1,))
+    assert sweep.plans(forward) == [forward, KernelPlan(1, 1, 2, share_columns=True, sum_at_experts=True)]
     assert sweep.plans(backward) == [backward, KernelPlan(1, 1, 4, segment_tiles=1)]
 
 

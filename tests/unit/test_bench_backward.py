@@ -482,8 +482,11 @@ def test_terms_of_a_backward_pass_are_printed(capsys):
 def test_options_that_cannot_be_say_why():
     with pytest.raises(ValueError, match=r"--segment-tiles is of the plan of a backward pass.*Add backward"):
         options(implementations=("megakernel",), passes=("forward",), sweep=Sweep(segment_tiles=(1,)))
-    with pytest.raises(ValueError, match=r"--share-columns is of the plan of a forward pass.*Add forward"):
-        options(implementations=("megakernel",), passes=("backward",), sweep=Sweep(share_columns=(True,)))
+    for name in ("share_columns", "sum_at_experts"):
+        sweep = Sweep(**{name: (True,)})
+        text = rf"--{name.replace('_', '-')} is of the plan of a forward pass.*Add forward"
+        with pytest.raises(ValueError, match=text):
+            options(implementations=("megakernel",), passes=("backward",), sweep=sweep)
     with pytest.raises(ValueError, match=r"--pass=both takes the default plans"):
         options(implementations=("megakernel",), passes=("both",), sweep=Sweep(unit_tiles=(1,)))
     with pytest.raises(ValueError, match=r"--segment-tiles=0: a segment has at least one row tile"):
@@ -494,6 +497,7 @@ def test_plans_of_the_table_say_their_pass():
     plan: dict[str, Any] = {"unit_tiles": 5, "lag_units": 2, "ring_tiles": 41, "chunk_rows": 8, "keep_tokens": True}
     assert table.plan_text(plan | {"segment_tiles": 0}) == "5/2/41/8k"
     assert table.plan_text(plan | {"segment_tiles": 5}) == "5/2/41/8k/5"
+    assert table.plan_text(plan | {"sum_at_experts": True}) == "5/2/41/8k+"
     both = plan | {"segment_tiles": 0, "backward": plan, "residuals": "save"}
     assert table.plan_text(both) == "save"
 

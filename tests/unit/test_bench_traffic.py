@@ -43,6 +43,8 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
         hidden_read=3 * H,
         answers_written=3 * TOKEN,
         answers_read=3 * TOKEN,
+        sums_written=0,
+        sums_read=0,
         y_written=2 * TOKEN,
         routing_read=2 * 2 * 4 * 4,
         lists_written=3 * 8,
@@ -60,6 +62,8 @@ def test_the_memory_terms_of_the_megakernel_equal_a_count_by_hand():
         hidden_read=4 * H,
         answers_written=4 * TOKEN,
         answers_read=4 * TOKEN,
+        sums_written=0,
+        sums_read=0,
         y_written=2 * TOKEN,
         routing_read=2 * 2 * 4 * 4,
         lists_written=4 * 8,
@@ -201,6 +205,22 @@ def test_the_busiest_rank_is_that_of_the_largest_mean_over_the_routings():
     assert moved.memory.terms.items()["weights"] == pytest.approx(2 / 3 * 3 * 10 * 7 * 2)
     # One row comes in whichever rank has the rows, and one answer whichever has none.
     assert moved.links.terms.total == pytest.approx(20 + 4 * 2 / 3)
+
+
+def test_sums_at_experts_bring_one_row_back_from_each_rank_that_a_token_wants():
+    # Of the first token both experts are rank 1's; of the second one, at rank 1, there is one on each.
+    shape = Shape(tokens=1, hidden=10, intermediate=7, num_experts=4, top_k=2, ranks=2)
+    routing = Routing.of(np.array([[2, 3], [1, 2]]), 2, 4)
+    row = 10 * 2
+    links = lambda sums: [MegakernelLinks.of_rank(routing, shape, rank, False, sums) for rank in range(2)]  # noqa: E731
+    assert [terms.answers_received for terms in links(False)] == [2 * row, row]
+    assert [terms.answers_received for terms in links(True)] == [row, row]
+    assert [terms.lists_received for terms in links(True)] == [4 * (2 * 1 + 1), 4 * (2 * 2 + 1)]
+    memory = [MegakernelMemory.of_rank(routing, shape, rank, False, sum_at_experts=True) for rank in range(2)]
+    assert [terms.answers_written for terms in memory] == [1 * row, 3 * row]
+    assert [terms.sums_read for terms in memory] == [1 * row, 2 * row]
+    moved = traffic.of_megakernel([routing], shape, keep_tokens=False, sum_at_experts=True)
+    assert moved.links.terms.total == links(True)[1].total
 
 
 @pytest.mark.parametrize("precision", [None, "fp8"])

@@ -15,7 +15,7 @@ from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, tile_sizes
 from jaxmoe.implementations.xla import plan as xla_plans
-from jaxmoe.plan import Shape, default_plan
+from jaxmoe.plan import KernelPlan, Shape, default_plan
 from jaxmoe.testing import make_inputs
 from tests.layer_calls import mesh_of
 
@@ -115,6 +115,22 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     ]
     assert not (plan.keep_tokens and ranks == 1)
     assert all(": " in reason for reason in plan.reasons)
+
+
+def test_sums_at_experts_are_fewer_rows_on_the_wire_and_more_memory():
+    x = jax.ShapeDtypeStruct((4 * 8192, 2048), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((4 * 8192, 8), dtype) for dtype in (jnp.int32, jnp.float32))
+    experts = jax.eval_shape(lambda: jaxmoe.Experts.init(jax.random.key(0), 128, 2048, 768, dtype=jnp.bfloat16))
+    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    told, with_sums = (
+        jaxmoe.explain(x, ids, weights, experts, mesh=mesh, implementation="megakernel", plan=plan)
+        for plan in (KernelPlan(5, 1, 20), KernelPlan(5, 1, 20, sum_at_experts=True))
+    )
+    remote, ranks = 6 * 8192, int(2.7 * 8192)
+    assert told.wire_bytes == remote * (2 * 4096 + 4)
+    assert with_sums.wire_bytes == remote * (4096 + 8) + ranks * (4096 + 4)
+    more = with_sums.memory_bytes["arena: answers"] - told.memory_bytes["arena: answers"]
+    assert more >= (1.25 * 8 * 8192 + 4 * 8192) * 4096
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,27 @@ def bytes_of_regions(problem: Problem, head, itemsize: int, control_bytes: int) 
     gradient_tiles = math.ceil(intermediate / schedule.tile.columns)
     sums = (projections + 1) * hidden * intermediate + projections * intermediate + hidden
     decoded = schedule.weight_slots > 0
+    summed = int(schedule.summed_tiles > 0)
+    waiting, all_tokens = schedule.summed_tiles * schedule.tile.rows, summed * shape.ranks * shape.tokens
     several_segments = shape.ranks * shape.slots > schedule.segment_tiles * schedule.tile.rows
     return {
         "control": control_bytes,
         "flags": 3 * head.ranks * steps.flag_bytes,
-        "counters": 2 * (3 + 6 * head.row_tiles) * 4,
+        "counters": 2 * (5 + 6 * head.row_tiles) * 4,
         "rows_from": 2 * head.ranks * head.local_experts * 4,
         "source_slots": head.ranks * head.slots * 4,
         "tokens": shape.tokens * token_bytes if shape.ranks > 1 or backward else 0,
-        "answers": shape.slots * shape.hidden * itemsize,
-        "routing_weights": (backward + exchange) * shape.slots * number,
+        "answers": (shape.slots + waiting + all_tokens) * shape.hidden * itemsize,
+        "summed_slots": all_tokens * 4,
+        "routing_weights": (backward + exchange + summed) * shape.slots * number,
         "routing_weight_gradients": (backward + exchange) * shape.slots * number,
         "slot_rows": exchange * shape.slots * 4,
         "histograms": min(max(math.ceil(shape.slots / 1024), 1), 128) * shape.num_experts * 4,
         "kept_tokens": kept * token_bytes,
         "kept_states": kept * 4,
+        "answer_places": summed * shape.ranks * shape.slots * 4,
+        "answer_weights": summed * shape.ranks * shape.slots * number,
+        "wanted_experts": all_tokens * 4,
         "row_targets": ring_rows * 4,
         "rows": ring_rows * token_bytes,
         "h": ring_rows * shape.intermediate * itemsize * (not (backward and (decoded or schedule.frozen))),
@@ -103,7 +109,7 @@ def test_weights_decoded_to_8_bits_have_a_scale_for_each_block_of_every_expert(p
     assert body["decoded_scales"][1] == ahead * matrices * shape.num_experts // shape.ranks * blocks * 4
 
 
-PEERS_REACH = ["tokens", "answers", "routing_weights", "routing_weight_gradients", "slot_rows"]
+PEERS_REACH = ["tokens", "answers", "summed_slots", "routing_weights", "routing_weight_gradients", "slot_rows"]
 
 
 @given(problem=problems() | large_problems(), itemsize=itemsizes)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=16, num_experts=8, top_k=2)
 PLAN = KernelPlan(1, 1, 2)
 BACKWARD_PLAN = KernelPlan(1, 1, 4, segment_tiles=2)
+SUMS = KernelPlan(1, 1, 4, sum_at_experts=True)
 # The largest that is allowed on both platforms.
 LARGEST = Shape(tokens=2**24 // 32 - 1, hidden=64, intermediate=128, num_experts=4096, top_k=32, ranks=8)
 
@@ -141,6 +142,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["plan has segment_tiles=2", "one for a backward pass", "jaxmoe.KernelPlan(..., backward=plan)"],
     ),
+    "more answers to add up at experts than there are numbers": (
+        {"plan": SUMS},
+        ValueError,
+        ["plan has sum_at_experts=True", "524287 tokens per rank x 32 slots", "fewer than 16777216", "Leave it out"],
+    ),
+    "more to add up than a warp has lanes": (
+        {"platform": "gpu", "plan": SUMS, "tokens": 64, "top_k": 25},
+        ValueError,
+        ["plan has sum_at_experts=True", "8 ranks and top_k=25", "32 of both together", "Leave it out"],
+    ),
 }
 
 
@@ -161,6 +172,16 @@ def in_8_bits(precision: str | None = None, scale_dtype: Any = jnp.float32, **si
     arguments = Arguments(x, ids, weights, jaxmoe.quantize(experts, scale_dtype=scale_dtype))
     options = CallOptions(axis_name=None, implementation="megakernel", plan=PLAN, precision=precision)
     return calls.check(arguments, options)
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_on_a_gpu_sums_at_experts_are_not_of_fast_sums():
+    of_one = in_8_bits("fp8")
+    fast = dataclasses.replace(of_one, accumulation="fast", shape=dataclasses.replace(of_one.shape, ranks=2), plan=SUMS)
+    limits.check(fast)
+    limits.check(dataclasses.replace(fast, platform="gpu", accumulation="promoted"))
+    with pytest.raises(ValueError, match=r"sum_at_experts=True and accumulation='fast'.*Leave one"):
+        limits.check(dataclasses.replace(fast, platform="gpu"))
 
 
 @pytest.mark.usefixtures("both_platforms")
@@ -192,6 +213,23 @@ def test_too_few_slots_of_decoded_weights_are_refused_with_what_is_needed():
         limits.check_megakernel(shape, "gpu", resolve("silu"), jaxmoe.KernelPlan(1, 0, 8, backward=backward))
     wide = dataclasses.replace(PLAN, weight_slots=7)
     assert weight_slots(shape.wide, "gpu", wide) == 0
+
+
+@pytest.mark.usefixtures("both_platforms")
+def test_a_gpu_adds_up_answers_at_experts_in_16_bits_and_in_8_of_bfloat16():
+    wide = Formats.of(jnp.bfloat16)
+    eight_bit = dataclasses.replace(wide, tokens=ROWS, h=ROWS, weights=Format(jnp.float8_e4m3fn, 128, 128))
+    of_f16 = dataclasses.replace(Formats.of(jnp.float16), tokens=ROWS, h=ROWS, weights=eight_bit.weights)
+    decoded = dataclasses.replace(wide, weights=Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu))
+    for formats, possible in ((wide, True), (eight_bit, True), (of_f16, False), (decoded, False)):
+        shape = Shape(64, 256, 256, num_experts=8, top_k=2, ranks=2, formats=formats)
+        limits.check_megakernel(shape, "cpu", resolve("silu"), SUMS)
+        limits.check_megakernel(dataclasses.replace(shape, ranks=1), "gpu", resolve("silu"), SUMS)
+        if possible:
+            limits.check_megakernel(shape, "gpu", resolve("silu"), SUMS)
+        else:
+            with pytest.raises(ValueError, match=r"sum_at_experts=True beside weights in [84] bits.*Leave it out"):
+                limits.check_megakernel(shape, "gpu", resolve("silu"), SUMS)
 
 
 @pytest.mark.parametrize(
@@ -403,10 +441,11 @@ def test_a_plan_of_a_backward_pass_has_no_backward_pass_of_its_own():
     assert KernelPlan(1, 1, 2, backward=BACKWARD_PLAN).backward == BACKWARD_PLAN
 
 
-def test_a_plan_of_a_backward_pass_shares_no_columns():
-    with pytest.raises(ValueError, match=r"^KernelPlan: share_columns=True is for a forward pass"):
-        KernelPlan(1, 1, 4, segment_tiles=2, share_columns=True)
-    assert KernelPlan(1, 1, 2, share_columns=True, backward=BACKWARD_PLAN).share_columns
+@pytest.mark.parametrize("name", ["share_columns", "sum_at_experts"])
+def test_a_plan_of_a_backward_pass_shares_no_columns_and_makes_no_sums_at_experts(name):
+    with pytest.raises(ValueError, match=rf"^KernelPlan: {name}=True is for a forward pass"):
+        KernelPlan(1, 1, 4, segment_tiles=2, **{name: True})
+    assert getattr(KernelPlan(1, 1, 2, **{name: True}, backward=BACKWARD_PLAN), name)
 
 
 @pytest.mark.parametrize("plan", [PLAN, KernelPlan(3, 2, 99), BACKWARD_PLAN, KernelPlan(3, 2, 99, segment_tiles=5)])

@@ -150,6 +150,17 @@ def test_a_role_that_skips_its_wait_reads_or_overwrites_what_it_must_not(site):
     assert faults_found(groups, StaleRead) > 0
 
 
+@pytest.mark.parametrize("wait", ["combine tasks_done", "announce sums_written"])
+def test_sums_at_experts_that_are_made_or_told_of_too_early_are_found(wait):
+    full = a_full_pipeline(workers=3, dispatchers=2, summed_tiles=3)
+    # Two ranks, of whose tokens every second one names either expert; a fourth tile of each has no room.
+    shape = with_fields(full.shape, ranks=2, tokens=16, num_experts=2)
+    launch = Launch(1, shape, full.schedule, [[slot % 2 for slot in range(16)]] * 2)
+    Group([launch]).run(Order(0, restlessness=0.2))
+    groups = [Group([launch], Faults(skipped_waits=frozenset({wait}))) for _ in range(12)]
+    assert faults_found(groups, StaleRead) > 0
+
+
 @pytest.mark.parametrize(
     "wait",
     [
@@ -349,8 +360,9 @@ def test_a_wait_that_is_given_up_says_who_waited_where_for_what(site, signal, in
 
 def test_every_signal_is_a_counter_of_the_rank_a_counter_per_tile_or_a_flag_from_peers():
     names = [signal.name for signal in map(Signal, range(len(Signal.__members__)))]
-    assert names[:3] == ["histograms_written", "inputs_published", "tasks_done"]
-    assert [name for name in names if steps.is_per_tile(Signal.__members__[name])] == names[3:-3]
+    of_rank = ["histograms_written", "inputs_published", "tasks_done", "experts_wanted", "sums_written"]
+    assert names[: len(of_rank)] == of_rank
+    assert [name for name in names if steps.is_per_tile(Signal.__members__[name])] == names[len(of_rank) : -3]
     assert [name for name in names if steps.is_from_peers(Signal.__members__[name])] == names[-3:]
     assert names[-3:] == ["inputs_ready", "experts_answered", "answers_ready"]
 

@@ -33,6 +33,22 @@ inline std::string element_error(Element of_tokens) {
   return std::string("jaxmoe: tokens are ") + info_of(of_tokens).name + "; on GPUs they must be bfloat16 or float16.";
 }
 
+// Answers are added up at experts by kernels of their own, which not all formats have. A lane has each of what is added
+// up for a token: the sums of ranks, and answers that travelled on their own.
+inline std::string sums_error(const LayerCall& call, const LayerAttributes& attributes, const Formats& formats) {
+  const Schedule schedule = schedule_of(attributes);
+  if (!schedule.sums_at_experts()) return "";
+  const int64_t top_k = call.extent(ArrayName::kTopkIds, 1);
+  const bool has_kernel = !formats.decodes() && (!formats.tokens.is_scaled() ||
+                                                 (formats.answers.element == Element::kBf16 &&
+                                                  formats.accumulation == Accumulation::kPromoted));
+  if (has_kernel && attributes.ranks + top_k <= kMostSlotsOfToken) return "";
+  return "jaxmoe: summed_tiles=" + std::to_string(schedule.summed_tiles) + " beside " +
+         std::to_string(attributes.ranks) + " ranks and top_k=" + std::to_string(top_k) + "; on GPUs both can be " +
+         std::to_string(kMostSlotsOfToken) + " together where answers are added up at experts, of layers in 16 bits or "
+         "with tokens in 8 bits, x in bfloat16 and promoted sums.";
+}
+
 // What is wrong with a call on any device; empty where nothing is.
 inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& attributes) {
   for (const std::string& error : {call_error(call, attributes), limits_error(attributes)}) {
@@ -45,7 +61,7 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
     return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
            "; without slots for decoded weights it must be bfloat16.";
   }
-  return "";
+  return sums_error(call, attributes, formats);
 }
 
 inline std::string gpu_call_error(const ExchangeCall& call, const ExchangeAttributes& attributes) {

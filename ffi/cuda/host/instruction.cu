@@ -29,10 +29,9 @@ struct Devices {
 };
 
 // Workers of the kernel of a pass for these formats on the current device; the first call loads it.
-// `ahead` as for prepare_kernel().
-ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats, bool ahead) {
+ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats, const Schedule& schedule) {
   using Kernel = std::pair<int, const void*>;
-  const Kernel kernel{device, kernel_of(pass, formats, ahead)};
+  const Kernel kernel{device, kernel_of(pass, formats, schedule)};
   static std::mutex mutex;
   static std::map<Kernel, int32_t>* known = new std::map<Kernel, int32_t>;
   {
@@ -51,7 +50,7 @@ ffi::ErrorOr<int32_t> workers_of(int device, Pass pass, const Formats& formats, 
             std::to_string(minor) + ", the kernel is compiled for 9.0 (H100, H200). Pass implementation=\"xla\"."));
   }
   int32_t workers = 0;
-  if (const std::string error = prepare_kernel(pass, formats, ahead, &workers); !error.empty()) {
+  if (const std::string error = prepare_kernel(pass, formats, schedule, &workers); !error.empty()) {
     return ffi::Unexpected(ffi::Error::Internal(error));
   }
   const std::lock_guard lock(mutex);
@@ -77,7 +76,7 @@ ffi::ErrorOr<int> device_of(cudaStream_t stream) {
 
 ffi::ErrorOr<LaunchSizes> with_workers(int device, LaunchSizes sizes) {
   Schedule& schedule = sizes.schedule;
-  ffi::ErrorOr<int32_t> workers = workers_of(device, sizes.pass, sizes.formats, schedule.decodes());
+  ffi::ErrorOr<int32_t> workers = workers_of(device, sizes.pass, sizes.formats, schedule);
   if (workers.has_error()) return ffi::Unexpected(workers.error());
   if (schedule.workers > *workers) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxmoe: workers=" + std::to_string(schedule.workers) +

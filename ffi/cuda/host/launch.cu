@@ -15,21 +15,24 @@
 namespace jaxmoe {
 namespace {
 
-// `ahead`: weights that are decoded are so into a ring.
-const KernelVariant& variant_for(Pass pass, const Formats& formats, bool ahead) {
+const KernelVariant& variant_for(Pass pass, const Formats& formats, const Schedule& schedule) {
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(),
                                  backward_decoded_bf16(), backward_decoded_f16(), forward_packed_bf16(),
-                                 forward_packed_e4m3_bf16(), dispatch_bf16(),
+                                 forward_packed_e4m3_bf16(), forward_sums_bf16(), forward_sums_f16(),
+                                 forward_sums_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
-  const Decoding decoding = !formats.decodes() ? Decoding::kNone : ahead ? Decoding::kAhead : Decoding::kInRegisters;
+  const Decoding decoding = !formats.decodes()    ? Decoding::kNone
+                            : schedule.decodes() ? Decoding::kAhead
+                                                 : Decoding::kInRegisters;
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
-           each.decoding == decoding && each.accumulation == formats.accumulation;
+           each.decoding == decoding && each.accumulation == formats.accumulation &&
+           each.sums_at_experts == schedule.sums_at_experts();
   };
   return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
 }
@@ -61,12 +64,12 @@ std::string cuda_error(const char* what, cudaError_t status) {
 
 }  // namespace
 
-const void* kernel_of(Pass pass, const Formats& formats, bool ahead) {
-  return variant_for(pass, formats, ahead).kernel;
+const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule) {
+  return variant_for(pass, formats, schedule).kernel;
 }
 
-std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers) {
-  const KernelVariant& variant = variant_for(pass, formats, ahead);
+std::string prepare_kernel(Pass pass, const Formats& formats, const Schedule& schedule, int32_t* workers) {
+  const KernelVariant& variant = variant_for(pass, formats, schedule);
   // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
   cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(variant.shared_bytes));
@@ -337,7 +340,7 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     static_cast<RankParams&>(p) = rank;
     const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
     std::string error = complete_layer(p, of_call, formats, timeline);
-    const KernelVariant& variant = variant_for(pass, formats, p.schedule.decodes());
+    const KernelVariant& variant = variant_for(pass, formats, p.schedule);
     if (error.empty() && p.shape.local_experts() > variant.most_local_experts) {
       error = "jaxmoe: the kernel of this precision has room for " + std::to_string(variant.most_local_experts) +
               " experts per rank" + (kTimeline ? " in a build that records timelines (JAXMOE_TIMELINE=on)" : "") +
@@ -355,13 +358,13 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
 
 int32_t timeline_blocks(const LaunchSizes& sizes) {
   const auto& [shape, schedule, formats, pass] = sizes;
-  return variant_for(pass, formats, schedule.decodes()).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
+  return variant_for(pass, formats, schedule).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
-        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule.decodes());
+        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule);
         const LaunchShape shape(variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
         return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);

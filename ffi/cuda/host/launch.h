@@ -23,13 +23,13 @@ struct LaunchSizes {
   Pass pass;
 };
 
-// The kernel of a pass for these formats; `ahead` as for prepare_kernel().
-const void* kernel_of(Pass pass, const Formats& formats, bool ahead);
+// The kernel of a pass for these formats. Of the schedule it takes whether weights that are decoded are so into a ring,
+// and whether sums are made at experts.
+const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule);
 
-// Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads the kernel
-// for these formats and sets its attributes. `ahead`: weights that are decoded are so into a ring
-// (Schedule::decodes()). Returns what went wrong, empty where nothing did.
-std::string prepare_kernel(Pass pass, const Formats& formats, bool ahead, int32_t* workers);
+// Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads that kernel
+// and sets its attributes. Returns what went wrong, empty where nothing did.
+std::string prepare_kernel(Pass pass, const Formats& formats, const Schedule& schedule, int32_t* workers);
 
 // A launch whose parameters are complete.
 struct ReadyLaunch {

@@ -42,6 +42,8 @@ struct Cta {
   // which are loaded for as long as they are multiplied, that took longer (docs/performance.md).
   static constexpr bool kExchangesHalves =
       Variant::kPass == Pass::kForward && (Variant::Precision::kPacked || Variant::Precision::kTokens.is_scaled());
+  // Whether answers are added up at experts before they travel (exchange/sums_at_experts.cuh).
+  static constexpr bool kSumsAtExperts = requires { requires Variant::kSumsAtExperts; };
   // Warps that release a task, each for the part it has stored.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 

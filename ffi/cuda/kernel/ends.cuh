@@ -13,6 +13,7 @@
 #include "cuda/kernel/exchange/early_sums.cuh"
 #include "cuda/kernel/exchange/publish.cuh"
 #include "cuda/kernel/exchange/sort.cuh"
+#include "cuda/kernel/exchange/sums_at_experts.cuh"
 
 namespace jaxmoe::ends {
 
@@ -88,6 +89,7 @@ __device__ void prepare(const Cta<Variant>& cta, Also also) {
   const auto copy_inputs = [&](Team team) { publish::copy_inputs(cta, team); };
   enroll<!Cta<Variant>::kBackward>(cta, DoNothing{}, copy_inputs, [&] {
     publish::forget_kept_tokens(cta);
+    if constexpr (Cta<Variant>::kSumsAtExperts) sums_at_experts::forget(cta);
     track.mark(EventKind::kCopyInputs);
     sort::run(cta);
     track.mark(EventKind::kSort);
@@ -98,6 +100,7 @@ __device__ void prepare(const Cta<Variant>& cta, Also also) {
   prepare_stages(cta);
   ptx::fence_proxy_async_shared();  // the sorter's scratch lies where the stages will
   publish::wait_for_inputs(cta);      // with a barrier of the cluster, then one of the block
+  if constexpr (Cta<Variant>::kSumsAtExperts) sums_at_experts::note_wanted(cta);
   track.mark(EventKind::kWaitInputs);
 }
 

@@ -53,7 +53,9 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
   } else {
     ptx::take_registers<Variant::config.registers.math>();
     math::run(cta);
-    combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, ptx::read_lane());
+    // With sums at experts the warp's number is asked for again: math has no register to hold it there.
+    const int again = Cta<Variant>::kSumsAtExperts ? Roles::warp() : warp;
+    combine::run<Variant::config.registers.math>(cta, again - Roles::kFirstMathWarp, ptx::read_lane());
   }
   if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);

@@ -11,7 +11,7 @@ from jaxmoe.implementations.megakernel.schedule import (
     most_row_tiles,
     native_formats,
     native_shape,
-    saved_row_tiles,
+    roomy_row_tiles,
     schedule_of,
     tile_sizes,
 )
@@ -34,7 +34,10 @@ def explain(call: Call) -> Explanation:
     # Under uniform routing every rank holds an equal share of the experts that a token chooses.
     of_slots, of_ranks = pulls_per_token(shape)
     remote_rows = int(shape.tokens * of_slots)
-    pulled_rows = int(shape.tokens * of_ranks) if plan.keep_tokens else remote_rows
+    once_a_rank = int(shape.tokens * of_ranks)
+    pulled_rows = once_a_rank if plan.keep_tokens else remote_rows
+    returned_rows = once_a_rank if plan.sum_at_experts else remote_rows
+    words = 2 * remote_rows + returned_rows if plan.sum_at_experts else remote_rows
     return Explanation(
         call=call,
         reasons=(
@@ -46,10 +49,11 @@ def explain(call: Call) -> Explanation:
         ),
         memory_bytes=_arena(call, plan),
         backward_memory_bytes=_arena(differentiated, backward),
-        residual_bytes=residual_bytes(call, saved_row_tiles(shape, call.platform) * tile_rows),
+        residual_bytes=residual_bytes(call, roomy_row_tiles(shape, call.platform) * tile_rows),
         worst_case_bytes=sum(_arena(call, dataclasses.replace(plan, ring_tiles=most)).values()),
-        # Rows in, outputs of rows back, and a slot number of 4 bytes for each row. Kept tokens cross once at best.
-        wire_bytes=pulled_rows * shape.token_bytes + remote_rows * (shape.answer_bytes + 4),
+        # Rows in, answers back, and a slot number of 4 bytes for each row. Kept tokens cross once at best. With sums
+        # at experts a routing weight for each row as well, and the slots that are in a sum.
+        wire_bytes=pulled_rows * shape.token_bytes + returned_rows * shape.answer_bytes + 4 * words,
         flops=shape.flops,
         memory_name="memory that peers reach, kept between calls,",
     )

@@ -35,7 +35,7 @@ from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel.launching import launch
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.schedule import saved_row_tiles, schedule_of, tile_sizes
+from jaxmoe.implementations.megakernel.schedule import roomy_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.precision import ACCUMULATIONS, experts_in_8_bits, powers_of_two, row_scales
 from jaxmoe.sharding import vary_alike
@@ -111,7 +111,7 @@ _layer.defvjp(_layer_fwd, _layer_bwd, symbolic_zeros=True)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
     results = {"y": jax.typeof(inputs.x)}
-    saved_tiles = saved_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
+    saved_tiles = roomy_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
     if saved_tiles:
         rows = saved_tiles * tile_sizes(call.shape, call.platform).rows
         # Varies over the mesh as the tokens do. Only its type is used.

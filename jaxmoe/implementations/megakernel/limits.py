@@ -5,6 +5,7 @@ counts of experts in shared memory.
 """
 
 import jax
+import jax.numpy as jnp
 
 from jaxmoe import machine, native
 from jaxmoe.activation import ACTIVATIONS, Activation, compiled_form
@@ -18,6 +19,8 @@ from jaxmoe.implementations.megakernel.schedule import (
     most_experts_ahead,
     most_row_tiles,
     not_compiled,
+    roomy_row_tiles,
+    tile_sizes,
 )
 from jaxmoe.native import FORWARD
 from jaxmoe.precision import rounds_rows
@@ -29,6 +32,8 @@ MOST_EXPERTS, MOST_TOP_K = 4096, 32
 SLOTS_END = 2**24
 # A row must be whole pieces of 16 bytes, which is what a bulk copy moves.
 GPU_MULTIPLE = 8
+# Of what a warp adds up in one go, a lane for each: sums of the ranks and answers of a token's slots.
+MOST_SUMMED = 32
 # Experts in 8 bits: a scale for 128 columns of a row, which is a tile of the GEMMs.
 MULTIPLE_IN_8_BITS = 128
 MULTIPLE_TO_DECODE = 16
@@ -46,6 +51,12 @@ def check(call: Call) -> None:
             f"moe_layer: x is {dtype}; beside experts in 4 bits and precision={call.precision!r}, which rounds tokens, "
             "implementation='megakernel' on GPUs takes bfloat16. Cast x, pass precision='w4a16', or "
             "implementation='xla'."
+        )
+    sums = isinstance(call.plan, KernelPlan) and call.plan.sum_at_experts and call.shape.ranks > 1
+    if call.platform != "cpu" and sums and rounds_rows(call.precision) and call.accumulation == "fast":
+        raise ValueError(
+            "moe_layer: plan has sum_at_experts=True and accumulation='fast'; on GPUs that takes 'promoted'. Leave one "
+            "of them out."
         )
     check_megakernel(call.shape, call.platform, call.activation, call.plan)
 
@@ -82,6 +93,32 @@ def check_megakernel(shape: Shape, platform: str, activation: Activation, plan: 
         if each is not None:
             _check_ring(name, each, shape, platform)
             _check_weight_slots(name, each, shape, platform)
+    if plan.sum_at_experts and shape.ranks > 1:
+        _check_sum_at_experts(plan, shape, platform)
+
+
+def _check_sum_at_experts(plan: KernelPlan, shape: Shape, platform: str) -> None:
+    waiting = roomy_row_tiles(shape, platform) * tile_sizes(shape, platform).rows
+    if shape.tokens * shape.top_k + waiting >= SLOTS_END:
+        raise ValueError(
+            f"moe_layer: plan has sum_at_experts=True: {shape.tokens} tokens per rank x {shape.top_k} slots and "
+            f"{waiting} rows to add up; implementation='megakernel' numbers fewer than {SLOTS_END} of both. Leave it "
+            "out."
+        )
+    if platform == "cpu":
+        return
+    if shape.ranks + shape.top_k > MOST_SUMMED:
+        raise ValueError(
+            f"moe_layer: plan has sum_at_experts=True: {shape.ranks} ranks and top_k={shape.top_k}; a GPU takes "
+            f"{MOST_SUMMED} of both together. Leave it out."
+        )
+    dtype, scaled = shape.formats.answers.dtype, bool(shape.formats.tokens.scale_rows)
+    if shape.formats.decodes or (scaled and dtype != jnp.bfloat16):
+        raise ValueError(
+            f"moe_layer: plan has sum_at_experts=True beside weights in {bits(shape.formats.weights.dtype)} bits, "
+            f"tokens in {8 if scaled else 16} and x in {dtype}: a GPU has such kernels for tokens and weights of 16 "
+            "bits, and of 8 where x is bfloat16. Leave it out."
+        )
 
 
 def _check_weight_slots(name: str, plan: KernelPlan, shape: Shape, platform: str) -> None:

@@ -9,9 +9,10 @@ from jaxmoe.integers import integer
 class KernelPlan:
     """Choices of the `"megakernel"` implementation.
 
-    Any legal values give the same bits, but for two: `segment_tiles`, since the gradients of weights and biases are
-    summed segment by segment, so another one rounds them otherwise; and `weight_slots` being 0 or not, since weights
-    that are decoded in registers are multiplied in another order.
+    Any legal values give the same bits, but for three: `segment_tiles`, since the gradients of weights and biases are
+    summed segment by segment, so another one rounds them otherwise; `weight_slots` being 0 or not, since weights
+    that are decoded in registers are multiplied in another order; and `sum_at_experts`, where a token's answers are
+    added up rank by rank, each sum rounded to the dtype of x.
 
     The rows of a rank's experts are cut into row tiles (256 rows on a GPU). Tiles of one expert form units, and with a
     lag of one unit the GEMMs come in the order `gate_up(u0) gate_up(u1) down(u0) gate_up(u2) down(u1) ...`. Rows and
@@ -40,6 +41,13 @@ class KernelPlan:
       share_columns: whether, in a forward pass, the two thread blocks that work together share the columns of an answer
         where an expert has at most half a row tile, instead of taking two column tiles: twice as many down tasks, for
         when half of the pairs would have none. Nothing changes beside weights that are decoded, nor on a CPU.
+      sum_at_experts: whether, in a forward pass, a rank adds up the answers of its own experts to a token and sends the
+        token's owner that sum, instead of an answer for each expert: fewer bytes cross the links where a token has
+        several experts on a rank, 2.7 rows instead of 6 with 8 experts of 4 ranks. It takes memory for 1.25 x the rows
+        of a balanced rank and for a row of each token of each rank; answers beyond travel each on its own. Without
+        peers nothing changes. It is for slow links: between two GPUs with NVLink it took 10 to 14 % longer
+        (`docs/performance.md`). On GPUs for layers in 16 bits, and for tokens in 8 bits with x in bfloat16 and promoted
+        sums; `ranks + top_k` is 32 at most.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.
       reasons: why, one sentence per choice; not compared.
 
@@ -55,6 +63,7 @@ class KernelPlan:
     segment_tiles: int = 0
     weight_slots: int = 0
     share_columns: bool = False
+    sum_at_experts: bool = False
     backward: "KernelPlan | None" = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -73,7 +82,7 @@ class KernelPlan:
             if value is None or not least <= value <= most:
                 raise ValueError(f"KernelPlan: {name}={given!r} must be an integer of {least} to {most}.")
             object.__setattr__(self, name, value)
-        for name in ("keep_tokens", "share_columns"):
+        for name in ("keep_tokens", "share_columns", "sum_at_experts"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"KernelPlan: {name}={value!r} must be True or False.")
         if self.backward is not None and not (isinstance(self.backward, KernelPlan) and self.backward.segment_tiles):
@@ -82,11 +91,12 @@ class KernelPlan:
             )
         if self.backward is not None and self.segment_tiles:
             raise ValueError("KernelPlan: one with segment_tiles is for a backward pass and has no backward itself.")
-        if self.share_columns and self.segment_tiles:
-            raise ValueError(
-                "KernelPlan: share_columns=True is for a forward pass; one with segment_tiles is for a backward pass "
-                "and shares none. Leave it out."
-            )
+        for name, effect in (("share_columns", "shares none"), ("sum_at_experts", "makes no such sums")):
+            if getattr(self, name) and self.segment_tiles:
+                raise ValueError(
+                    f"KernelPlan: {name}=True is for a forward pass; one with segment_tiles is for a backward pass "
+                    f"and {effect}. Leave it out."
+                )
 
     @property
     def fewest_weight_slots(self) -> int:

@@ -101,6 +101,7 @@ def schedule_of(shape: Shape, platform: str, plan: KernelPlan, saved_tiles: int 
         _scaled(shape),
         weight_slots(shape, platform, plan, saved_tiles),
         frozen,
+        roomy_row_tiles(shape, platform) if plan.sum_at_experts and shape.ranks > 1 else 0,
     )
 
 
@@ -139,10 +140,12 @@ def decodes_in_registers(shape: Shape, platform: str) -> bool:
     return bits(shape.formats.weights.dtype) == 4 and shape.formats.decodes and wide and whole
 
 
-def saved_row_tiles(shape: Shape, platform: str) -> int:
-    """Returns the row tiles of a rank whose gate and up are kept from the forward to the backward pass.
+def roomy_row_tiles(shape: Shape, platform: str) -> int:
+    """Returns the row tiles of a rank for which there is room where something is kept of all of its rows.
 
-    Where tokens choose experts so that a rank gets more, the backward pass computes those of the others again.
+    That is gate and up of a forward pass that is kept for the backward pass, and answers that are added up at experts.
+    Where tokens choose experts so that a rank gets more, the backward pass computes those of the others again, and
+    answers travel each on its own.
     """
     wanted = -(-int(shape.balanced_rows * ROWS_OVER_BALANCED) // tile_sizes(shape, platform).rows)
     return min(wanted + shape.local_experts, most_row_tiles(shape, platform))

@@ -28,6 +28,16 @@ struct Forward {
   static constexpr KernelConfig config{.registers = kRegisters, .timeline = kTimeline && !Precision::kDecodes};
 };
 
+// Answers are added up at experts. A kernel of its own: few plans want it, and in the others the code would take
+// registers, of dispatch and of the math warps. With tokens in 8 bits it has none left to record with.
+template <class Precision_>
+struct ForwardWithSums : Forward<Precision_> {
+  using Base = Forward<Precision_>;
+  static constexpr bool kSumsAtExperts = true;
+  static constexpr KernelConfig config{.registers = Base::kRegisters,
+                                       .timeline = Base::config.timeline && !Base::kScaled};
+};
+
 template <class Precision_>
 struct Backward {
   using Precision = Precision_;

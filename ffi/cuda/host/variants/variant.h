@@ -33,6 +33,7 @@ struct KernelVariant {
   std::size_t shared_bytes;  // of a block
   bool records_timeline;
   int32_t most_local_experts;
+  bool sums_at_experts;
 };
 
 KernelVariant forward_bf16();
@@ -46,6 +47,9 @@ KernelVariant forward_decoded_f16();
 KernelVariant forward_decoded_e4m3_bf16();  // weights in 4 bits; 8-bit tokens and h
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
 KernelVariant forward_packed_e4m3_bf16();  // the same; 8-bit tokens and h
+KernelVariant forward_sums_bf16();  // answers added up at experts
+KernelVariant forward_sums_f16();
+KernelVariant forward_sums_e4m3_bf16();
 KernelVariant dispatch_bf16();  // of experts of the caller's own (common/exchange.h)
 KernelVariant dispatch_f16();
 KernelVariant dispatch_e4m3_bf16();  // rows that are rounded to 8 bits

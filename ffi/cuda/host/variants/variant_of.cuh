@@ -19,7 +19,7 @@ KernelVariant variant_of(Kernel* kernel) {
   return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
           Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
           Precision::kAccumulation, reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline,
-          kRoomForExperts<Variant>};
+          kRoomForExperts<Variant>, requires { requires Variant::kSumsAtExperts; }};
 }
 
 }  // namespace jaxmoe

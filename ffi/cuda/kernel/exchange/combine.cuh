@@ -1,31 +1,44 @@
 // Combine: announces that this rank's experts have answered, waits for the experts of all ranks, and adds up the
-// answers to each token with its routing weights, in float32 and in the order of its slots.
+// answers to each token with its routing weights, in float32 and in the order of its slots. Where sums are made at
+// experts it adds up those first, and then the sums.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/layout.h"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/early_sums.cuh"
+#include "cuda/kernel/exchange/sums_at_experts.cuh"
 #include "cuda/kernel/exchange/token_sum.cuh"
 
 namespace jaxmoe::combine {
 
+// What is added up beside products: tokens of this rank, or what waits here for those of all ranks.
+template <class Variant>
+using TokensToAddUp =
+    std::conditional_t<Cta<Variant>::kSumsAtExperts, sums_at_experts::TokensOfPeers<Variant>, OwnTokens<Variant>>;
+
+// One thread. All answers of this rank's experts are written.
+template <class Variant>
+__device__ __forceinline__ void wait_for_all_tasks(const Cta<Variant>& cta, Site site) {
+  const uint32_t workers = cta.shared.crew.workers;
+  // Pairs with the release of every math warp in TaskQueue::finish().
+  cta.signals.wait_for_tasks({Signal::kTasksDone, 0, workers}, site);
+  // The same of latecomers, some of whose tasks may not be done.
+  const uint32_t all_workers = crew::workers_with_tasks(cta.signals.control());
+  if (all_workers > workers) cta.signals.wait_for_tasks({Signal::kTasksDone, 0, all_workers}, site);
+}
+
 // One thread of the rank.
 template <class Variant>
 __device__ void announce(const Cta<Variant>& cta) {
-  const uint32_t workers = cta.shared.crew.workers;
   const auto track = cta.timeline.template track<32>(TrackRole::kDispatch);
   track.start();
-  // Pairs with the release of every math warp in TaskQueue::finish().
-  cta.signals.wait_for_tasks({Signal::kTasksDone, 0, workers}, Site::kAnnounce);
-  // The same of latecomers, some of whose tasks may not be done.
-  const uint32_t all_workers = crew::workers_with_tasks(cta.signals.control());
-  if (all_workers > workers) {
-    cta.signals.wait_for_tasks({Signal::kTasksDone, 0, all_workers}, Site::kAnnounce);
-  }
+  wait_for_all_tasks(cta, Site::kAnnounce);
+  if constexpr (Cta<Variant>::kSumsAtExperts) sums_at_experts::wait_for_sums(cta);
   track.mark(EventKind::kWaitTasks);
   cta.signals.release_to_all(Signal::kAnswersReady);
 }
@@ -47,22 +60,54 @@ __device__ __forceinline__ void wait_for_answers(const Cta<Variant>& cta, int ma
   ptx::named_barrier<1, Roles::kMathThreads>();
 }
 
-// Of few tokens: several math warps share one, when wait() has seen all answered. What does not depend on answers is
-// asked for before.
+// The tokens of this rank, dealt to math warps; of few tokens several warps share one.
+template <int kGroups, class Variant>
+struct SharedTokens {
+  __device__ SharedTokens(const Cta<Variant>& cta, int math_warp)
+      : parts(at_most(ceil_div(cta.params.shape.hidden / 8, kVectorsAtOnce<kGroups>), warps_for_a_token(cta))),
+        item(math_warp * cta.blocks() + cta.block()) {}
+
+  __device__ __forceinline__ int32_t token() const { return item / parts; }
+  __device__ __forceinline__ int32_t part() const { return item % parts; }
+  __device__ __forceinline__ bool has_more(const Cta<Variant>& cta) const {
+    return item < cta.params.shape.tokens * parts;
+  }
+  __device__ __forceinline__ void advance(const Cta<Variant>& cta) { item += cta.blocks() * Roles::kMathWarps; }
+
+  const int32_t parts;
+  int32_t item;
+};
+
+// Adds them up when wait() has seen all answered. What does not depend on answers is asked for before.
 template <int kGroups, class Variant, class Wait>
 __device__ __forceinline__ void share_tokens(const Cta<Variant>& cta, int math_warp, int lane, const Wait& wait) {
-  const auto& p = cta.params;
-  const int32_t vectors = p.shape.hidden / 8;
-  const int32_t parts = at_most(ceil_div(vectors, kVectorsAtOnce<kGroups>), warps_for_a_token(cta));
-  const int32_t warps = cta.blocks() * Roles::kMathWarps;
-  int32_t item = math_warp * cta.blocks() + cta.block();
-  SlotOfLane of_lane = SlotOfLane::of(cta, item / parts, lane);
+  SharedTokens<kGroups, Variant> own(cta, math_warp);
+  SlotOfLane of_lane = SlotOfLane::of(cta, own.token(), lane);
   wait();
-  while (item < p.shape.tokens * parts) {
-    sum_token<kGroups>(cta, item / parts, of_lane, item % parts, parts, lane);
-    item += warps;
-    of_lane = SlotOfLane::of(cta, item / parts, lane);
+  while (own.has_more(cta)) {
+    sum_token<kGroups>(cta, own.token(), of_lane, own.part(), own.parts, lane);
+    own.advance(cta);
+    of_lane = SlotOfLane::of(cta, own.token(), lane);
   }
+}
+
+// Where sums are made at experts, by math warps: what waits here for tokens of all ranks, then the sums for this rank's.
+template <int kGroups, class Variant, class Track>
+__device__ __forceinline__ void make_sums_at_experts(const Cta<Variant>& cta, int math_warp, int lane,
+                                                     const Track& track) {
+  if (math_warp == 0) {
+    if (lane == 0) wait_for_all_tasks(cta, Site::kCombine);
+    __syncwarp();
+    all_are_answered(cta, lane);
+  }
+  add_up_in_turn<kGroups, TokensToAddUp<Variant>>(cta, true, false, lane, track);
+  sums_at_experts::tell_sums(cta, lane);
+  wait_for_answers(cta, math_warp, lane);
+  track.mark(EventKind::kWaitAnswers);
+  for (SharedTokens<kGroups, Variant> own(cta, math_warp); own.has_more(cta); own.advance(cta)) {
+    sums_at_experts::add_up_sums<kGroups>(cta, own.token(), own.part(), own.parts, lane);
+  }
+  track.mark(EventKind::kCombine);
 }
 
 // All lanes of a math warp without a further task. kRegisters are those of its role's threads.
@@ -71,13 +116,17 @@ __device__ void run(const Cta<Variant>& cta, int math_warp, int lane) {
   constexpr int kGroups = kGroupsFor<kRegisters>;
   if (cta.is_latecomer()) return;  // tokens are dealt in advance
   const auto track = cta.timeline.template track<128>(TrackRole::kMath, math_warp / Roles::kWarpgroupWarps);
+  if constexpr (Cta<Variant>::kSumsAtExperts) {
+    make_sums_at_experts<kGroups>(cta, math_warp, lane, track);
+    return;
+  }
   if constexpr (kAddsUpEarly<Variant>) {
     if (adds_up_early(cta)) {
       if (math_warp == 0) {
         take_answers_ready(cta, lane);
         all_are_answered(cta, lane);
       }
-      add_up_in_turn<kGroups>(cta, true, false, lane, track);
+      add_up_in_turn<kGroups, TokensToAddUp<Variant>>(cta, true, false, lane, track);
       return;
     }
   }
@@ -98,12 +147,15 @@ __device__ void run_beside_products(const Cta<Variant>& cta, int dispatch_warp, 
     }
     if (lane == 0) announce(cta);
     __syncwarp();
+    if constexpr (Cta<Variant>::kSumsAtExperts) return;  // announced when all were made
   }
   if constexpr (kAddsUpEarly<Variant>) {
     if (!early) return;
     const auto track = cta.timeline.template track<32>(TrackRole::kDispatch, dispatch_warp);
     track.start();
-    add_up_in_turn<kGroupsFor<kRegisters>>(cta, false, dispatch_warp == Roles::kDispatchWarps - 1, lane, track);
+    add_up_in_turn<kGroupsFor<kRegisters>, TokensToAddUp<Variant>>(
+        cta, false, dispatch_warp == Roles::kDispatchWarps - 1, lane, track);
+    if constexpr (Cta<Variant>::kSumsAtExperts) sums_at_experts::tell_sums(cta, lane);
   }
 }
 

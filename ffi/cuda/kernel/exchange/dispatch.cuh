@@ -18,6 +18,7 @@
 #include "cuda/kernel/exchange/decode.cuh"
 #include "cuda/kernel/exchange/places.cuh"
 #include "cuda/kernel/exchange/scaled_rows.cuh"
+#include "cuda/kernel/exchange/sums_at_experts.cuh"
 #include "cuda/kernel/gemm/turned.cuh"
 
 namespace jaxmoe::dispatch {
@@ -271,8 +272,16 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
     }
     __syncwarp();  // after one lane's acquire, since all lanes read the kept token
     const int64_t ring_row = int64_t{chunk.ring_slot} * schedule.tile.rows + chunk.tile_row;
+    [[maybe_unused]] float weight = 0.0f;
     if (lane < chunk.rows) {
-      targets[ring_row + lane] = rows_go_to.place(chunk.expert, counts, from, slot);
+      if constexpr (Cta<Variant>::kSumsAtExperts) {
+        if (is_row) weight = sums_at_experts::pull_weight(cta, from.source, slot);
+        targets[ring_row + lane] =
+            is_row ? sums_at_experts::place(cta, from.source, slot, chunk.row_tile, chunk.tile_row + lane)
+                   : RowTarget::kNone;
+      } else {
+        targets[ring_row + lane] = rows_go_to.place(chunk.expert, counts, from, slot);
+      }
       if constexpr (Cta<Variant>::kBackward) {
         cta.template at<float>(p.layout.row_routing_weights)[ring_row + lane] =
             is_row ? __ldcg(cta.peers.template at<float>(from.source, p.layout.routing_weights.offset) + slot) : 0.0f;
@@ -305,6 +314,9 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
       } else if constexpr (Cta<Variant>::kBackward) {
         for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};  // behind the last of the expert
       }
+    }
+    if constexpr (Cta<Variant>::kSumsAtExperts) {
+      if (is_row) sums_at_experts::note_weight(cta, from.source, slot, weight);
     }
     __syncwarp();
     if (kept != kNoToken) ptx::store_release_gpu(kept_states + kept, static_cast<uint32_t>(KeptState::kKept));

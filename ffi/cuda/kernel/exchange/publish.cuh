@@ -63,6 +63,13 @@ __device__ __forceinline__ void round_tokens(const Cta<Variant>& cta, Team team)
   }
 }
 
+// A weight for each slot.
+template <class Variant>
+__device__ __forceinline__ void publish_weights(const Cta<Variant>& cta, const float* weights, Team team) {
+  float* const published = cta.template at<float>(cta.params.layout.routing_weights);
+  for (int64_t i = team.thread; i < cta.params.shape.slots(); i += team.threads) published[i] = weights[i];
+}
+
 // Copies into the arena what peers will read: tokens, in a backward pass each with the gradient of its output behind
 // it, and the routing weights. One rank alone reads the tokens of a forward pass where they are, unless it has to round
 // them.
@@ -82,24 +89,19 @@ __device__ void copy_inputs(const Cta<Variant>& cta, Team team) {
       copy_row(row, nullptr, static_cast<const uint4*>(p.x) + token * vectors, vectors, lane);
       copy_row(row + vectors, nullptr, static_cast<const uint4*>(p.dy) + token * vectors, vectors, lane);
     }
-    float* routing_weights = cta.template at<float>(p.layout.routing_weights);
-    for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) {
-      routing_weights[i] = p.topk_weights[i];
-    }
+    publish_weights(cta, p.topk_weights, team);
   } else if constexpr (kScaled) {
     round_tokens(cta, team);
   } else {
     copy(team, tokens, static_cast<const uint4*>(p.x), p.layout.tokens.bytes / kVectorBytes);
   }
+  if constexpr (Cta<Variant>::kSumsAtExperts) publish_weights(cta, p.topk_weights, team);
 }
 
 // The routing weights, which a dispatch by known routes multiplies rows with.
 template <class Variant>
 __device__ void copy_weights(const Cta<Variant>& cta, Team team) {
-  const auto& p = cta.params;
-  if (p.weights == nullptr) return;
-  float* target = cta.template at<float>(p.layout.routing_weights);
-  for (int64_t i = team.thread; i < p.shape.slots(); i += team.threads) target[i] = p.weights[i];
+  if (cta.params.weights != nullptr) publish_weights(cta, cta.params.weights, team);
 }
 
 // No token of a peer is here yet. Ordered before every pull by the flags that dispatch waits for, this rank's own among

@@ -22,11 +22,23 @@ inline constexpr int kGroupsFor = kRegisters >= 160 ? 4 : kRegisters >= 96 ? 2 :
 template <int kGroups>
 inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
 
-// y[token] = sum over its slots of routing weight * answer, every `stride` vectors the kVectorsAtOnce from `begin` on.
-// `routing_weight` is that of the slot of each lane, `used` has a bit for each slot that has an answer.
-template <int kGroups, class Variant>
-__device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
-                                       int32_t top_k, float routing_weight, uint32_t used, int lane) {
+// Which rows are added up, by number: one behind the other, or those that lanes have. All lanes ask for one together.
+struct RowsInOrder {
+  __device__ __forceinline__ int32_t operator()(int32_t number) const { return number; }
+};
+struct RowsOfLanes {
+  int32_t row;  // of this lane
+
+  __device__ __forceinline__ int32_t operator()(int32_t number) const {
+    return __shfl_sync(0xffffffff, row, number);
+  }
+};
+
+// y = sum over `count` rows of weight * row, row by row from `first_row` on, every `stride` vectors the kVectorsAtOnce from `begin` on. `weight` is that
+// of the row of each lane, `used` has a bit for each row that is there.
+template <int kGroups, class Variant, class Rows>
+__device__ __forceinline__ void add_up(const uint4* first_row, const Rows& rows, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
+                                       int32_t count, float weight, uint32_t used, int lane) {
   using Precision = typename Variant::Precision::Wide;
   for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
@@ -37,21 +49,24 @@ __device__ __forceinline__ void add_up(const uint4* answers, uint4* y, int32_t b
       for (float& sum : group) sum = 0.0f;
     }
 #pragma unroll 1
-    for (int32_t slot = 0; slot < top_k; slot += kSlotsAtOnce) {
+    for (int32_t number = 0; number < count; number += kSlotsAtOnce) {
       uint4 values[kGroups][kSlotsAtOnce];
+      int32_t row[kSlotsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kSlotsAtOnce; ++i) row[i] = rows(number + i);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
         for (int i = 0; i < kSlotsAtOnce; ++i) {
-          if (first + 32 * g < vectors && (used >> (slot + i) & 1)) {
-            values[g][i] = ptx::load_once(answers + int64_t{slot + i} * vectors + first + 32 * g);
+          if (first + 32 * g < vectors && (used >> (number + i) & 1)) {
+            values[g][i] = ptx::load_once(first_row + int64_t{row[i]} * vectors + first + 32 * g);
           }
         }
       }
 #pragma unroll
       for (int i = 0; i < kSlotsAtOnce; ++i) {
-        const float w = __shfl_sync(0xffffffff, routing_weight, slot + i);
-        if (!(used >> (slot + i) & 1)) continue;
+        const float w = __shfl_sync(0xffffffff, weight, number + i);
+        if (!(used >> (number + i) & 1)) continue;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           const uint32_t words[4] = {values[g][i].x, values[g][i].y, values[g][i].z, values[g][i].w};
@@ -122,8 +137,8 @@ __device__ __forceinline__ void sum_token(const Cta<Variant>& cta, int32_t token
   }
   const uint4* answers = cta.template at<uint4>(p.layout.answers) + int64_t{token} * top_k * vectors;
   uint4* y = static_cast<uint4*>(result_of(p)) + int64_t{token} * vectors;
-  add_up<kGroups, Variant>(answers, y, part * kVectorsAtOnce<kGroups>, parts * kVectorsAtOnce<kGroups>, vectors, top_k,
-                           of_lane.routing_weight, used, lane);
+  add_up<kGroups, Variant>(answers, RowsInOrder{}, y, part * kVectorsAtOnce<kGroups>,
+                           parts * kVectorsAtOnce<kGroups>, vectors, top_k, of_lane.routing_weight, used, lane);
 }
 
 // Several warps share a token where there are more warps than tokens, on as many multiprocessors as there are. So many

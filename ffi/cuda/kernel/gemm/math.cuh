@@ -92,6 +92,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const int32_t steps = Products::template with<DepthOf>(
         task.gemm, [&](auto depth) { return decltype(depth)::steps(p, task); });
     const int32_t rows = rows_left(cta, task, thread);
+    // Asked of shared memory again where recording leaves no register to hold it.
+    const auto has_rows = [&] {
+      return kScaled && Variant::config.timeline ? rows_left(cta, task, thread.anew()) > 0 : rows > 0;
+    };
     // Before the products, which hide how long that takes, where there is a register to hold it meanwhile; where there
     // is none for so long, before the last of them.
     RowTarget target{RowTarget::kNone};
@@ -100,7 +104,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       if (!is_due(step, steps)) return;
       queue.announce_meanwhile();
       if constexpr (kScaled) {
-        if (step == steps - 1 && rows > 0) {
+        if (step == steps - 1 && has_rows()) {
           target = target_of(cta, task, stored_row<Variant>(thread.anew()));
           stage_channels(cta, task, thread);
         }

@@ -26,7 +26,8 @@ template <class Variant>
 __device__ __forceinline__ typename Cta<Variant>::Element* answer_of(const Cta<Variant>& cta, RowTarget target) {
   using Element = typename Cta<Variant>::Element;
   const auto& p = cta.params;
-  if (target.source() >= p.shape.ranks || target.slot() >= p.shape.slots()) return nullptr;
+  const int64_t rows = Cta<Variant>::kSumsAtExperts ? p.layout.answer_rows : p.shape.slots();
+  if (target.source() >= p.shape.ranks || target.slot() >= rows) return nullptr;
   return cta.peers.template at<Element>(target.source(), p.layout.answers.offset) +
          int64_t{target.slot()} * p.shape.hidden;
 }
