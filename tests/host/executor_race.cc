@@ -41,6 +41,13 @@ constexpr Schedule backward_schedule() {
   return schedule;
 }
 constexpr Schedule kBackward = backward_schedule();
+
+// Of a rank's tiles, about eight, the last ones have answers that travel on their own.
+constexpr Schedule summed_schedule() {
+  Schedule schedule = kForward;
+  schedule.summed_tiles = 5;
+  return schedule;
+}
 constexpr int kLaunches = 24;
 
 // Wide enough for scales of 128 columns, of which a row of h has two.
@@ -79,6 +86,8 @@ Plan plan_named(const char* name) {
   if (std::strcmp(name, "forward") == 0) return {kShape, wide, {kForward}};
   if (std::strcmp(name, "backward") == 0) return {kShape, wide, {kBackward}};
   if (std::strcmp(name, "both") == 0) return {kShape, wide, {kForward, kBackward}};
+  // In turns, so that one arena is laid out in two ways.
+  if (std::strcmp(name, "sums_at_experts") == 0) return {kShape, wide, {summed_schedule(), kForward}};
   if (std::strcmp(name, "eight_bit") == 0) {
     const Format weights{Element::kE4M3, kScaleColumns, kScaleColumns};
     return {eight_bit_shape(), Formats::eight_bit(Element::kF32, weights), {eight_bit_schedule()}};

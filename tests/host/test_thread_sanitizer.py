@@ -16,6 +16,7 @@ SHARED_SITES = ("publish", "walk", "dispatch", "gate_up", "announce", "combine")
 SITES = {
     "forward": (*SHARED_SITES, "down"),
     "backward": (*SHARED_SITES, "h_gradient", "token_gradient", "weight_gradient"),
+    "sums_at_experts": ("publish", "down", "announce", "combine"),
     "eight_bit": (*SHARED_SITES, "down"),
     "decoded": ("decode", "gate_up", "dispatch", "token_gradient"),
     "decoded_to_8_bits": ("decode", "gate_up", "dispatch", "down"),
@@ -33,7 +34,9 @@ def run(program: Path, *arguments: str, options: str = "") -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward", "both", "eight_bit", "decoded", "decoded_to_8_bits"])
+@pytest.mark.parametrize(
+    "passes", ["forward", "backward", "both", "sums_at_experts", "eight_bit", "decoded", "decoded_to_8_bits"]
+)
 def test_layers_and_gradients_back_to_back_have_no_data_race(executor, passes):
     result = run(executor, passes)
     assert result.returncode == 0, result.stderr
