@@ -100,6 +100,9 @@ REST = flags.DEFINE_float(
     "figures do; without it a block is like a stretch of training.",
     lower_bound=0.0,
 )
+_COPIES = flags.DEFINE_boolean(
+    "copies", False, "Arrays are copied from each device to the next one while a layer is timed, over the same links."
+)
 _TERMS = flags.DEFINE_boolean("terms", False, "Also print the bytes behind HBM and NVLink GB/s, term by term.")
 _KERNELS = flags.DEFINE_integer("kernels", 0, "Also print that many of the longest GPU kernels.", lower_bound=0)
 _PROGRAMS = flags.DEFINE_list(
@@ -163,6 +166,7 @@ def from_flags() -> Options:
         blocks=_BLOCKS.value,
         seconds=SECONDS.value,
         rest=REST.value,
+        copies=_COPIES.value,
         terms=_TERMS.value,
         kernels=_KERNELS.value,
         networks=_networks(),

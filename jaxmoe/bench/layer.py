@@ -6,6 +6,8 @@ slowest rank has ended (`timing.py`). What a pass is, is said in `passes.py`. Wi
 What the figures are is said in `table.Result`.
 """
 
+import contextlib
+import dataclasses
 import gc
 import itertools
 import operator
@@ -20,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 from jaxmoe.bench import kernels, peaks, table
 from jaxmoe.bench.candidates import Candidate, arena_bytes, candidates, dropped_rows, explain, moved, program
 from jaxmoe.bench.check import compare, worst_of
+from jaxmoe.bench.copies import CompetingCopies, check_ring
 from jaxmoe.bench.gradient_check import GradientInputs, make_gradient_inputs
 from jaxmoe.bench.inputs import (
     AXIS,
@@ -43,9 +46,11 @@ def run(options: Options) -> int:
     With several processes all call it alike and the first one prints.
 
     Raises:
-      ValueError: more ranks than devices, or processes without a rank.
+      ValueError: more ranks than devices, processes without a rank, or devices that arrays cannot be copied between.
     """
     meshes = _make_meshes(options)
+    for mesh in meshes if options.copies else ():
+        check_ring(mesh.devices.flatten().tolist())
     # One rank sends nothing: what the ranks of a group keep of their speed in a larger one is told from two ranks on.
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
@@ -203,6 +208,8 @@ class _Lines:
         if candidate.network is not None:
             result = result.over_one_level(self.microseconds.get(candidate.implementation))
         say(table.line(result))
+        if result.copies_gbs is not None:
+            say(f"  beside copies from each device to the next one, {result.copies_gbs:.3g} GB/s")
         if self.options.terms and candidate.is_default:
             say(table.terms(result))
         append(self.options.json, result.to_json())
@@ -306,7 +313,10 @@ def measure(
     def call(i: int) -> Results:
         return compiled(arguments_of_call(inputs.sets, weights, i), cotangents[i % len(cotangents)])
 
-    blocks = time_blocks(call, options.blocks, options.seconds, options.rest)
+    with CompetingCopies(mesh.devices.flatten().tolist()) if options.copies else contextlib.nullcontext() as copies:
+        blocks = time_blocks(call, options.blocks, options.seconds, options.rest)
+    if copies is not None:
+        result = dataclasses.replace(result, copies_gbs=copies.gbs)
     if options.kernels:
         _print_kernels(lambda: call(0), options.kernels)
     # Gradients are those of products in the dtype of x.

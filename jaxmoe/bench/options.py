@@ -161,6 +161,7 @@ class Options:
       blocks: timed blocks, of which the median counts.
       seconds: approximate length of a block.
       rest: seconds of idleness before each block.
+      copies: arrays are copied from each device to the next one meanwhile.
       terms: also print the bytes term by term.
       kernels: also print that many of the longest GPU kernels.
       networks: plans between hosts to measure beside the call of one level, as if the ranks were on several.
@@ -180,6 +181,7 @@ class Options:
     blocks: int = 7
     seconds: float = 0.3
     rest: float = 0.0
+    copies: bool = False
     terms: bool = False
     kernels: int = 0
     networks: tuple[NetworkPlan, ...] = ()

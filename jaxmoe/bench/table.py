@@ -64,6 +64,7 @@ class Result:
       unrounded_error: of a layer in 8 bits, what `relative_error` is against the layer with the same weights before
         they had 8 bits, where nothing is rounded.
       over_one_level_time: of a plan between hosts, time over that of the same ranks without one, measured before.
+      copies_gbs: what copies that ran meanwhile have brought from each device to the next one (`copies.py`), GB/s.
     """
 
     shape: str
@@ -109,6 +110,7 @@ class Result:
     scaling_ranks: int | None = None
     unrounded_error: float | None = None
     over_one_level_time: float | None = None
+    copies_gbs: float | None = None
 
     def timed(self, blocks: Sequence[float], peak: Peaks | None, precision: Precision | None = None) -> "Result":
         """Returns the result with its times, and what follows from them.

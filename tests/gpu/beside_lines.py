@@ -93,10 +93,16 @@ def selected(session: pytest.Session, suite: type["BesideSuite"]) -> set[tuple[i
     return found
 
 
+def times_of(result: dict[str, Any]) -> str:
+    """What pytest cuts off: the times of a line, microseconds."""
+    names = ("microseconds", "slowest", "paused", "layer", "work", "work_slowest", "rounds")
+    return ", ".join(f"{name} {result[name]}" for name in names)
+
+
 def assert_steady(result: dict[str, Any]) -> None:
     """No call stands still, but where the host pauses for as long without the layer."""
     of_host = result["layer"] + 2 * result["work_slowest"]
-    assert result["slowest"] <= max(SLOWEST * result["microseconds"], of_host)
+    assert result["slowest"] <= max(SLOWEST * result["microseconds"], of_host), times_of(result)
 
 
 def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
@@ -105,8 +111,8 @@ def assert_no_longer_than_its_parts(result: dict[str, Any]) -> None:
     Where single calls are, hosts may be what bounds them: then in rounds inside one jit, where none stands in between.
     """
     if is_longer(result["microseconds"], result["layer"], result["work"]):
-        assert result["rounds"] is not None
-        assert not is_longer(*result["rounds"])
+        assert result["rounds"] is not None, times_of(result)
+        assert not is_longer(*result["rounds"]), times_of(result)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

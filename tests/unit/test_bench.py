@@ -1,11 +1,14 @@
 """The benchmark of the layer: what it prints, and when it prints no time."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxmoe.bench import candidates, inputs, layer, shapes, table, timing
+from jaxmoe.bench.copies import CompetingCopies
 from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
 from jaxmoe.bench.peaks import Peaks
 from jaxmoe.bench.shapes import LayerShape
@@ -145,6 +149,36 @@ def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_p
     ]
     assert [result["same_bits"] for result in results] == [None, True, True, True, True]
     assert capsys.readouterr().out.count("same bits") == 4
+
+
+def test_copies_from_each_device_to_the_next_one_run_while_a_layer_is_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(layer, "CompetingCopies", functools.partial(CompetingCopies, size=2**16))
+    status, results = run(options(copies=True, seconds=0.3), tmp_path / "results")
+    assert status == 0
+    assert results[0]["copies_gbs"] > 0
+    found = re.search(
+        r"^  beside copies from each device to the next one, ([\d.e+-]+) GB/s$", capsys.readouterr().out, re.M
+    )
+    assert found
+    assert float(found[1]) == pytest.approx(results[0]["copies_gbs"], rel=0.01)
+    _, results = run(options(), tmp_path / "others")
+    assert results[0]["copies_gbs"] is None
+
+
+def test_copies_need_another_device():
+    with pytest.raises(ValueError, match=r"--copies: with one device there is no other one.*Pass --ep=2"):
+        layer.run(options(ranks=(1,), copies=True))
+
+
+def test_competing_copies_count_what_has_arrived_until_they_are_stopped():
+    before = threading.active_count()
+    with CompetingCopies(jax.devices()[:3], size=2**16) as copies:
+        time.sleep(0.3)
+    first = copies.gbs
+    assert first > 0
+    time.sleep(0.05)
+    assert copies.gbs == first
+    assert threading.active_count() == before
 
 
 def test_a_swept_ring_that_is_not_named_has_the_tiles_that_a_plan_needs():

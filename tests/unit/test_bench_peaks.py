@@ -12,7 +12,15 @@ from jaxmoe.bench import peaks
 def test_peaks_are_measured_by_a_product_and_a_copy():
     found = peaks.measure(product_size=64, copy_bytes=2**12)
     assert min(found.tflops, found.fp8_tflops, found.copy_gbs) > 0
-    assert peaks.known("cpu") is None
+
+
+def test_a_kind_of_device_has_the_rates_of_its_own_kind_or_none():
+    h200, h100 = peaks.known("NVIDIA H200"), peaks.known("NVIDIA H100 80GB HBM3")
+    assert h200 is not None
+    assert h100 is not None
+    assert h200.copy_gbs > 1.3 * h100.copy_gbs
+    # Of another memory, or of another number of multiprocessors.
+    assert [peaks.known(kind) for kind in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "cpu")] == [None] * 3
 
 
 def test_the_product_in_8_bits_is_that_of_its_values_and_its_scale():
