@@ -26,7 +26,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def summed_tiles(platform: str, **sizes: int) -> int:
+def summed_tiles(platform: str, **sizes: Any) -> int:
     """Row tiles of a rank whose answers such a plan adds up there, with the sizes of a rank."""
     shape = Shape(**(SIZES | sizes))
     return schedule_of(shape, platform, SUMS).summed_tiles

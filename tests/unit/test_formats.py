@@ -62,7 +62,10 @@ REGIONS = {
     "h": ("h", "projections"),
     "answers": ("answers",),
     "weights": (),
-    "sums": ("routing_weights", "routing_weight_gradients", "row_routing_weights", "row_products", "weight_sums"),
+    "sums": (
+        *("routing_weights", "routing_weight_gradients", "row_routing_weights", "row_products", "weight_sums"),
+        "answer_weights",
+    ),
 }
 
 

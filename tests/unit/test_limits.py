@@ -443,9 +443,10 @@ def test_a_plan_of_a_backward_pass_has_no_backward_pass_of_its_own():
 
 @pytest.mark.parametrize("name", ["share_columns", "sum_at_experts"])
 def test_a_plan_of_a_backward_pass_shares_no_columns_and_makes_no_sums_at_experts(name):
+    chosen: dict[str, Any] = {name: True}
     with pytest.raises(ValueError, match=rf"^KernelPlan: {name}=True is for a forward pass"):
-        KernelPlan(1, 1, 4, segment_tiles=2, **{name: True})
-    assert getattr(KernelPlan(1, 1, 2, **{name: True}, backward=BACKWARD_PLAN), name)
+        KernelPlan(1, 1, 4, segment_tiles=2, **chosen)
+    assert getattr(KernelPlan(1, 1, 2, **chosen, backward=BACKWARD_PLAN), name)
 
 
 @pytest.mark.parametrize("plan", [PLAN, KernelPlan(3, 2, 99), BACKWARD_PLAN, KernelPlan(3, 2, 99, segment_tiles=5)])
