@@ -17,7 +17,8 @@ COPIED_BYTES = 256 * 2**20
 IN_FLIGHT = 2
 
 
-def check_ring(devices: Sequence[jax.Device]) -> None:
+# jax.Device is an assignment in JAX's sources, which pyright does not take for a type.
+def check_ring(devices: Sequence[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
     """Raises where arrays cannot be copied from each device to the next one.
 
     Raises:
@@ -37,7 +38,11 @@ class CompetingCopies:
       size: bytes of an array.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], size: int = COPIED_BYTES) -> None:
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+        size: int = COPIED_BYTES,
+    ) -> None:
         check_ring(devices)
         self._size = size
         self._stopped = threading.Event()
@@ -68,7 +73,12 @@ class CompetingCopies:
         """What the slowest device has sent to the next one in the context that has ended, GB/s."""
         return min(self._copied) * self._size / self._seconds / 1e9
 
-    def _copy(self, number: int, source: jax.Device, target: jax.Device) -> None:
+    def _copy(
+        self,
+        number: int,
+        source: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+        target: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    ) -> None:
         array = jax.device_put(jnp.zeros(self._size, jnp.uint8), source)
         on_their_way: collections.deque[jax.Array] = collections.deque()
         while not self._stopped.is_set():
