@@ -23,13 +23,11 @@ pytestmark = [
 class TestSums(SumsSuite):
     platform = "gpu"
     dtype = jnp.bfloat16
-    dtypes = (jnp.bfloat16, jnp.float16)
     larger: ClassVar[dict[str, Any]] = {"tokens": 4096, "hidden": 512, "num_experts": 32, "top_k": 8}
 
 
 class TestSumsInEightBits(SumsInEightBitsSuite):
     dtype = jnp.bfloat16
-    dtypes = (jnp.bfloat16, jnp.float16)
 
 
 # More tokens of all ranks than blocks have bits for; few; and as models have them.

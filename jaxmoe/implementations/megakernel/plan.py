@@ -45,7 +45,7 @@ class KernelPlan:
         token's owner that sum, instead of an answer for each expert: fewer bytes cross the links where a token has
         several experts on a rank, 2.7 rows instead of 6 with 8 experts of 4 ranks. It takes memory for 1.25 x the rows
         of a balanced rank and for a row of each token of each rank; answers beyond travel each on its own. Without
-        peers nothing changes. It is for slow links: between two GPUs with NVLink it took 10 to 14 % longer
+        peers nothing changes. It is meant for slow links: between two GPUs with NVLink it was slower
         (`docs/performance.md`). On GPUs for layers in 16 bits, and for tokens in 8 bits with x in bfloat16 and promoted
         sums; `ranks + top_k` is 32 at most.
       backward: plan of the backward pass, with segment_tiles; `None` for the default.

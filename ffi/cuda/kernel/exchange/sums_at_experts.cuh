@@ -4,7 +4,7 @@
 //   forget, note_wanted    before the roles part: tables are cleared, then every slot of this rank's experts is noted
 //   place, note_weight     dispatch, of a row: where its answer waits, or that it travels on its own; its routing weight
 //   TokensOfPeers          the tokens of all ranks in turn (early_sums.cuh), each added up by a warp and sent
-//   ShareOfSums            what is left for the owner of a token: a sum for each rank, and answers without one
+//   add_up_sums            what is left for the owner of a token: a sum for each rank, and answers without one
 //
 // A rank announces answers_ready when all of its warps have sent their sums: tell_sums() and wait_for_sums().
 #pragma once
@@ -148,8 +148,9 @@ struct TokensOfPeers {
     if (summed == 0) return;
     uint4* const sum = cta.peers.template at<uint4>(source, p.layout.answers.offset) +
                        sum_row(p.shape, p.schedule, cta.peers.rank(), token) * vectors;
-    combine::add_up<kGroups, Variant>(cta.template at<uint4>(p.layout.answers), combine::RowsOfLanes{row}, sum,
-                                      0, combine::kVectorsAtOnce<kGroups>, vectors, top_k, weight, summed, ptx::read_lane());
+    combine::add_up<kGroups, Variant>(cta.template at<uint4>(p.layout.answers), combine::RowsOfLanes{row}, sum, 0,
+                                      combine::kVectorsAtOnce<kGroups>, vectors, top_k, weight, summed,
+                                      ptx::read_lane());
   }
 
  private:

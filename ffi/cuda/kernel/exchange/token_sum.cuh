@@ -34,11 +34,12 @@ struct RowsOfLanes {
   }
 };
 
-// y = sum over `count` rows of weight * row, row by row from `first_row` on, every `stride` vectors the kVectorsAtOnce from `begin` on. `weight` is that
-// of the row of each lane, `used` has a bit for each row that is there.
+// y = sum over `count` rows of weight * row, every `stride` vectors the kVectorsAtOnce from `begin` on. Rows are numbered
+// from `first_row` on; `weight` is that of the row of each lane, `used` has a bit for each row that is there.
 template <int kGroups, class Variant, class Rows>
-__device__ __forceinline__ void add_up(const uint4* first_row, const Rows& rows, uint4* y, int32_t begin, int32_t stride, int32_t vectors,
-                                       int32_t count, float weight, uint32_t used, int lane) {
+__device__ __forceinline__ void add_up(const uint4* first_row, const Rows& rows, uint4* y, int32_t begin,
+                                       int32_t stride, int32_t vectors, int32_t count, float weight, uint32_t used,
+                                       int lane) {
   using Precision = typename Variant::Precision::Wide;
   for (int32_t start = begin; start < vectors; start += stride) {
     const int32_t first = start + lane;
