@@ -20,10 +20,11 @@ from jaxmoe.options import Arguments
 from jaxmoe.profiling import budget, summary, timeline
 from jaxmoe.testing import RoutingKind, use_virtual_devices
 
-_SHAPE = flags.DEFINE_string(
+_SHAPE = flags.DEFINE_multi_string(
     "shape",
-    "deepseek-v3",
-    "A name in jaxmoe/bench/shapes.py, or [tokens per rank,]hidden width,intermediate width,experts,experts per token.",
+    ["deepseek-v3"],
+    "A name in jaxmoe/bench/shapes.py, or [tokens per rank,]hidden width,intermediate width,experts,experts per token. "
+    "Several of budget, by names with commas between or by repeating the flag.",
 )
 _TOKENS = flags.DEFINE_list("tokens", ["1024"], "Tokens per rank; not for shapes that name them. Several of budget.")
 _PLAIN = flags.DEFINE_float(
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 def _print_budgets() -> int:
     print(budget.header(), flush=True)
-    for case in shapes.parse(_SHAPE.value):
+    for case in _cases():
         for tokens in (case.tokens,) if case.tokens else _tokens():
             recorded, _, rank_flops = _record(case, tokens)
             known = peaks.known(jax.devices()[0].device_kind)
@@ -109,8 +110,12 @@ def _tokens() -> list[int]:
         raise app.UsageError(f"--tokens={','.join(_TOKENS.value)}: whole numbers with commas between.") from None
 
 
+def _cases() -> list[shapes.Case]:
+    return [case for text in _SHAPE.value for case in shapes.parse(text)]
+
+
 def _one_case() -> tuple[shapes.Case, int]:
-    cases, tokens = shapes.parse(_SHAPE.value), _tokens()
+    cases, tokens = _cases(), _tokens()
     if len(cases) != 1 or len(tokens) != 1:
         raise app.UsageError(f"--shape={_SHAPE.value} --tokens={_TOKENS.value}: a timeline is of one of each.")
     return cases[0], cases[0].tokens or tokens[0]

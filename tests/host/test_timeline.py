@@ -144,6 +144,14 @@ def test_the_command_records_saves_and_reads_again(tmp_path: Path, pass_name):
     assert ("weight gradients" in drawn) == ("data gradients" in drawn) == (pass_name == "backward")
 
 
+@pytest.mark.slow
+def test_a_budget_has_a_line_for_each_shape_and_number_of_tokens():
+    told = command("budget", "--shape=48,72,8,2", "--shape=16,32,48,4,1", "--tokens=8,24", "--ep=1", "--runs=2")
+    assert told.returncode == 0, told.stderr
+    lines = [[cell.strip() for cell in line.split("|")[1:3]] for line in told.stdout.splitlines()[2:]]
+    assert lines == [["48,72,8,2", "8"], ["48,72,8,2", "24"], ["32,48,4,1", "16"]]
+
+
 def test_the_command_records_a_layer_in_8_bits():
     recorded = command("timeline", "--shape=256,384,8,2", "--tokens=24", "--ep=2", "--runs=2", "--dtype=fp8-block")
     assert recorded.returncode == 0, recorded.stderr

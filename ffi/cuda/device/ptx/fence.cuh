@@ -37,6 +37,20 @@ __device__ __forceinline__ void named_barrier_of_pair(int pair) {
   asm volatile("bar.sync %0, %1;" ::"r"(kFirst + pair), "n"(kThreads) : "memory");
 }
 
+// Whether something holds in all kThreads threads that meet here, one of two such barriers of the block.
+template <int kThreads>
+__device__ __forceinline__ bool all_at_barrier(int which, bool holds) {
+  constexpr int kFirst = 9;  // behind those of named_barrier_of_pair()
+  uint32_t in_all;
+  asm volatile(
+      "{\n.reg .pred holds, all;\nsetp.ne.u32 holds, %1, 0;\n"
+      "barrier.cta.red.and.pred all, %2, %3, holds;\nselp.u32 %0, 1, 0, all;\n}"
+      : "=r"(in_all)
+      : "r"(static_cast<uint32_t>(holds)), "r"(kFirst + which), "n"(kThreads)
+      : "memory");
+  return in_all != 0;
+}
+
 // One word to the same place in the shared memory of block `cta_rank` of the cluster, and a look at what came that way.
 // Ordered with nothing else.
 __device__ __forceinline__ void store_cluster(int32_t* word, uint32_t cta_rank, int32_t value) {

@@ -9,6 +9,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/gemm/packed_few_rows.cuh"
 #include "cuda/kernel/gemm/packed_many_rows.cuh"
+#include "cuda/kernel/gemm/packed_rows_in_turn.cuh"
 #include "cuda/kernel/gemm/turned.cuh"
 
 namespace jaxmoe {
@@ -24,10 +25,10 @@ class EightBitFromPacked {
 
   __device__ __forceinline__ void begin(ptx::Accumulators&) const {}
 
-  // All steps of a tile: how many rows it has decides once which code runs.
+  // All steps of a tile: how many rows it has, and the groups of the warpgroup's columns, decide once which code runs.
   template <class Precision, class Ring, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int, int32_t steps,
+                                                typename Ring::Position& position, int first_row, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
     // Inlined whatever its size: of a call, sums would lie in memory.
     part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>([&](auto columns, auto rows) __attribute__((always_inline)) {
@@ -35,6 +36,18 @@ class EightBitFromPacked {
       if constexpr (turned::has_even_first(8 * kBlocks)) {
         FewPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
       } else {
+        // With more rows there are no registers for that, and a recording takes some.
+        if constexpr (kBlocks <= (Track::kRecords ? 4 : 8)) {
+          using InTurn = PackedRowsInTurn<kColumnBlocks, kBlocks>;
+          if (InTurn::takes(steps)) {
+            const OneBase base(part_);
+            constexpr int kThreads = Roles::kWarpgroupWarps * Roles::kWarpThreads;
+            if (ptx::all_at_barrier<kThreads>(first_row / Roles::kWarpgroupRows, base.fits())) {
+              InTurn(part_, base).multiply(sums, ring, position, steps, meanwhile, track);
+              return;
+            }
+          }
+        }
         ManyPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
       }
     });

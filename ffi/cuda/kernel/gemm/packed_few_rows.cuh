@@ -1,4 +1,4 @@
-// Products of few rows in 8 bits, 32 at most, with packed weights (packed_eight_bit.cuh): the scale of a group multiplies
+// Products of few rows in 8 bits, 16 at most, with packed weights (packed_eight_bit.cuh): the scale of a group multiplies
 // its product.
 //
 // An E2M1 number has 2^6 times its value as E4M3 with the same bits, subnormal ones too, so decoding moves bits alone. A
@@ -30,9 +30,8 @@ struct EightNumbers {
 // Of a group thread t of a quad has numbers 8 t to 8 t + 7, in 4 bytes, and multiplies the even ones in the first half of
 // the depth; rows have theirs in that order (turned.cuh).
 //
-// While products run, the words of the next ones are loaded. Then they are waited for, scaled and added up while the next
-// factor is decoded; the tensor cores have the other warpgroup's meanwhile. Registers decide how many groups are under
-// way at a time: of 16 rows all of a step, so that it has one wait for them.
+// While the products of a step run, the words of the next one are loaded. Then they are waited for, scaled and added up while
+// the next factor is decoded; the tensor cores have the other warpgroup's meanwhile.
 template <int kColumnBlocks, int kBlocks>
 class FewPackedRows {
  public:
@@ -50,7 +49,7 @@ class FewPackedRows {
     begin_sums<kBlocks>(sums);
     const PackedPlaces places(part_);
     track.stall([&] { ring.wait(position); });
-    load(places, ring.stage(position), 0);
+    load(places, ring.stage(position));
     decode();
     groups_.take(part_, 0);
     for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
@@ -58,25 +57,17 @@ class FewPackedRows {
       const auto next = step + 1 < steps ? position.after() : position;
       const bool full = ring.looks_full(next);
       auto& stage = ring.stage(position);
-      RowScales<kBlocks> rows;
       uint32_t scales[2 * kColumnBlocks];  // of the step's groups, a word for each of the quad's columns
 #pragma unroll
       for (int u = 0; u < 2 * kColumnBlocks; ++u) scales[u] = groups_.of_column(u);
-#pragma unroll
-      for (int time = 0; time < kTimes; ++time) {
-        issue(stage, time * kTogether);
-        if (time == 0) rows = RowScales<kBlocks>::of(stage);
-        if (time + 1 < kTimes) {
-          load(places, stage, (time + 1) * kTogether);
-        } else {
-          if (!full) track.stall([&] { ring.wait(next); });
-          load(places, ring.stage(next), 0);
-        }
-        finish();
-        if (time + 1 == kTimes) ring.release(position, ptx::read_lane());
-        add(sums, scales, rows, time * kTogether);
-        decode();
-      }
+      issue(stage);
+      const auto rows = RowScales<kBlocks>::of(stage);
+      if (!full) track.stall([&] { ring.wait(next); });
+      load(places, ring.stage(next));
+      finish();
+      ring.release(position, ptx::read_lane());
+      add(sums, scales, rows);
+      decode();
       groups_.take(part_, step + 1);
       position.advance();
     });
@@ -84,21 +75,17 @@ class FewPackedRows {
   }
 
  private:
-  static constexpr int kTogether = kBlocks <= 2 ? 4 : 2;  // groups
-  static constexpr int kTimes = kGroupsOfStep / kTogether;
-
-  // From the step's group `first` on.
   template <class Stage>
-  __device__ __forceinline__ void load(const PackedPlaces& places, const Stage& stage, int first) {
+  __device__ __forceinline__ void load(const PackedPlaces& places, const Stage& stage) {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
-      for (int u = 0; u < 2 * kColumnBlocks; ++u) words_[i][u / 2][u % 2] = places.word(stage, u / 2, first + i, u % 2);
+      for (int u = 0; u < 2 * kColumnBlocks; ++u) words_[i][u / 2][u % 2] = places.word(stage, u / 2, i, u % 2);
     }
   }
   __device__ __forceinline__ void decode() {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
       for (int u = 0; u < 2 * kColumnBlocks; ++u) {
         const EightNumbers numbers = EightNumbers::of_word(words_[i][u / 2][u % 2]);
@@ -109,18 +96,18 @@ class FewPackedRows {
   }
 
   template <class Stage>
-  __device__ __forceinline__ void issue(const Stage& stage, int first) {
+  __device__ __forceinline__ void issue(const Stage& stage) {
     using Rows = typename Stage::A;
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
     const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
         ptx::multiply_e4m3(products_[i][block], columns_[i][block],
-                           ptx::depth_major_descriptor(rows, (first + i) * Rows::template kSliceBytes<kDepth>), false);
+                           ptx::depth_major_descriptor(rows, i * Rows::template kSliceBytes<kDepth>), false);
       }
     }
     ptx::commit_products();
@@ -129,7 +116,7 @@ class FewPackedRows {
   __device__ __forceinline__ void finish() {
     ptx::wait_products<0>();
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
         ptx::own_accumulators(products_[i][block]);
@@ -139,13 +126,13 @@ class FewPackedRows {
   }
 
   __device__ __forceinline__ void add(ptx::Accumulators& sums, const uint32_t (&scales)[2 * kColumnBlocks],
-                                      const RowScales<kBlocks>& rows, int first) const {
+                                      const RowScales<kBlocks>& rows) const {
 #pragma unroll
     for (int u = 0; u < 2 * kColumnBlocks; ++u) {
       const int block = u / 2, half = u % 2;
-      float of_group[kTogether];
+      float of_group[kGroupsOfStep];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) of_group[i] = power_of_two(scales[u], first + i);
+      for (int i = 0; i < kGroupsOfStep; ++i) of_group[i] = power_of_two(scales[u], i);
 #pragma unroll
       for (int row_block = 0; row_block < kBlocks; ++row_block) {
         const int at = 4 * row_block + 2 * half;
@@ -153,7 +140,7 @@ class FewPackedRows {
         float first_row = of_group[0] * products_[0][block].values[at];
         float second_row = of_group[0] * products_[0][block].values[at + 1];
 #pragma unroll
-        for (int i = 1; i < kTogether; ++i) {
+        for (int i = 1; i < kGroupsOfStep; ++i) {
           first_row += of_group[i] * products_[i][block].values[at];
           second_row += of_group[i] * products_[i][block].values[at + 1];
         }
@@ -167,9 +154,9 @@ class FewPackedRows {
   OneGroupWord<true> groups_;
   // Of each group and block of columns: words of the quad's columns g and g + 8, the factor that they decode to, and its
   // products with rows.
-  uint32_t words_[kTogether][kColumnBlocks][2];
-  ptx::FactorWords columns_[kTogether][kColumnBlocks];
-  ptx::FewAccumulators<8 * kBlocks> products_[kTogether][kColumnBlocks];
+  uint32_t words_[kGroupsOfStep][kColumnBlocks][2];
+  ptx::FactorWords columns_[kGroupsOfStep][kColumnBlocks];
+  ptx::FewAccumulators<8 * kBlocks> products_[kGroupsOfStep][kColumnBlocks];
 };
 
 }  // namespace jaxmoe

@@ -1,4 +1,4 @@
-// Products of more than 32 rows in 8 bits with packed weights (packed_eight_bit.cuh). With many rows it would be the products
+// Products of more than 16 rows in 8 bits with packed weights (packed_eight_bit.cuh). With many rows it would be the products
 // of groups with their scales that take the time (packed_few_rows.cuh), four for each number of a step's sum. So here a
 // column has one scale for all steps, its base, and the exponents by which its groups differ from that go into their
 // numbers: the tensor cores add up the step, and the sums are scaled once, at the end.
@@ -85,9 +85,10 @@ class ColumnBases {
 
   // What a column's sums are multiplied with at the end. They are to be 2^6 times too small
   // (EightBitFromPacked::kToSums).
-  __device__ __forceinline__ float scale(int column) const {
+  __device__ __forceinline__ float scale(int column) const { return scale_of(of_column(column)); }
+  static __device__ __forceinline__ float scale_of(int32_t base) {
     constexpr int32_t kToNumbers = -Magnitudes::kLeastShift - 6;
-    return power_of_two_of(of_column(column) + kToNumbers);
+    return power_of_two_of(base + kToNumbers);
   }
   // What products of a group's numbers as they are, which is left out, are multiplied with before they are added to sums.
   __device__ __forceinline__ float of_left_out(int32_t byte, int column) const {
@@ -95,12 +96,12 @@ class ColumnBases {
     return power_of_two_of(127 + byte - of_column(column) + Magnitudes::kLeastShift);
   }
 
-  static constexpr int32_t kNaN = 255;  // of a group's byte
+  static constexpr int32_t kNaN = 255;   // of a group's byte
+  static constexpr int32_t kMost = 240;  // of a base
 
  private:
   // A group may be so much larger than those that came before it.
   static constexpr int32_t kHeadroom = 3;
-  static constexpr int32_t kMost = 240;
 
   // 2^(exponent - 127); what is too small even for a subnormal number is zero.
   static __device__ __forceinline__ float power_of_two_of(int32_t exponent) {

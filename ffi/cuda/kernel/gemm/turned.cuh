@@ -49,7 +49,7 @@ __device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
 
 // Which order rows of 8 bits have, by how many a block of threads multiplies in their tile: packed_few_rows.cuh and
 // packed_many_rows.cuh.
-__host__ __device__ constexpr bool has_even_first(int32_t rows) { return rows <= 32; }
+__host__ __device__ constexpr bool has_even_first(int32_t rows) { return rows <= 16; }
 
 // The same of 8 bits: every two lanes turn theirs together, and keep the vector that they have.
 __device__ __forceinline__ uint4 turn_vector_of_bytes(uint4 numbers, int lane, bool even_first) {

@@ -1,0 +1,260 @@
+// Products of 17 to 64 rows in 8 bits with packed weights (packed_eight_bit.cuh), where all groups of a column fit one base
+// (packed_many_rows.cuh): as good as always. A warp sees that before the first step, so that steps have no branch for
+// other groups: in one ptxas would wait for the products that are under way (C7518).
+//
+// Two products are under way in turn: while one is multiplied the other is added up, and the factor of the next one decoded.
+// Their factors are the two blocks of columns of a step, or one block in two steps. None is under way from one round of the
+// loop to the next: there ptxas would run them one after the other (C7514).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device/ptx/fence.cuh"
+#include "cuda/device/ptx/registers.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/ptx/wgmma_registers.cuh"
+#include "cuda/kernel/gemm/group_words.cuh"
+#include "cuda/kernel/gemm/packed_lines.cuh"
+#include "cuda/kernel/gemm/packed_many_rows.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
+#include "cuda/kernel/roles.cuh"
+
+namespace jaxmoe {
+
+// The base of this lane's column, in each byte of a word.
+class OneBase {
+ public:
+  // By all lanes: looks at all groups of its column.
+  __device__ __forceinline__ explicit OneBase(const PackedPart& part) {
+    const GroupsOfLane source(part);
+    if (part.row_bytes % sizeof(uint4) == 0) {
+#pragma unroll 4
+      for (int32_t first = 0; first < source.bytes; first += sizeof(uint4)) {
+        const uint4 words = __ldg(reinterpret_cast<const uint4*>(source.groups + first));
+        look_at(words.x);
+        look_at(words.y);
+        look_at(words.z);
+        look_at(words.w);
+      }
+    } else {
+      for (int32_t first = 0; first < source.bytes; first += sizeof(uint32_t)) {
+        look_at(__ldg(reinterpret_cast<const uint32_t*>(source.groups + first)));
+      }
+    }
+    const int32_t largest = max(largest_ & 0xffff, largest_ >> 16), smallest = min(smallest_ & 0xffff, smallest_ >> 16);
+    const int32_t base = max(largest - ColumnBases::kWindow, 0);
+    // A column behind the last one has no groups, and any base.
+    fits_ = source.bytes == 0 || (smallest >= base && largest < ColumnBases::kNaN && base <= ColumnBases::kMost);
+    bytes_ = static_cast<uint32_t>(base) * 0x01010101;
+  }
+
+  __device__ __forceinline__ bool fits() const { return fits_; }
+  __device__ __forceinline__ uint32_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr uint32_t kEven = 0x00ff00ff;  // bytes of a word
+
+  __device__ __forceinline__ void look_at(uint32_t word) {
+    const uint32_t even = word & kEven, odd = word >> 8 & kEven;
+    smallest_ = __vminu2(smallest_, __vminu2(even, odd));
+    largest_ = __vmaxu2(largest_, __vmaxu2(even, odd));
+  }
+
+  uint32_t smallest_ = kEven, largest_ = 0;  // so far, of each half of a word
+  uint32_t bytes_;
+  bool fits_;
+};
+
+template <int kColumnBlocks, int kBlocks>
+class PackedRowsInTurn {
+ public:
+  // An even number of them, of one block of columns.
+  static __device__ __forceinline__ bool takes(int32_t steps) { return steps % kSteps == 0; }
+
+  // `base` fits in all lanes of the warpgroup.
+  __device__ PackedRowsInTurn(const PackedPart& part, const OneBase& base)
+      : part_(part), places_(part), base_(base.bytes()) {}
+
+  template <class Ring, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
+                                           typename Ring::Position& position, int32_t steps,
+                                           const Meanwhile& meanwhile, const Track& track) {
+    groups_.begin(part_);
+    begin_sums<kBlocks>(sums);
+    ptx::clear_accumulators(even_);
+    ptx::clear_accumulators(odd_);
+    track.stall([&] { ring.wait(position); });
+    groups_.take(part_, 0);
+    load<0>(ring.stage(position));
+    decode<0>(first_);
+    load_second(ring, position, track);
+    const auto round = [&](int32_t step) __attribute__((always_inline)) {
+      // The last round loads once more what it has, instead of branching around what the others do.
+      const bool more = step + kSteps < steps;
+      const auto next = more ? position.after(kSteps) : position;
+      const bool full = ring.looks_full(next);
+      issue<0>(ring, position);
+      if constexpr (kParts > 1) issue<1>(ring, position);
+      if constexpr (kSteps > 1) groups_.take(part_, step + 1);
+      decode<kColumnBlocks - 1>(second_);
+      if constexpr (kParts == 1) issue<1>(ring, position);
+      if (!full) track.stall([&] { ring.wait(next); });
+      load<0>(ring.stage(next));
+      groups_.take(part_, step + kSteps);
+      add_items_from<0>(sums, ring, position, next);
+      if constexpr (kSteps > 1) {
+        if (more) load_second(ring, next, track);
+      }
+      position = position.after(kSteps);
+    };
+    if constexpr (kSteps == 1) {
+      for_each_step(steps, meanwhile, round);
+    } else {
+#pragma unroll 1
+      for (int32_t step = 0; step < steps; step += kSteps) {
+        meanwhile(is_due(step + 1, steps) ? step + 1 : step);
+        round(step);
+      }
+    }
+    end_sums<kBlocks>(sums);
+#pragma unroll
+    for (int column = 0; column < 2 * kColumnBlocks; ++column) {
+      scale_column(sums, column, ColumnBases::scale_of(GroupsOfLane::of_column(base_, column) & 0xff));
+    }
+  }
+
+ private:
+  static constexpr int kSteps = 3 - kColumnBlocks;  // of a round
+  // A factor is multiplied with so many parts of the rows, one after the other, as there are registers for two products.
+  static constexpr int kParts = kBlocks <= 6 ? 1 : kBlocks / 4, kOfPart = kBlocks / kParts;
+  static constexpr int kItems = 2 * kParts;  // of a round: those of the first factor and those of the second
+  static_assert(kParts * kOfPart == kBlocks);
+  template <int kItem>
+  static constexpr int kFactor = kItem / kParts;
+  template <int kItem>
+  static constexpr int kFirst = kItem % kParts * kOfPart;  // row block
+
+  using Factor = ptx::FactorWords[kGroupsOfStep];
+  using Products = ptx::FewAccumulators<8 * kOfPart>;
+
+  template <int kItem>
+  __device__ __forceinline__ Factor& factor() {
+    if constexpr (kFactor<kItem> == 0) {
+      return first_;
+    } else {
+      return second_;
+    }
+  }
+  template <int kItem>
+  __device__ __forceinline__ Products& products() {
+    if constexpr (kItem % 2 == 0) {
+      return even_;
+    } else {
+      return odd_;
+    }
+  }
+  // The stage of a factor, in a round that begins at `position`.
+  template <int kItem, class Ring>
+  static __device__ __forceinline__ typename Ring::Position position_of(const Ring&, typename Ring::Position position) {
+    return position.after(kSteps > 1 ? kFactor<kItem> : 0);
+  }
+
+  // The words of the item that is decoded next.
+  template <int kBlock, class Stage>
+  __device__ __forceinline__ void load(const Stage& stage) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int group = 0; group < kGroupsOfStep; ++group) words_[half][group] = places_.word(stage, kBlock, group, half);
+    }
+  }
+  template <class Ring, class Track>
+  __device__ __forceinline__ void load_second(const Ring& ring, typename Ring::Position position, const Track& track) {
+    if constexpr (kSteps > 1) track.stall([&] { ring.wait(position.after()); });
+    load<kColumnBlocks - 1>(ring.stage(position.after(kSteps - 1)));
+  }
+
+  // With the groups of the step that was taken last.
+  template <int kBlock>
+  __device__ __forceinline__ void decode(Factor& factor) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t above = GroupsOfLane::of_column(groups_.of_lane() - base_, 2 * kBlock + half);
+#pragma unroll
+      for (int group = 0; group < kGroupsOfStep; ++group) {
+        auto& columns = factor[group];
+        Magnitudes::shifted(ptx::permute(above, 0, 0x4440 + group))
+            .decode(words_[half][group], columns[half], columns[half + 2]);
+      }
+    }
+  }
+
+  template <int kItem, class Ring>
+  __device__ __forceinline__ void issue(const Ring& ring, typename Ring::Position position) {
+    using Rows = typename Ring::Stage::A;
+    static_assert(Rows::kSliceDepth == kNumbersOfGroup);
+    constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
+    const uint32_t rows = ptx::as_uniform(descriptor_place(ring.stage(position_of<kItem>(ring, position)).a));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int group = 0; group < kGroupsOfStep; ++group) {
+      const uint32_t bytes = 8 * kFirst<kItem> * Rows::kLineBytes + group * kSliceBytes;
+      ptx::multiply_e4m3(products<kItem>(), factor<kItem>()[group], ptx::depth_major_descriptor(rows, bytes), group > 0);
+    }
+    ptx::commit_products();
+  }
+
+  // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item: there are no registers
+  // to hold them.
+  template <int kItem, class Ring>
+  __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Ring& ring,
+                                                 typename Ring::Position position, typename Ring::Position next) {
+    constexpr bool kLastOfFactor = kItem % kParts == kParts - 1;
+    constexpr int kBlock = kFactor<kItem> * (kColumnBlocks - 1);  // of columns
+    const auto of_item = position_of<kItem>(ring, position);
+    const auto rows = RowScales<kOfPart>::of(ring.stage(of_item), kFirst<kItem>);
+    ptx::wait_products<kItem + 1 < kItems ? 1 : 0>();
+    auto& products = this->products<kItem>();
+    ptx::own_accumulators(products);
+    if constexpr (kLastOfFactor) {
+#pragma unroll
+      for (auto& words : factor<kItem>()) ptx::own_words(words);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfPart; ++i) {
+      float* const of_sums = sums.values + 4 * (16 * kBlock + kFirst<kItem> + i);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        of_sums[n] += (n % 2 == 0 ? rows.rows[i].x : rows.rows[i].y) * products.values[4 * i + n];
+      }
+    }
+    if constexpr (kItem + 2 < kItems) issue<kItem + 2>(ring, position);
+    if constexpr (kLastOfFactor && (kSteps > 1 || kFactor<kItem> == 1)) ring.release(of_item, ptx::read_lane());
+    if constexpr (kItem == kParts - 1) {
+      decode<0>(first_);
+      if constexpr (kSteps == 1) load<kColumnBlocks - 1>(ring.stage(next));
+    }
+    if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, position, next);
+  }
+
+  // Sums of one of the quad's columns.
+  __device__ __forceinline__ static void scale_column(ptx::Accumulators& sums, int column, float factor) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) sums.values[4 * (16 * (column / 2) + i) + 2 * (column % 2) + n] *= factor;
+    }
+  }
+
+  const PackedPart& part_;
+  const PackedPlaces places_;
+  const uint32_t base_;  // of this lane's column
+  OneGroupWord<true> groups_;
+  uint32_t words_[2][kGroupsOfStep];
+  Factor first_, second_;  // of the blocks of a step, or of two steps
+  Products even_, odd_;
+};
+
+}  // namespace jaxmoe
