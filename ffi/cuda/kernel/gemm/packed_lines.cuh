@@ -1,5 +1,5 @@
-// What both ways to multiply packed weights with rows in 8 bits share (packed_eight_bit.cuh, packed_many_rows.cuh): where a
-// lane finds its part of a stage, and the scales of rows.
+// What all ways to multiply packed weights with rows in 8 bits share (packed_eight_bit.cuh): where a lane finds its part of a
+// stage, the scales of rows, and what becomes of sums before products and after them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -70,6 +70,16 @@ __device__ __forceinline__ void end_sums(ptx::Accumulators& sums) {
   for (int i = 0; i < 128; ++i) {
     float& sum = sums.values[i];
     sum = i % 64 < 4 * kBlocks ? fmaf(sum, 0.0f, sum) : 0.0f;
+  }
+}
+
+// Multiplies the sums of one of the quad's columns.
+template <int kBlocks>
+__device__ __forceinline__ void scale_column(ptx::Accumulators& sums, int column, float factor) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) sums.values[4 * (16 * (column / 2) + i) + 2 * (column % 2) + n] *= factor;
   }
 }
 

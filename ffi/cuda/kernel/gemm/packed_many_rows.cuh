@@ -140,7 +140,7 @@ class ManyPackedRows {
     for_each_step<kAtATime == 1>(steps, meanwhile, take_step);
     end_sums<kBlocks>(sums);
 #pragma unroll
-    for (int column = 0; column < kColumns; ++column) scale_column(sums, column, bases_.scale(column));
+    for (int column = 0; column < kColumns; ++column) scale_column<kBlocks>(sums, column, bases_.scale(column));
   }
 
  private:
@@ -232,7 +232,7 @@ class ManyPackedRows {
     for (int half = 0; half < 2; ++half) {
       const int column = 2 * kBlock + half;
       columns.of_groups[half] = groups_.of_column(column);
-      scale_column(sums, column, bases_.raise(columns.of_groups[half], column));
+      scale_column<kBlocks>(sums, column, bases_.raise(columns.of_groups[half], column));
     }
   }
 
@@ -323,15 +323,6 @@ class ManyPackedRows {
                          ptx::advance_descriptor(rows, group * Rows::template kSliceBytes<kDepth>), group > 0);
     }
     ptx::commit_products();
-  }
-
-  // Sums of one of the quad's columns.
-  __device__ __forceinline__ static void scale_column(ptx::Accumulators& sums, int column, float factor) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) sums.values[4 * (16 * (column / 2) + i) + 2 * (column % 2) + n] *= factor;
-    }
   }
 
   // What was left out: by products of this warp alone, a group at a time.

@@ -121,7 +121,7 @@ class PackedRowsInTurn {
     end_sums<kBlocks>(sums);
 #pragma unroll
     for (int column = 0; column < 2 * kColumnBlocks; ++column) {
-      scale_column(sums, column, ColumnBases::scale_of(GroupsOfLane::of_column(base_, column) & 0xff));
+      scale_column<kBlocks>(sums, column, ColumnBases::scale_of(GroupsOfLane::of_column(base_, column) & 0xff));
     }
   }
 
@@ -237,15 +237,6 @@ class PackedRowsInTurn {
       if constexpr (kSteps == 1) load<kColumnBlocks - 1>(ring.stage(next));
     }
     if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, position, next);
-  }
-
-  // Sums of one of the quad's columns.
-  __device__ __forceinline__ static void scale_column(ptx::Accumulators& sums, int column, float factor) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) sums.values[4 * (16 * (column / 2) + i) + 2 * (column % 2) + n] *= factor;
-    }
   }
 
   const PackedPart& part_;
