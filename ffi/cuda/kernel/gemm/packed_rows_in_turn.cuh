@@ -1,6 +1,6 @@
 // Products of 17 to 64 rows in 8 bits with packed weights (packed_eight_bit.cuh), where all groups of a column fit one base
-// (packed_many_rows.cuh): as good as always. A warp sees that before the first step, so that steps have no branch for
-// other groups: in one ptxas would wait for the products that are under way (C7518).
+// (packed_many_rows.cuh). A warpgroup sees that before the first step, so that steps have no branch for other groups: in one
+// ptxas would wait for the products that are under way (C7518).
 //
 // Two products are under way in turn: while one is multiplied the other is added up, and the factor of the next one decoded.
 // Their factors are the two blocks of columns of a step, or one block in two steps. None is under way from one round of the

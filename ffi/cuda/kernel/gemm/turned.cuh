@@ -47,8 +47,8 @@ __device__ __forceinline__ uint4 turn_vector(uint4 numbers, int lane) {
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// Which order rows of 8 bits have, by how many a block of threads multiplies in their tile: packed_few_rows.cuh and
-// packed_many_rows.cuh.
+// Which order rows of 8 bits have, by how many a block of threads multiplies in their tile: packed_few_rows.cuh, or
+// packed_many_rows.cuh and packed_rows_in_turn.cuh.
 __host__ __device__ constexpr bool has_even_first(int32_t rows) { return rows <= 16; }
 
 // The same of 8 bits: every two lanes turn theirs together, and keep the vector that they have.
