@@ -52,7 +52,7 @@ enum class EventKind : int32_t {
   kEpilogue,
   kWaitAnswers,  // for answers_ready of all ranks
   kCombine,
-  // answers: bulk stores of a down tile, from its epilogue until the warp has seen that they are complete
+  // answers: stores of a down tile, from its epilogue until what announces them has been released
   kAnswers,
   kCount
 };

@@ -4,8 +4,8 @@ r"""How much of the communication of a launch hides behind its GEMMs, and where 
 over all lanes, of the events
 
 - `dispatch`: a warp copies rows from their owners, from its first load until its stores are released;
-- `answers`: bulk stores of an expert's outputs to the owners of the tokens, from the begin of the epilogue that issues
-  them until the warp has seen that they are complete;
+- `answers`: stores of an expert's outputs to the owners of the tokens, from the begin of the epilogue that issues them
+  until what announces them has been released;
 - `wait_answers`: an SM has nothing left to do and waits for answers that this or another rank has not sent yet.
 
 Let $g_s(t)$ say how much SM $s$ of $S$ multiplies at time $t$: 0 outside of the products of a tile (`PRODUCTS`);

@@ -76,9 +76,9 @@ class TaskQueue {
   __device__ __forceinline__ void announce_stored(int32_t back) {
     wait_rows_stored();
     const Task& before = in_queue(back);
-    answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
     // Without a ring nobody waits for a tile.
     if (!Cta<Variant>::kSecondHalf && thread_.lane == 0) cta_.signals.release(release_after(before));
+    answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
     announced_ = true;
   }
 

@@ -100,7 +100,7 @@ struct EightBitH {
     Element* const row = thread.tile_row() < task.rows
                              ? rows + ring_row_of<Variant>(task, thread.tile_row()) * p.shape.intermediate
                              : nullptr;
-    store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+    send_lines<Variant>(staging, thread.lane, columns, row);
   }
 };
 

@@ -1,9 +1,9 @@
-// What both passes do with accumulators: they become 16-bit rows, which the copy engine stores wherever the caller
-// says. The role file around it signals what was written.
+// What both passes do with accumulators: they become 16-bit rows, which go wherever the caller says. The role file around
+// it signals what was written.
 //
 //   add_bias          accumulators += bias of a column
 //   store_*           activation, rounding, rows to global memory
-//   wait_rows_stored  they are there: a signal may be released
+//   wait_rows_stored  a signal may be released
 //
 // There is no barrier: a warp stages, stores and waits for its own 16 rows. While one warpgroup is in here, the other
 // multiplies what the stages still hold.
@@ -60,34 +60,59 @@ namespace epilogue {
 template <class Kind>
 inline constexpr bool kBlocksApart = Kind::value == ActivationKind::kGelu;
 
-// This warp's staging can be written again. Pairs with the end of store_lines().
+// This warp's staging can be written again. Pairs with the end of send_lines().
 __device__ __forceinline__ void acquire_staging() {
   ptx::wait_stores_read<0>();
   __syncwarp();
 }
 
-// Sends the 8 lines of the staging to global memory. Line l holds row first_row + l of the warp; or row l in its first
-// half and row l + 8 in its second; or, kOfOneRow, two pieces of row first_row + l that lie columns.count apart. `row`
-// is that of tile_row() of each lane.
-template <class Variant, int kParts, bool kOfOneRow = false, class Element>
-__device__ __forceinline__ void store_lines(std::byte* staging, int lane, TileColumns columns, Element* row,
-                                            int first_row) {
+// `row` of lane number `tile_row` of the warp.
+template <class Element>
+__device__ __forceinline__ Element* row_of_lane(Element* row, int tile_row) {
+  return reinterpret_cast<Element*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row), tile_row));
+}
+
+// Sends the 8 lines of the staging to global memory by the copy engine: line l holds row l of the warp in its first half and
+// row l + 8 in its second. `row` is that of tile_row() of each lane.
+template <class Variant, class Element>
+__device__ __forceinline__ void send_lines(std::byte* staging, int lane, TileColumns columns, Element* row) {
   using Shape = GemmShape<Variant>;
   constexpr int kLines = Shape::Staging::kLines;
-  constexpr int kLineStride = Shape::Staging::kLineStride;
-  constexpr int kColumns = Tiling::kColumns / kParts;
-  constexpr int kStores = kLines * kParts;
+  constexpr int kColumns = Tiling::kColumns / 2;
+  constexpr int kStores = 2 * kLines;
   ptx::fence_proxy_async_shared();
-  // Also where all lanes meet, after their fences.
-  auto* target = reinterpret_cast<Element*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(row),
-                                                        first_row + lane % (kOfOneRow ? kLines : kStores)));
+  auto* const target = row_of_lane(row, lane % kStores);  // also where all lanes meet, after their fences
   if (lane < kStores && target != nullptr) {
-    const int part = lane / kLines;
-    ptx::store_bytes(target + (kOfOneRow ? part * columns.count : 0) + columns.first,
-                     staging + lane % kLines * kLineStride + part * kColumns * sizeof(Element),
-                     at_most(columns.count - columns.first, kColumns) * sizeof(Element));
+    ptx::store_bytes(
+        target + columns.first,
+        staging + lane % kLines * Shape::Staging::kLineStride + lane / kLines * kColumns * sizeof(Element),
+        at_most(columns.count - columns.first, kColumns) * sizeof(Element));
   }
   ptx::commit_stores();
+}
+
+// Copies the 8 lines of the staging to global memory by ordinary stores, after which they can be written again. Line l holds
+// row first_row + l of the warp, or kParts pieces of it that lie columns.count apart.
+//
+// The copy engine would read them after the boxes that the producer has asked for by then, a whole ring of stages, and the
+// other half of the tile would wait for that.
+template <class Variant, int kParts, class Element>
+__device__ __forceinline__ void copy_lines(const std::byte* staging, int lane, TileColumns columns, Element* row,
+                                           int first_row) {
+  using Staging = typename GemmShape<Variant>::Staging;
+  constexpr int kColumns = Tiling::kColumns / kParts, kOfLane = sizeof(uint4) / sizeof(Element);
+  static_assert(Roles::kWarpThreads * sizeof(uint4) == Staging::kLineBytes);
+  const int part = lane * kOfLane / kColumns;
+  const int column = columns.first + lane * kOfLane % kColumns;
+  __syncwarp();
+#pragma unroll 4
+  for (int line = 0; line < Staging::kLines; ++line) {  // all at once would take more registers than there are
+    auto* const target = row_of_lane(row, first_row + line);
+    if (target == nullptr || column >= columns.count) continue;
+    *reinterpret_cast<uint4*>(target + part * columns.count + column) =
+        *reinterpret_cast<const uint4*>(staging + line * Staging::kLineStride + lane * sizeof(uint4));
+  }
+  __syncwarp();
 }
 
 // 256 columns of transform(two sums, half), packed, 8 rows of the warp at a time: the half is which. kParts as above,
@@ -97,9 +122,9 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
                                            TileColumns columns, typename GemmShape<Variant>::Wide* row,
                                            const Transform& transform) {
   std::byte* line = staging + thread.lane % 8 * GemmShape<Variant>::Staging::kLineStride;
+  acquire_staging();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    acquire_staging();
 #pragma unroll
     for (int block = 0; block < Tiling::kColumns / 8; block += 4) {
       if (kApart && columns.first + 8 * block >= columns.count) break;
@@ -111,7 +136,7 @@ __device__ __forceinline__ void store_wide(const ptx::Accumulators& sums, const 
       }
       ptx::store_tiles(line + 16 * (block + thread.lane / 8), tiles);
     }
-    store_lines<Variant, kParts, (kParts > 1)>(staging, thread.lane, columns, row, 8 * half);
+    copy_lines<Variant, kParts>(staging, thread.lane, columns, row, 8 * half);
   }
 }
 
@@ -209,7 +234,7 @@ __device__ __forceinline__ void store_gated_tile(const ptx::Accumulators& sums, 
     epilogue::stage_h<Variant, epilogue::kBlocksApart<decltype(kind)>>(staging, thread.lane, packed_h,
                                                                        columns.count - columns.first);
   });
-  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+  epilogue::send_lines<Variant>(staging, thread.lane, columns, row);
 }
 
 // The same of columns of gate and up in turn: of every 8 accumulator columns a lane has gate and up of one column of h,
@@ -240,7 +265,7 @@ __device__ __forceinline__ void store_paired_tile(const ptx::Accumulators& sums,
   epilogue::stage_h<Variant>(staging, thread.lane, [&](int block, int half) {
     return ptx::as_neighbours(apart[block][half], thread.lane);
   });
-  epilogue::store_lines<Variant, 2>(staging, thread.lane, columns, row, 0);
+  epilogue::send_lines<Variant>(staging, thread.lane, columns, row);
 }
 
 // Gate and up before the activation, for a backward pass: kParts = 2, 128 columns of each, side by side in the
@@ -285,9 +310,9 @@ __device__ __forceinline__ void store_plain_tile(const ptx::Accumulators& sums, 
   epilogue::store_wide<Variant>(sums, thread, staging, columns, row, unchanged);
 }
 
-// All rows that this warp has stored are in memory and visible to the lanes that stored them. A release by one lane
-// after this orders them before whatever acquires it; readers by bulk copy put ptx::fence_proxy_async_global() after
-// their acquire.
+// What the copy engine has stored of this warp's rows is in memory and visible to the lanes that asked for it. A release by
+// one lane after this orders all rows of the warp, those of ordinary stores as well, before whatever acquires it; readers
+// by bulk copy put ptx::fence_proxy_async_global() after their acquire.
 __device__ __forceinline__ void wait_rows_stored() {
   ptx::wait_stores_complete<0>();
   ptx::fence_proxy_async_global();
