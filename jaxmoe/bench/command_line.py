@@ -122,7 +122,7 @@ _LAYERS = flags.DEFINE_integer(
     "layers",
     16,
     "Of scan: how many layers, each with weights of its own. It takes --shape, --tokens (64,1024,8192 where it is not "
-    "given), one --ep, --dtype of wide weights, one --implementation and --seconds.",
+    "given), one --ep, --dtype, one --implementation and --seconds.",
     lower_bound=1,
 )
 _WITH_EXPERTS = flags.DEFINE_boolean(
@@ -221,23 +221,24 @@ def scan_from_flags() -> ScanOptions:
     Raises:
       ValueError: shapes or numbers that cannot be, or several of what one is taken of.
     """
-    return ScanOptions(**_in_a_scan("scan", ScanOptions.tokens), layers=_LAYERS.value)
+    return ScanOptions(**_in_a_scan(ScanOptions.tokens), dtype=_DTYPE.value, layers=_LAYERS.value)
 
 
 def exchange_from_flags() -> ExchangeOptions:
     """Returns the options of `exchange` on the command line, as `scan_from_flags` does."""
     check_multiprocessors("--multiprocessors", _MULTIPROCESSORS.value)
+    if _DTYPE.value not in DTYPES:
+        raise ValueError(f"--dtype={_DTYPE.value}: exchange takes {' or '.join(DTYPES)}.")
     return ExchangeOptions(
-        **_in_a_scan("exchange", ExchangeOptions.tokens),
+        **_in_a_scan(ExchangeOptions.tokens),
+        dtype=DTYPES[_DTYPE.value],
         with_experts=_WITH_EXPERTS.value,
         multiprocessors=_MULTIPROCESSORS.value,
     )
 
 
-def _in_a_scan(what: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+def _in_a_scan(tokens: tuple[int, ...]) -> dict[str, Any]:
     """Returns the options that `scan` and `exchange` share, with so many tokens where none are given."""
-    if _DTYPE.value not in DTYPES:
-        raise ValueError(f"--dtype={_DTYPE.value}: {what} takes {' or '.join(DTYPES)}.")
     tokens = _integers("tokens", _TOKENS.value) if _TOKENS.present else tokens
     ranks = _one("ep", _integers("ep", _EP.value))
     if not tokens or min(tokens) < 1 or ranks < 0:
@@ -248,7 +249,6 @@ def _in_a_scan(what: str, tokens: tuple[int, ...]) -> dict[str, Any]:
         "cases": tuple(case for text in _SHAPE.value for case in shapes.parse(text)),
         "tokens": tokens,
         "ranks": ranks,
-        "dtype": DTYPES[_DTYPE.value],
         "implementation": _one("implementation", _IMPLEMENTATION.value) if _IMPLEMENTATION.present else None,
         "seconds": SECONDS.value,
         "json": Path(_JSON.value) if _JSON.value else None,

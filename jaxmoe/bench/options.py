@@ -189,7 +189,7 @@ class Options:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype, (*DTYPES, *NARROW))
+        check_dtype(self.dtype, (*DTYPES, *NARROW))
         for layout in self.fused:
             if layout not in LAYOUTS:
                 raise ValueError(f"--fused={layout} is not one of {', '.join(LAYOUTS)}.")
@@ -272,7 +272,7 @@ class BesideOptions:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype, (*DTYPES, *NARROW))
+        check_dtype(self.dtype, (*DTYPES, *NARROW))
         if self.precision not in (None, *ROUNDED):
             raise ValueError(
                 f"--precision={self.precision} is not one of {', '.join(ROUNDED)}, which take wide experts."
@@ -316,6 +316,7 @@ class BesideOptions:
         return {"precision": narrow.precision, "accumulation": narrow.accumulation, "network": self.network}
 
 
-def _check_dtype(dtype: str, known: Sequence[str]) -> None:
+def check_dtype(dtype: str, known: Sequence[str]) -> None:
+    """Raises `ValueError` where a `--dtype` is not one of those."""
     if dtype not in known:
         raise ValueError(f"--dtype={dtype} is not one of {', '.join(known)}, which can be measured here.")

@@ -12,6 +12,8 @@ Before a line is timed, its program runs once with what every layer was given am
 for each of them, has to return equal numbers, as `"megakernel"` does; of the first one a sample is compared with the
 reference; statistics have to be the counts of the ids. The program that is timed has to return the same output. An
 implementation that XLA fuses in another way in a scan has no figures here.
+
+Experts in 8 or 4 bits (`--dtype` of `options.NARROW`) have the four lines alone: they are frozen.
 """
 
 import dataclasses
@@ -28,14 +30,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import precision as precisions
 from jaxmoe.bench import peaks, scan_gradients, traffic
-from jaxmoe.bench.inputs import AXIS, error_of, random_tokens, sample_of, whole
+from jaxmoe.bench.inputs import AXIS, error_of, quantized, random_tokens, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.options import DTYPES, NARROW, Narrow, check_dtype
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
+from jaxmoe.four_bit import marked
 from jaxmoe.implementations.base import Shape
-from jaxmoe.options import Arguments
+from jaxmoe.options import Arguments, Precision
 from jaxmoe.testing import make_ids
 
 Line = Literal["layer", "routed", "stats", "loss"]
@@ -55,7 +60,7 @@ class ScanOptions:
       tokens: per rank, for the cases that do not bring their own.
       ranks: over which the experts are spread; 0 for all devices.
       layers: in a scan, each with weights of its own.
-      dtype: of tokens and weights.
+      dtype: a key of `DTYPES`, of tokens and weights, or one of `NARROW`.
       implementation: of `moe_layer`; `None` lets it choose.
       seconds: for which a line is timed.
       json: file to which the results are added, one JSON object a line.
@@ -65,10 +70,23 @@ class ScanOptions:
     tokens: tuple[int, ...] = (64, 1024, 8192)
     ranks: int = 0
     layers: int = 16
-    dtype: Any = jnp.bfloat16
+    dtype: str = "bf16"
     implementation: str | None = None
     seconds: float = 0.3
     json: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype, (*DTYPES, *NARROW))
+
+    @property
+    def narrow(self) -> Narrow:
+        """What the experts are rounded to, if to anything."""
+        return NARROW.get(self.dtype, Narrow())
+
+    @property
+    def wide_dtype(self) -> Any:
+        """That of tokens, and of experts before they are rounded."""
+        return DTYPES.get(self.dtype, jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +98,7 @@ class Result:
       tokens: per rank.
       ranks: that share the experts.
       layers: in the scan.
+      dtype: as of `ScanOptions`.
       line: what each of them is.
       failure: what is wrong; `None` where it was timed.
       error: of the first layer's sample against the reference; of gradients against those outside of a scan.
@@ -94,6 +113,7 @@ class Result:
     tokens: int
     ranks: int
     layers: int
+    dtype: str
     line: AnyLine
     failure: str | None = None
     error: float | None = None
@@ -131,7 +151,7 @@ def run(options: ScanOptions) -> int:
     mesh = make_mesh(options.ranks or jax.device_count())
     say(
         f"{mesh.devices.flat[0].device_kind} x {mesh.size}, {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"{jnp.dtype(options.dtype).name}, {options.layers} layers in a scan. Tokens per rank; us per layer over "
+        f"{options.dtype}, {options.layers} layers in a scan. Tokens per rank; us per layer over "
         f"{options.seconds:g} s, the slowest process. floor: the weights that a layer reads, at the rate of a copy."
     )
     say(_row(*COLUMNS, "temp GB"))
@@ -150,18 +170,24 @@ def run(options: ScanOptions) -> int:
 def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
     shape = case.shape
-    sizes = Shape(tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, ranks=mesh.size)
-    x = random_tokens(mesh, (tokens * mesh.size, shape.hidden), options.dtype, 0)
+    x = random_tokens(mesh, (tokens * mesh.size, shape.hidden), options.wide_dtype, 0)
     weights = _make_weights(options, case, tokens, mesh)
-    of_layer = {"mesh": mesh, "implementation": options.implementation}
+    first_experts = jax.tree.map(lambda array: array[0], weights.experts)
+    precision = precisions.resolve(options.narrow.precision, first_experts, x.dtype)
+    formats = precisions.formats_of(precision, first_experts, x.dtype)
+    sizes = Shape(
+        tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, ranks=mesh.size, formats=formats
+    )
+    of_layer: dict[str, Any] = {"mesh": mesh, "implementation": options.implementation, "precision": precision}
+    of_layer["accumulation"] = options.narrow.accumulation
     alone = jax.jit(functools.partial(jaxmoe.moe_layer, **of_layer))
     known = peaks.known(mesh.devices.flat[0].device_kind)
     for line in LINES:
-        blank = Result(case.name, tokens, mesh.size, options.layers, line)
+        blank = Result(case.name, tokens, mesh.size, options.layers, options.dtype, line)
         compile_ = functools.partial(_compile, line, shape.top_k, of_layer, x, weights)
         y, (seen, stats) = compile_(keeps=True)(x, weights)
         routings = _routings(seen, mesh, shape.num_experts)
-        error, wrong = _check(seen, stats, routings, weights.experts, alone, mesh)
+        error, wrong = _check(seen, stats, routings, weights.experts, alone, mesh, precision)
         timed_program = compile_(keeps=False)
         if not wrong and not bool(_equal(timed_program(x, weights)[0], y)):
             wrong = "the program that is timed does not return what the checked one does"
@@ -180,9 +206,11 @@ def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterat
             floor_us=float(read) / known.copy_gbs / 1e3 if known else None,
             temporaries_gb=_temporaries_gb(timed_program),
         )
+    if options.dtype in NARROW:
+        return
     layers = scan_gradients.Layers(weights.router, weights.experts)
     for line in scan_gradients.LINES:
-        blank = Result(case.name, tokens, mesh.size, options.layers, line)
+        blank = Result(case.name, tokens, mesh.size, options.layers, options.dtype, line)
         program = scan_gradients.compile_line(line, shape.top_k, of_layer, x, layers)
         error = scan_gradients.error_of(program, shape.top_k, of_layer, x, layers)
         if not error <= scan_gradients.ALLOWED_ERROR:
@@ -229,7 +257,13 @@ def _compile(
 
 
 def _check(
-    seen: Seen, stats: Any, routings: list[traffic.Routing], experts: jaxmoe.Experts, alone: Any, mesh: Mesh
+    seen: Seen,
+    stats: Any,
+    routings: list[traffic.Routing],
+    experts: jaxmoe.Experts,
+    alone: Any,
+    mesh: Mesh,
+    precision: Precision | None,
 ) -> tuple[float, str]:
     """Returns the error of the first layer's sample, and what is wrong."""
     worst = 0.0
@@ -239,7 +273,7 @@ def _check(
         if not bool(_equal(alone(*arguments[:4]), given.y)):
             return worst, f"layer {number} does not return what the layer alone does"
         if number == 0:
-            sample = sample_of(arguments, whole(given.ids, mesh), mesh)
+            sample = sample_of(arguments, whole(given.ids, mesh), mesh, precision)
             worst = error_of(given.y, sample, mesh)
             if not worst <= sample.allowed:
                 return worst, f"an error of {worst:.1e}, above {sample.allowed:.1e}"
@@ -261,17 +295,22 @@ def _equal(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _make_weights(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Weights:
-    shape, dtype = case.shape, options.dtype
+    shape, dtype, block = case.shape, options.wide_dtype, options.narrow.block
 
     def of_layer(key: jax.Array) -> tuple[jax.Array, jaxmoe.Experts]:
         router = jax.random.normal(key, (shape.hidden, shape.num_experts), jnp.float32) * shape.hidden**-0.5
         experts = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
         # Small answers: there is no norm between layers, and tokens would grow without end.
-        return router.astype(dtype), dataclasses.replace(experts, w_down=experts.w_down / 16)
+        experts = dataclasses.replace(experts, w_down=experts.w_down / 16)
+        return router.astype(dtype), experts if block is None else quantized(experts, block)
 
     split = NamedSharding(mesh, P(None, AXIS))
     make = jax.jit(lambda keys: jax.lax.map(of_layer, keys), out_shardings=(NamedSharding(mesh, P()), split))
     router, experts = make(jax.random.split(jax.random.key(2), options.layers))
+    if options.narrow.through_e4m3:
+        for number in range(options.layers):
+            jaxmoe.through_e4m3(jax.tree.map(lambda array: array[number], experts))  # noqa: B023, called in this turn
+        experts = marked(experts, through_e4m3=True)
     rng = np.random.default_rng(3)
     ids = np.stack(
         [make_ids(rng, tokens * mesh.size, shape.num_experts, shape.top_k, "uniform") for _ in range(options.layers)]

@@ -4,21 +4,23 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxmoe
 from jaxmoe.bench import scan, scan_gradients
 from jaxmoe.bench.layer import make_mesh
+from jaxmoe.bench.options import NARROW
 from jaxmoe.bench.shapes import Case, LayerShape
 
 CASE = Case("small", LayerShape(32, 48, 8, 2))
+# Of whole blocks of 128 x 128.
+ROUNDED = Case("small", LayerShape(128, 256, 8, 2))
 
 
-def measured(**changes: Any) -> list[scan.Result]:
-    fields: dict[str, Any] = {"layers": 2, "dtype": jnp.bfloat16, "implementation": "megakernel", "seconds": 0.0}
-    options = scan.ScanOptions((CASE,), (16,), 2, **fields | changes)
-    return list(scan.measure(options, CASE, 16, make_mesh(2)))
+def measured(case: Case = CASE, **changes: Any) -> list[scan.Result]:
+    fields: dict[str, Any] = {"layers": 2, "implementation": "megakernel", "seconds": 0.0}
+    options = scan.ScanOptions((case,), (16,), 2, **fields | changes)
+    return list(scan.measure(options, case, 16, make_mesh(2)))
 
 
 @pytest.mark.slow
@@ -36,6 +38,37 @@ def test_every_line_is_checked_and_timed():
             # Four experts of a rank, three matrices each: with 32 tokens all of them have rows.
             assert result.weights_mb == pytest.approx(4 * 3 * 32 * 48 * 2 / 1e6)
         json.dumps(scan.dataclasses.asdict(result), allow_nan=False)
+
+
+# Bytes of a weight of `ROUNDED`, with its part of the scale of a block, a column, a matrix or a group.
+BYTES = {
+    "fp8-block": 1 + 4 / 128**2,
+    "fp8-channel": 1 + 4 * (256 + 256 + 128) / (3 * 128 * 256),
+    "fp8-static": 1 + 4 / (128 * 256),
+    "fp8-static-fast": 1 + 4 / (128 * 256),
+    "w8a16": 1 + 4 / 128**2,
+    "mxfp4-a16": 0.5 + 1 / 32,
+    "mxfp4-a8": 0.5 + 1 / 32,
+    "mxfp4-a8-registers": 0.5 + 1 / 32,
+    "nvfp4-a8": 0.5 + 1 / 16 + 4 / (128 * 256),
+    "nvfp4-a16": 0.5 + 1 / 16 + 4 / (128 * 256),
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_layers_in_8_and_4_bits_are_checked_and_read_as_many_bytes_and_have_no_gradients(dtype, monkeypatch):
+    monkeypatch.setattr(scan, "LINES", ("layer",))
+    (result,) = measured(ROUNDED, dtype=dtype, layers=1)
+    assert (result.line, result.failure) == ("layer", None)
+    assert result.error is not None
+    assert result.error < 5e-2
+    # Four experts of a rank, three matrices each.
+    assert result.weights_mb == pytest.approx(4 * 3 * 128 * 256 * BYTES[dtype] / 1e6, rel=1e-4)
+
+
+def test_a_dtype_that_is_none_is_an_error_that_names_those_that_are():
+    with pytest.raises(ValueError, match=r"--dtype=int3 is not one of bf16, .*mxfp4-a8"):
+        scan.ScanOptions((CASE,), dtype="int3")
 
 
 def test_a_layer_that_is_wrong_in_a_scan_alone_has_no_figures(monkeypatch):
