@@ -94,8 +94,8 @@ __device__ __forceinline__ void send_lines(std::byte* staging, int lane, TileCol
 // Copies the 8 lines of the staging to global memory by ordinary stores, after which they can be written again. Line l holds
 // row first_row + l of the warp, or kParts pieces of it that lie columns.count apart.
 //
-// The copy engine would read them after the boxes that the producer has asked for by then, a whole ring of stages, and the
-// other half of the tile would wait for that.
+// The other half of the tile would wait until the copy engine has read them, which took longer (docs/performance.md):
+// presumably it has the boxes to load first that the producer has asked for by then, a whole ring of stages.
 template <class Variant, int kParts, class Element>
 __device__ __forceinline__ void copy_lines(const std::byte* staging, int lane, TileColumns columns, Element* row,
                                            int first_row) {
