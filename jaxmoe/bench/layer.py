@@ -33,7 +33,7 @@ from jaxmoe.bench.inputs import (
     random_experts,
     unrounded_error_of,
 )
-from jaxmoe.bench.options import BASELINE, DTYPES, NARROW, Narrow, Options
+from jaxmoe.bench.options import BASELINE, Options, narrow_of, wide_dtype_of
 from jaxmoe.bench.passes import UNTRAINED, Pass, Results, function_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.table import Result
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
     reference_ranks = next((mesh.size for mesh in meshes if mesh.size > 1), meshes[0].size)
     device = meshes[0].devices.flat[0]
     known = peaks.known(device.device_kind)
-    block, precision, accumulation, through_e4m3 = NARROW.get(options.dtype, Narrow())
+    block, precision, accumulation, through_e4m3 = narrow_of(options.dtype)
     say(
         f"{device.device_kind} x {'/'.join(str(mesh.size) for mesh in meshes)}, {jax.process_count()} process(es), "
         f"jax {jax.__version__}, {options.dtype}, {options.routing} routing. Tokens and figures per rank; us per call, "
@@ -85,7 +85,7 @@ def run(options: Options) -> int:
             gc.collect()
             try:
                 if experts is None:
-                    dtype = DTYPES.get(options.dtype, jnp.bfloat16)
+                    dtype = wide_dtype_of(options.dtype)
                     experts = random_experts(case.shape, mesh, dtype, block, through_e4m3=through_e4m3)
                 inputs = make_inputs(
                     case.shape, experts, tokens, options.routing, mesh, precision=precision, accumulation=accumulation

@@ -54,6 +54,18 @@ NARROW = {
     "nvfp4-a8": Narrow("nvfp4", "fp8", through_e4m3=True),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
 }
+
+
+def narrow_of(dtype: str) -> Narrow:
+    """Returns what a `--dtype` rounds, and to what: of a key of `DTYPES` nothing."""
+    return NARROW.get(dtype, Narrow())
+
+
+def wide_dtype_of(dtype: str) -> Any:
+    """Returns the type of tokens of a `--dtype`, which is that of experts before they are rounded."""
+    return DTYPES.get(dtype, jnp.bfloat16)
+
+
 # Of wide experts, which are rounded in the call.
 ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name) and not has_given_scales(name))
 ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
@@ -297,7 +309,7 @@ class BesideOptions:
     @property
     def wide(self) -> Any:
         """The dtype of tokens, and of dense weights."""
-        return DTYPES.get(self.dtype, jnp.bfloat16)
+        return wide_dtype_of(self.dtype)
 
     @property
     def block(self) -> str | None:

@@ -34,7 +34,7 @@ from jaxmoe import precision as precisions
 from jaxmoe.bench import peaks, scan_gradients, traffic
 from jaxmoe.bench.inputs import AXIS, error_of, quantized, random_tokens, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
-from jaxmoe.bench.options import DTYPES, NARROW, Narrow, check_dtype
+from jaxmoe.bench.options import DTYPES, NARROW, check_dtype, narrow_of, wide_dtype_of
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
@@ -77,16 +77,6 @@ class ScanOptions:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype, (*DTYPES, *NARROW))
-
-    @property
-    def narrow(self) -> Narrow:
-        """What the experts are rounded to, if to anything."""
-        return NARROW.get(self.dtype, Narrow())
-
-    @property
-    def wide_dtype(self) -> Any:
-        """That of tokens, and of experts before they are rounded."""
-        return DTYPES.get(self.dtype, jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,17 +159,18 @@ def run(options: ScanOptions) -> int:
 
 def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
-    shape = case.shape
-    x = random_tokens(mesh, (tokens * mesh.size, shape.hidden), options.wide_dtype, 0)
+    shape, narrow = case.shape, narrow_of(options.dtype)
+    x = random_tokens(mesh, (tokens * mesh.size, shape.hidden), wide_dtype_of(options.dtype), 0)
     weights = _make_weights(options, case, tokens, mesh)
-    first_experts = jax.tree.map(lambda array: array[0], weights.experts)
-    precision = precisions.resolve(options.narrow.precision, first_experts, x.dtype)
-    formats = precisions.formats_of(precision, first_experts, x.dtype)
+    # Without numbers: a layer's are as large as an arena.
+    of_one_layer = jax.eval_shape(lambda experts: jax.tree.map(lambda array: array[0], experts), weights.experts)
+    precision = precisions.resolve(narrow.precision, of_one_layer, x.dtype)
+    formats = precisions.formats_of(precision, of_one_layer, x.dtype)
     sizes = Shape(
         tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, ranks=mesh.size, formats=formats
     )
-    of_layer: dict[str, Any] = {"mesh": mesh, "implementation": options.implementation, "precision": precision}
-    of_layer["accumulation"] = options.narrow.accumulation
+    of_layer: dict[str, Any] = {"mesh": mesh, "implementation": options.implementation}
+    of_layer |= {"precision": precision, "accumulation": narrow.accumulation}
     alone = jax.jit(functools.partial(jaxmoe.moe_layer, **of_layer))
     known = peaks.known(mesh.devices.flat[0].device_kind)
     for line in LINES:
@@ -295,19 +286,19 @@ def _equal(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _make_weights(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Weights:
-    shape, dtype, block = case.shape, options.wide_dtype, options.narrow.block
+    shape, dtype, narrow = case.shape, wide_dtype_of(options.dtype), narrow_of(options.dtype)
 
     def of_layer(key: jax.Array) -> tuple[jax.Array, jaxmoe.Experts]:
         router = jax.random.normal(key, (shape.hidden, shape.num_experts), jnp.float32) * shape.hidden**-0.5
         experts = jaxmoe.Experts.init(key, shape.num_experts, shape.hidden, shape.intermediate, dtype=dtype)
         # Small answers: there is no norm between layers, and tokens would grow without end.
         experts = dataclasses.replace(experts, w_down=experts.w_down / 16)
-        return router.astype(dtype), experts if block is None else quantized(experts, block)
+        return router.astype(dtype), experts if narrow.block is None else quantized(experts, narrow.block)
 
     split = NamedSharding(mesh, P(None, AXIS))
     make = jax.jit(lambda keys: jax.lax.map(of_layer, keys), out_shardings=(NamedSharding(mesh, P()), split))
     router, experts = make(jax.random.split(jax.random.key(2), options.layers))
-    if options.narrow.through_e4m3:
+    if narrow.through_e4m3:
         for number in range(options.layers):
             jaxmoe.through_e4m3(jax.tree.map(lambda array: array[number], experts))  # noqa: B023, called in this turn
         experts = marked(experts, through_e4m3=True)

@@ -5,7 +5,6 @@ tokens, microseconds that add up to the length of the launch.
 """
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import AxisType
 
@@ -14,7 +13,7 @@ from jaxmoe.bench import peaks, shapes
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
 from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
-from jaxmoe.bench.options import DTYPES, NARROW, Narrow
+from jaxmoe.bench.options import DTYPES, NARROW, narrow_of, wide_dtype_of
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
 from jaxmoe.profiling import budget, summary, timeline
@@ -96,7 +95,7 @@ def _print_budgets() -> int:
         for tokens in (case.tokens,) if case.tokens else _tokens():
             recorded, _, rank_flops = _record(case, tokens)
             known = peaks.known(jax.devices()[0].device_kind)
-            precision = NARROW.get(_DTYPE.value, Narrow()).precision
+            precision = narrow_of(_DTYPE.value).precision
             rate = _PLAIN.value or (known.product(precision) if known else None)
             found = [budget.budget(each, rank_flops[each.rank], rate) for each in recorded]
             print(budget.line(case.name, tokens, found), flush=True)
@@ -123,13 +122,13 @@ def _one_case() -> tuple[shapes.Case, int]:
 
 def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], str, list[float]]:
     """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
-    block, precision, accumulation, through_e4m3 = NARROW.get(_DTYPE.value, Narrow())
+    block, precision, accumulation, through_e4m3 = narrow_of(_DTYPE.value)
     if block is not None and _PASS.value != "forward":
         raise app.UsageError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
     ranks = _EP.value or jax.device_count()
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    dtype = DTYPES.get(_DTYPE.value, jnp.bfloat16)
+    dtype = wide_dtype_of(_DTYPE.value)
     experts = random_experts(case.shape, mesh, dtype, block, through_e4m3=through_e4m3)
     routing_kind: RoutingKind = _ROUTING.value  # pyright: ignore[reportAssignmentType]
     inputs = make_inputs(
