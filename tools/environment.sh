@@ -173,14 +173,36 @@ extension_fingerprint() {
 
 up_to_date() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 
+# show_progress <line>: writes the line again and again, with the number of files that the build in the log has compiled.
+show_progress() {
+    while sleep 1; do
+        compiled=$(tail -n 100 "$LOG" | sed -n 's/^ *\[\([0-9]*\/[0-9]*\)\] .*/\1/p' | tail -n 1)
+        if [ -n "$compiled" ]; then printf '\r%s %s' "$1" "$compiled"; fi
+    done
+}
+
+progress= # process that shows it
+stop_progress() {
+    if [ -n "$progress" ]; then kill "$progress" 2>/dev/null; fi
+    progress=
+}
+
 # step <name> <what it does> <command...>: one line, with the seconds it took; the log's end where it fails.
 step() {
-    printf '%-12s %s' "$1" "$2 ..."
+    line=$(printf '%-12s %s' "$1" "$2 ...")
+    printf '%s' "$line"
     what=$2
     shift 2
     mkdir -p "$VENV"
     started=$(date +%s)
-    if "$@" >>"$LOG" 2>&1; then
+    if [ -t 1 ]; then
+        show_progress "$line" &
+        progress=$!
+    fi
+    status=0
+    "$@" >>"$LOG" 2>&1 || status=$?
+    stop_progress
+    if [ "$status" -eq 0 ]; then
         printf ' %d s\n' $(($(date +%s) - started))
     else
         printf ' failed\n\n'
@@ -222,7 +244,7 @@ install_packages() {
 # Without isolation and without dependencies: both were installed by the step before. Verbose, for the compiler's output
 # in the log. The build folder stays, so that only what changed is compiled again, and what nvcc said of each object.
 install_extension() {
-    step extension "building jaxmoe._native, and jaxmoe._cuda where a CUDA compiler is found" \
+    step extension "building jaxmoe._native, and with nvcc jaxmoe._cuda" \
         env SKBUILD_BUILD_DIR="$(cd "$VENV" && pwd)/build" \
         CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-sh;$PWD/tools/keep_output.sh}" \
         "$VENV/bin/python" -m pip install --verbose --no-build-isolation --no-deps --editable .
@@ -247,7 +269,7 @@ make_or_update() {
         up_to_date "$extension_stamp" "$(extension_fingerprint)"; then
         return
     fi
-    trap 'printf "\njaxmoe: stopped; the same command goes on from here.\n" >&2; exit 130' INT TERM
+    trap 'stop_progress; printf "\njaxmoe: stopped; the same command goes on from here.\n" >&2; exit 130' INT TERM
     make_environment
     date >"$LOG"
     if ! up_to_date "$packages_stamp" "$(packages_fingerprint)"; then

@@ -131,6 +131,7 @@ def test_a_sequence_is_over_behind_an_end_and_all_of_them_stop_when_the_last_is(
     np.testing.assert_array_equal(new, stopped)
 
 
+@pytest.mark.slow
 def test_the_command_writes_on_a_mesh_of_virtual_devices():
     prompt, wanted = (expected("gpt_oss")[name][0] for name in ("prompts", "continuations"))
     options = {

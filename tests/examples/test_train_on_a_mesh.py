@@ -75,6 +75,7 @@ def test_on_four_axes_its_losses_are_those_on_one_device(where):
     assert np.all(rows.sum(-1) == TINY.batch * TINY.length * TINY.top_k)
 
 
+@pytest.mark.slow
 def test_auto_and_explicit_axes_agree():
     auto, explicit = (jax.tree.leaves(trained(*where)[0][0]) for where in (AUTO, EXPLICIT))
     for one, other in zip(auto, explicit, strict=True):

@@ -152,6 +152,7 @@ def test_a_budget_has_a_line_for_each_shape_and_number_of_tokens():
     assert lines == [["48,72,8,2", "8"], ["48,72,8,2", "24"], ["32,48,4,1", "16"]]
 
 
+@pytest.mark.slow
 def test_the_command_records_a_layer_in_8_bits():
     recorded = command("timeline", "--shape=256,384,8,2", "--tokens=24", "--ep=2", "--runs=2", "--dtype=fp8-block")
     assert recorded.returncode == 0, recorded.stderr

@@ -193,6 +193,7 @@ def train_linen(mesh_name: str, implementation: str) -> Run:
     return Run(np.array(losses), np.array(counts), before, by_name(parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("train", "mesh_name"), [(train_nnx, "data x expert"), (train_linen, "expert")])
 def test_a_model_trains_as_it_does_through_xla_step_by_step(train, mesh_name):
     assert_same_training(train(mesh_name, "megakernel"), train(mesh_name, "xla"))
@@ -297,6 +298,7 @@ def train_accumulating(scanned: Any, mesh_name: str, implementation: str) -> tup
     return Run(np.array(losses), np.array(counts), before, by_name(parameters)), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scanned", "mesh_name"), [(scanned_nnx, "data x expert"), (scanned_linen, "expert")])
 def test_a_scan_over_checkpointed_layers_with_accumulated_gradients_trains_as_it_does_through_xla(scanned, mesh_name):
     found, text = train_accumulating(scanned, mesh_name, "megakernel")

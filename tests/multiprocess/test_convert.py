@@ -11,6 +11,7 @@ from tests.unit.checkpoints import CASES, LAYER
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_experts_and_together_they_have_all(tmp_path):
     tensors = CASES["mixtral"]().tensors
     save_file(tensors, tmp_path / "model.safetensors")

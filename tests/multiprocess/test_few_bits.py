@@ -16,6 +16,7 @@ def results_of(output: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S+): near the sums in float64, \d+ calls gave the bits (\w+)$", output, re.M))
 
 
+@pytest.mark.slow
 def test_every_process_quantizes_its_experts_and_gets_outputs_and_gradients_with_the_same_bits():
     outputs = launch(
         "tests.multiprocess.workers.few_bits",

@@ -18,6 +18,7 @@ TIMEOUT_S, SILENCE_S = 270, 120
 MESH = "data 2 x expert 4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [None, {"ranks_per_host": 2, "way": "send", "round_tokens": 3}])
 def test_every_process_gets_the_output_and_gradients_of_the_reference_with_the_same_bits_each_time(network):
     outputs = launch(

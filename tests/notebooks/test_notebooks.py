@@ -126,6 +126,7 @@ def test_the_notebooks_of_these_tests_are_found():
     assert {TWENTY_LINES, TRAINING, FEW_BITS, CHECKPOINT, OWN_EXPERTS} <= set(NOTEBOOKS)
 
 
+@pytest.mark.slow
 def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or_warnings(path):
     notebook = executed(path)
     interpreter, *cells = code_cells(notebook)
@@ -171,6 +172,7 @@ def test_twenty_lines_are_about_twenty_lines():
     assert num_lines(code_cells(notebook)) <= 37
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_notebook_balance_the_load():
     match = re.search(r"over the mean: ([\d.]+) before, ([\d.]+) after", text(executed(TWENTY_LINES)))
     assert match
@@ -179,6 +181,7 @@ def test_the_steps_of_the_notebook_balance_the_load():
     assert after < 1.25
 
 
+@pytest.mark.slow
 def test_the_training_of_the_notebook_learns_the_language_alike_through_both_implementations():
     printed = text(executed(TRAINING))
     (guessing, floor), *ends = (
@@ -194,6 +197,7 @@ def test_the_training_of_the_notebook_learns_the_language_alike_through_both_imp
     assert "{'jaxmoe_forward': 1, 'jaxmoe_backward': 1}" in printed
 
 
+@pytest.mark.slow
 def test_the_notebook_of_few_bits_shows_what_it_says_of_them():
     printed = text(executed(FEW_BITS))
     bits, weights = zip(
@@ -214,6 +218,7 @@ def test_the_notebook_of_few_bits_shows_what_it_says_of_them():
     assert nv_tokens_wide < nv_tokens_too < 1.1 * nv_tokens_wide
 
 
+@pytest.mark.slow
 def test_the_notebook_of_a_checkpoint_computes_and_writes_what_transformers_does_and_shows_what_formats_cost():
     printed = text(executed(CHECKPOINT))
     assert "transformers by less than 0.0001: True" in printed
@@ -225,6 +230,7 @@ def test_the_notebook_of_a_checkpoint_computes_and_writes_what_transformers_does
     assert 0 < errors[0] < errors[1] < errors[2] < 20
 
 
+@pytest.mark.slow
 def test_the_notebook_of_experts_of_ones_own_trains_adapters_between_dispatch_and_combine():
     printed = text(executed(OWN_EXPERTS))
     assert "without room: 0" in printed

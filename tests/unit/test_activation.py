@@ -153,6 +153,7 @@ def test_functions_of_jax_that_the_table_has_are_taken_for_their_names(function,
     np.testing.assert_allclose(resolve(function).value(x, None), function(x), rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_function_that_is_silu_computes_and_differentiates_what_the_name_does(implementation):
     for function in (lambda gate, up: gate * jax.nn.sigmoid(gate) * up, lambda gate: gate * jax.nn.sigmoid(gate)):

@@ -49,6 +49,7 @@ def make_mesh(ranks: int = RANKS) -> jax.sharding.Mesh:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "routing"), [("bf16", "uniform"), ("f16", "uniform"), ("f16", "zipf"), ("bf16", "one-hot")]
 )
@@ -83,6 +84,7 @@ def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path,
     assert max(map(len, lines[2:])) <= 186
 
 
+@pytest.mark.slow
 def test_all_numbers_of_ranks_of_a_list_are_measured_in_its_order_and_compared_from_two_ranks_on(tmp_path, capsys):
     chosen = options(TINY, ranks=(1, 2, 4), implementations=("megakernel", "xla"))
     status, results = run(chosen, tmp_path / "results")

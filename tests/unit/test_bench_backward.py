@@ -94,6 +94,7 @@ def test_every_implementation_has_all_passes_and_they_pass_the_check(tmp_path):
     assert results[5]["times_faster"] == {"xla": results[4]["microseconds"] / results[5]["microseconds"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "routing"), [("f16", "zipf"), ("bf16", "one-hot")])
 def test_gradients_of_uneven_routings_pass_the_check(dtype, routing, tmp_path):
     chosen = options(implementations=("megakernel", "xla"), dtype=dtype, routing=routing)
@@ -127,6 +128,7 @@ def test_a_backward_pass_computes_no_output_and_both_computes_everything():
             assert (results.gradients.experts is None) == (pass_name == "frozen")
 
 
+@pytest.mark.slow
 def test_a_backward_pass_shows_and_sweeps_its_own_plan(tmp_path, capsys):
     sweep = Sweep(unit_tiles=(1,), lag_units=(0, 2), segment_tiles=(1, 3))
     chosen = options(

@@ -81,6 +81,7 @@ def test_with_the_megakernel_programs_of_every_kind_return_what_layer_and_other_
     assert_equal_to_their_parts(results)
 
 
+@pytest.mark.slow
 def test_experts_that_are_rounded_in_every_call_return_what_layer_and_other_work_return_alone():
     assert_equal_to_their_parts(
         measured("plain", "train", implementation="megakernel", precision="fp8", shape=IN_8_BITS)
@@ -93,16 +94,19 @@ def test_experts_with_given_scales_return_what_layer_and_other_work_return_alone
     assert_equal_to_their_parts(results)
 
 
+@pytest.mark.slow
 def test_with_xla_programs_return_what_layer_and_other_work_return_alone():
     assert_equal_to_their_parts(measured("train_norm", implementation="xla"))
 
 
+@pytest.mark.slow
 def test_with_experts_in_4_bits_programs_return_what_layer_and_other_work_return_alone():
     shape = LayerShape(64, 64, 8, 2)
     results = measured("train_router", "two_layers", dtype="mxfp4-a16", shape=shape, implementation="megakernel")
     assert_equal_to_their_parts(results)
 
 
+@pytest.mark.slow
 def test_over_hosts_programs_return_what_layer_and_other_work_return_alone():
     network = NetworkPlan(1, "send", 1, 8)
     assert_equal_to_their_parts(measured("train", "gathers", implementation="megakernel", network=network))
@@ -323,6 +327,7 @@ def test_calls_that_have_become_slow_end_in_time(monkeypatch):
     assert len(clock.numbers) == 3 + 3 * windows.MOST_WINDOW_CALLS
 
 
+@pytest.mark.slow
 def test_a_program_longer_than_its_parts_is_timed_in_rounds_inside_one_jit_too(monkeypatch):
     monkeypatch.setattr(beside, "is_longer", lambda *_: True)
     results = measured("train", "groups", "callback")

@@ -47,6 +47,7 @@ def test_what_differs_has_no_figures(monkeypatch):
     assert told["in turn"] == "other bits than one micro-batch after the other"
 
 
+@pytest.mark.slow
 def test_zeros_and_dropped_rows_and_other_timed_rounds_have_no_figures(monkeypatch):
     told = lambda: {result.line: result.failure for result in measured(monkeypatch)}  # noqa: E731
     with monkeypatch.context() as planted:

@@ -41,6 +41,7 @@ def run(chosen: Options, path: Path) -> tuple[int, list[dict[str, Any]]]:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "fp8-static", "fp8-static-fast"])
 def test_a_layer_in_8_bits_has_its_error_beside_that_of_rounding(dtype, tmp_path, capsys):
     status, results = run(options(dtype, "megakernel", "xla"), tmp_path / "results")

@@ -300,6 +300,7 @@ def test_an_implementation_that_this_machine_does_not_have_ends_with_one_line():
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_compiling_ends_with_one_line_and_status_130(tmp_path):
     process = subprocess.Popen(
         # What a shell starts in the background, the tests for instance, has Ctrl-C ignored.

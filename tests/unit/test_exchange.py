@@ -249,6 +249,7 @@ def test_compiled_kernels_are_chosen_on_gpus_that_can_run_them(monkeypatch):
 # --- what the documentation shows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run_and_give_what_moe_layer_gives():
     names: dict[str, Any] = {}
     page = (Path(__file__).parents[2] / "docs" / "exchange.md").read_text()

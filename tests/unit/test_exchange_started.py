@@ -40,6 +40,7 @@ def in_turn(x: Any, other: Any, ids: Any, weights: Any, matrices: Any, beside: b
     return y, jaxmoe.start_combine(others, weights, second.handle).finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_beside_the_other_gives_what_one_after_the_other_gives_with_gradients(implementation):
     given, mesh = arrays(), mesh_of("data", "expert")

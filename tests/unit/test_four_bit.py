@@ -556,6 +556,7 @@ def test_nvfp4_through_e4m3_is_rounded_with_a_power_of_two_for_each_block(larges
     assert relative_error(found, exact) < 2.0**-4
 
 
+@pytest.mark.slow
 def test_the_error_of_nvfp4_through_e4m3_is_what_its_docs_say():
     experts = jaxmoe.through_e4m3(jitted("nvfp4")(experts_of(3, 2, 512, 256)))
     for matrix in (experts.w_gate, experts.w_up, experts.w_down):

@@ -126,6 +126,7 @@ def test_a_forward_and_a_backward_pass_slice_no_weights(layout, implementation):
 # --- where they go ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @LAYOUT
 def test_a_training_step_of_scanned_layers_with_a_balance_loss_is_that_of_experts_apart(layout):
     apart = inputs(None)
@@ -152,6 +153,7 @@ def test_a_training_step_of_scanned_layers_with_a_balance_loss_is_that_of_expert
         assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.slow
 @LAYOUT
 def test_over_hosts_they_are_what_they_are_on_one(layout):
     arguments = inputs(layout)
@@ -174,6 +176,7 @@ def test_tokens_in_16_bits_take_them_in_float32_and_their_gradients_are_float32(
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(of_experts))
 
 
+@pytest.mark.slow
 def test_a_precision_rounds_what_they_are_apart():
     arguments = inputs("interleaved")
     apart = arguments._replace(experts=arguments.experts.split())

@@ -68,6 +68,7 @@ def test_the_layer_with_transformer_engine_s_arguments_is_the_dense_one():
     assert int(names["rows_per_expert"].sum()) == 8 * 32 * 4
 
 
+@pytest.mark.slow
 def test_the_recipe_s_gradients_lie_as_its_parameters_do():
     names = run_page("docs/recipe.md")
     assert names["mesh"].size == 8

@@ -66,6 +66,7 @@ def test_symbolic_sizes_are_refused_by_flax_layers_and_explain_too():
             run(x)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_vjp_can_be_exported_for_each_size():
     run: Any = jax.jit(lambda *arguments: jaxmoe.moe_layer(*arguments, axis_name=None, implementation="xla"))
     for tokens in (64, 3):
