@@ -14,6 +14,7 @@
 #include "cuda/kernel/exchange/publish.cuh"
 #include "cuda/kernel/exchange/sort.cuh"
 #include "cuda/kernel/exchange/sums_at_experts.cuh"
+#include "cuda/kernel/gemm/rehearsal.cuh"
 
 namespace jaxmoe::ends {
 
@@ -73,6 +74,7 @@ __device__ __forceinline__ void prepare_stages(const Cta<Variant>& cta) {
   GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
   ptx::fence_mbarrier_init();
   for (int32_t& number : cta.shared.task_numbers) number = -1;
+  rehearsal::prepare(cta);
   if constexpr (kAddsUpEarly<Variant>) {
     cta.shared.sums = {};
     if (combine::announces_alone(cta)) --cta.shared.crew.dispatchers;

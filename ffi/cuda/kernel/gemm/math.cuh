@@ -19,6 +19,7 @@
 #include "cuda/kernel/gemm/epilogues/weight_gradient.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 #include "cuda/kernel/gemm/products.cuh"
+#include "cuda/kernel/gemm/rehearsal.cuh"
 #include "cuda/kernel/gemm/scales.cuh"
 #include "cuda/kernel/gemm/shared_steps.cuh"
 #include "cuda/kernel/gemm/steps.cuh"
@@ -34,7 +35,8 @@ __device__ __forceinline__ int32_t rows_left(const Cta<Variant>& cta, const Task
   if constexpr (Cta<Variant>::kWeightGradients) {
     if (is_weight_gradient(task.gemm)) rows = epilogue::weight_rows_left(cta, task);
   }
-  return Variant::Precision::kPacked ? rows : rows - Roles::kWarpgroupRows * thread.warpgroup;
+  if constexpr (Variant::Precision::kPacked) return rehearsal::is_one<Variant>(task) ? 0 : rows;
+  return rows - Roles::kWarpgroupRows * thread.warpgroup;
 }
 
 // Whether rows go to where each has a target: at other ranks, or in the caller's array.
@@ -88,8 +90,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   for (;;) {
     const Task& task = queue.next(ring, position);
     if (task.rows == kNoMoreTasks) break;
-    track.mark(EventKind::kWaitStages, task);
-    const int32_t steps = Products::template with<DepthOf>(
+    // Asked of shared memory each time: there is no register for it.
+    const auto rehearses = [&] { return rehearsal::is_one<Variant>(task); };
+    if (!rehearses()) track.mark(EventKind::kWaitStages, task);
+    const int32_t steps = rehearses() ? 0 : Products::template with<DepthOf>(
         task.gemm, [&](auto depth) { return decltype(depth)::steps(p, task); });
     const int32_t rows = rows_left(cta, task, thread);
     // Asked of shared memory again where recording leaves no register to hold it.
@@ -111,6 +115,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       }
     };
     ptx::Accumulators sums;
+    // Whatever they are: a rehearsal multiplies nothing.
+    if constexpr (rehearsal::kTasks<Variant> > 0) ptx::own_accumulators(sums);
     // Inlined whatever its size: of a call, sums would lie in memory.
     const auto multiply_task = [&](auto factors) __attribute__((always_inline)) {
       using Factors = decltype(factors);
@@ -126,25 +132,31 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       return has_rows;
     };
     const bool computed = Products::template with<FactorsOf>(task.gemm, multiply_task);
-    track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
+    if (!rehearses()) track.mark(computed ? event_of(task.gemm) : EventKind::kNoRows, task);
     if constexpr (kLateTargets) target = target_of(cta, task, stored_row<Variant>(thread));
     // In a backward pass also without rows: stages and biases are left.
-    if (kBackward || computed) {
+    if (kBackward || computed || rehearses()) {
       Products::template with<EpilogueOf>(task.gemm, [&](auto of_product) {
         using Epilogue = decltype(of_product);
         if constexpr (std::is_same_v<Epilogue, epilogue::HGradients>) {
           Epilogue::run(cta, ring, position, task, in_epilogue(), computed, sums);
-        } else if (computed) {
-          if constexpr (is_answer<Epilogue>) answers_track(cta, thread).start();
+        } else if (computed || rehearses()) {
+          if constexpr (is_answer<Epilogue>) {
+            if (!rehearses()) answers_track(cta, thread).start();
+          }
           Epilogue::run(cta, task, in_epilogue(), target, sums);
         }
         if constexpr (requires { Epilogue::run_beside(cta, task, thread, target); }) {
           Epilogue::run_beside(cta, task, in_epilogue(), target);
         }
       });
-      track.mark(EventKind::kEpilogue, task);
+      if (!rehearses()) track.mark(EventKind::kEpilogue, task);
     }
-    queue.stored();
+    if (rehearses()) {
+      track.start();
+    } else {
+      queue.stored();
+    }
   }
   queue.finish(ring, position);
 }

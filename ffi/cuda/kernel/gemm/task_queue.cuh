@@ -13,6 +13,7 @@
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/epilogues/rows.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
+#include "cuda/kernel/gemm/rehearsal.cuh"
 
 namespace jaxmoe {
 
@@ -23,21 +24,25 @@ __device__ __forceinline__ auto answers_track(const Cta<Variant>& cta, const Mat
 }
 
 // There is no register left for what is needed once a task. So it is counted in shared memory how many tasks this warp
-// has begun, and both the one in hand and the one before it are looked up in the queue, where they stay long enough
+// has begun, from below zero on where it rehearses some (rehearsal.cuh), and both the one in hand and the one before it are looked up in the queue, where they stay long enough
 // (KernelStorage::tasks). All lanes of the warp call everything here.
 template <class Variant>
 class TaskQueue {
   using Ring = typename GemmShape<Variant>::Ring;
 
  public:
-  __device__ TaskQueue(const Cta<Variant>& cta, const MathThread& thread) : cta_(cta), thread_(thread) { begun() = 0; }
+  __device__ TaskQueue(const Cta<Variant>& cta, const MathThread& thread) : cta_(cta), thread_(thread) {
+    begun() = -rehearsal::kTasks<Variant>;
+  }
 
-  // The next task, once its first stage is there. Valid until the one after it has been taken and begun. Its rows are
-  // kNoMoreTasks after the last.
+  // The next task, once its first stage is there; before the first one those that are rehearsed, which have no stages. Valid
+  // until the one after it has been taken and begun. Its rows are kNoMoreTasks after the last.
   __device__ __forceinline__ const Task& next(const Ring& ring, typename Ring::Position position) {
-    // Where the next task is not there yet, it may be waiting for this very release.
-    if (!announced_ && !ring.is_full(position)) announce_stored(1);
-    ring.wait(position);
+    if (rehearsal::kTasks<Variant> == 0 || begun() >= 0) {
+      // Where the next task is not there yet, it may be waiting for this very release.
+      if (!announced_ && !ring.is_full(position)) announce_stored(1);
+      ring.wait(position);
+    }
     const Task& task = in_queue(0);
     const int32_t next = begun() + 1;
     __syncwarp();

@@ -93,7 +93,7 @@ struct AcrossEightBitH {
     std::byte* const lines = cta.shared.gemm.staging.of_warpgroup(thread.warpgroup);
     auto& largest = *reinterpret_cast<LargestOfWarps*>(cta.shared.gemm.staging.of_warpgroup(0) + kLinesBytes);
     const int first_sharing = kGated ? 0 : Roles::kWarpgroupWarps * thread.warpgroup;
-    const bool notes = thread.warp == first_sharing && thread.lane < 4 && columns > 0;
+    const bool notes = thread.warp == first_sharing && columns > 0;
     const bool even_first = turned::has_even_first(task.rows);
     const int t = thread.lane % 4;
 #pragma unroll
@@ -110,34 +110,32 @@ struct AcrossEightBitH {
         if (thread.lane < 4) *reinterpret_cast<uint2*>(&largest.of[thread.warp][8 * i + 2 * t]) = of_rows;
       }
       meet_math_warps();
+      // Each warp finds the scales of all rows, a lane that of one, and hands them round: two divisions are much of the code.
+      uint32_t of_row = 0;
+#pragma unroll
+      for (int warp = 0; warp < kSharing; ++warp) of_row = max(of_row, largest.of[first_sharing + warp][thread.lane]);
+      const RowScale scale = RowScale::of_largest(of_row, p.power_of_two_scales, p.scale_of_h());
 #pragma unroll
       for (int i = 0; i < Lines::kRows / 8; ++i) {
         if (first_row + 8 * i >= task.rows) break;
         const float* const numbers = h.values + 4 * (pass * Lines::kRows / 8 + i);
-        uint2 of_rows{0, 0};
-#pragma unroll
-        for (int warp = 0; warp < kSharing; ++warp) {
-          const uint2 of_warp = *reinterpret_cast<const uint2*>(&largest.of[first_sharing + warp][8 * i + 2 * t]);
-          of_rows = {max(of_rows.x, of_warp.x), max(of_rows.y, of_warp.y)};
-        }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const RowScale scale =
-              RowScale::of_largest(j == 0 ? of_rows.x : of_rows.y, p.power_of_two_scales, p.scale_of_h());
           const int32_t in_pass = 8 * i + 2 * t + j;
-          if (notes && first_row + in_pass < task.rows) {
-            const int64_t ring_row = ring_row_of<Variant>(task, first_row + in_pass);
-            ring_scales(cta, p.layout.h, p.shape.intermediate)[ring_scale(
-                Tiling::kRows, ring_row, scale_blocks(p.shape.intermediate), first_column / kScaleColumns)] = scale.scale;
-          }
+          const float inverse = __shfl_sync(0xffffffff, scale.inverse, in_pass);
           std::byte* const line = lines + in_pass * Lines::kStride;
 #pragma unroll
           for (int n = 0; n < 2 * kBlocks; ++n) {
             const int32_t column = 16 * kBlocks * (thread.warp % Roles::kWarpgroupWarps) + 8 * n + thread.lane / 4;
-            const float number = numbers[64 * (n / 2) + 2 * (n % 2) + j] * scale.inverse;
+            const float number = numbers[64 * (n / 2) + 2 * (n % 2) + j] * inverse;
             line[turned::place_of_byte(column, even_first)] = static_cast<std::byte>(Precision::pack(number, 0.0f));
           }
         }
+      }
+      if (notes && first_row + thread.lane < task.rows) {
+        const int64_t ring_row = ring_row_of<Variant>(task, first_row + thread.lane);
+        ring_scales(cta, p.layout.h, p.shape.intermediate)[ring_scale(
+            Tiling::kRows, ring_row, scale_blocks(p.shape.intermediate), first_column / kScaleColumns)] = scale.scale;
       }
       ptx::fence_proxy_async_shared();
       meet_warpgroup(thread);
