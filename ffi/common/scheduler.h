@@ -99,8 +99,11 @@ inline constexpr int32_t kOwnColumns = 32;
 template <Pass kPass>
 class TaskWalk {
  public:
-  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert)
-      : shape_(shape), schedule_(schedule), first_(schedule, rows_per_expert, shape.local_experts()),
+  // `narrow`: of the same rows; none where that is not known.
+  JAXMOE_ANY TaskWalk(const Shape& shape, const Schedule& schedule, const int32_t* rows_per_expert,
+                      const NarrowExperts& narrow = {})
+      : shape_(shape), schedule_(schedule), rows_per_expert_(rows_per_expert), narrow_experts_(narrow),
+        first_(schedule, rows_per_expert, shape.local_experts()),
         middle_(schedule, rows_per_expert, shape.local_experts()),
         last_(schedule, rows_per_expert, shape.local_experts()),
         gate_up_columns_(h_tiles(shape, schedule.tile)),
@@ -108,6 +111,7 @@ class TaskWalk {
 
   // The task with that number; false after the last. The numbers asked of one walk must not fall.
   JAXMOE_ANY bool seek(int32_t number, Task& task) {
+    if (kPass == Pass::kForward && narrow_experts_.count() > 0) return take_of_narrow(number, task);
     while (number - earlier_tasks_ >= section_tasks_) {
       if (pass_one_tile_experts(number)) continue;
       earlier_tasks_ += section_tasks_;
@@ -203,6 +207,38 @@ class TaskWalk {
     return has_unit_ || nth_gemm_ < kGemmsOfUnit - 1 || step_ < nth_gemm_ * schedule_.lag_units;
   }
 
+  // The task of a forward pass with that number, where every expert with rows has one narrow tile: then units are
+  // experts, and each has as many tasks as the next. Walking, even by the short cut below, may take as long as a task.
+  JAXMOE_ANY bool take_of_narrow(int32_t number, Task& task) {
+    const int32_t units = narrow_experts_.count(), lag = at_most(schedule_.lag_units, units);
+    const int32_t up = tasks_of_one_tile(Gemm::kGateUp, 1), down = tasks_of_one_tile(Gemm::kDown, 1);
+    // First `lag` units of gate_up alone, then one of each in turn, then `lag` units of down alone.
+    const int32_t in_turn = number - lag * up, last = in_turn - (units - lag) * (up + down);
+    int32_t unit, position;
+    if (in_turn < 0) {
+      gemm_ = Gemm::kGateUp;
+      unit = number / up;
+      position = number - unit * up;
+    } else if (last < 0) {
+      unit = in_turn / (up + down);
+      position = in_turn - unit * (up + down);
+      gemm_ = position < up ? Gemm::kGateUp : Gemm::kDown;
+      if (gemm_ == Gemm::kGateUp) unit += lag;
+      if (gemm_ == Gemm::kDown) position -= up;
+    } else {
+      gemm_ = Gemm::kDown;
+      const int32_t of_last = last / down;
+      unit = units - lag + of_last;
+      if (unit >= units) return false;
+      position = last - of_last * down;
+    }
+    const int32_t expert = narrow_experts_.expert(unit);
+    unit_ = {expert, unit, 1, 0, rows_per_expert_[expert], unit};
+    begin_section();
+    take_tile(position, task);
+    return true;
+  }
+
   // A short cut through a forward pass whose experts have a tile each, as in a decode batch: there a worker passes some
   // 20 sections between two of its tasks, 0.24 us for each by next_section(), and no stage is loaded meanwhile. Passes
   // this section and the one behind it, of the other GEMM, as often as the number is further on. Returns whether it
@@ -279,6 +315,8 @@ class TaskWalk {
 
   const Shape& shape_;
   const Schedule& schedule_;
+  const int32_t* const rows_per_expert_;
+  const NarrowExperts narrow_experts_;
   UnitWalk first_;   // of the gate/up GEMM
   UnitWalk middle_;  // of h_gradient; a forward pass has none
   UnitWalk last_;    // of the down GEMM, of token_gradient

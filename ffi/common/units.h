@@ -3,6 +3,7 @@
 // tasks of units. Property tests: tests/unit/test_schedule_units.py.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common/shape.h"
@@ -42,6 +43,54 @@ JAXMOE_ANY constexpr void mark_experts_without_rows(int32_t* rows_per_expert, in
     if (rows <= 0) rows = 1 - behind;
   }
 }
+
+// The experts that have rows, where each of them has one narrow tile and no more, as in a decode batch. There tasks follow
+// from their numbers (scheduler.h).
+class NarrowExperts {
+ public:
+  static constexpr int32_t kOfWord = 32;  // experts, the first one at the lowest bit
+  JAXMOE_ANY static constexpr int32_t words(int32_t num_experts) { return ceil_div(num_experts, kOfWord); }
+  // Experts that a word names.
+  JAXMOE_ANY static constexpr int32_t bits_of(uint32_t word) {
+#if defined(__CUDA_ARCH__)
+    return __popc(word);
+#else
+    return std::popcount(word);
+#endif
+  }
+
+  // None are known.
+  constexpr NarrowExperts() = default;
+  // Their number, and a bit for each. Both have to outlive this: for them and for what follows from them there are no
+  // registers.
+  JAXMOE_ANY constexpr NarrowExperts(const int32_t& count, const uint32_t* bits) : count_(&count), bits_(bits) {}
+
+  // 0: some have more than a narrow tile, or nothing is known.
+  JAXMOE_ANY constexpr int32_t count() const { return count_ == nullptr ? 0 : *count_; }
+  // The nth of them.
+  JAXMOE_ANY constexpr int32_t expert(int32_t nth) const {
+    int32_t expert = 0;
+    const uint32_t* word = bits_;
+    for (int32_t here = bits_of(*word); nth >= here; here = bits_of(*++word)) {
+      nth -= here;
+      expert += kOfWord;
+    }
+    uint32_t left = *word;
+    for (int32_t half = kOfWord / 2; half > 0; half /= 2) {
+      const uint32_t lower = left & ((1u << half) - 1);
+      const int32_t here = bits_of(lower);
+      const bool above = nth >= here;
+      nth -= above ? here : 0;
+      expert += above ? half : 0;
+      left = above ? left >> half : lower;
+    }
+    return expert;
+  }
+
+ private:
+  const int32_t* count_ = nullptr;
+  const uint32_t* bits_ = nullptr;
+};
 
 // The segments of a rank, in order. The tiles of an expert are spread evenly over as few segments as hold them.
 class SegmentWalk {

@@ -17,6 +17,7 @@
 #include "host/decode.h"
 #include "host/executor.h"
 #include "host/launch.h"
+#include "host/masked_experts.h"
 #include "host/products.h"
 #include "host/rank_memory.h"
 #include "host/rank_roles.h"
@@ -92,7 +93,8 @@ class Rank : RankRoles<Precision> {
   }
 
   void take_tasks(const RowCounts& counts, int32_t worker, TrackRecorder& track) {
-    TaskWalk<kPass> walk(m_.shape, m_.schedule, counts.rows_per_expert.data());
+    const MaskedExperts masked(m_.schedule, counts.rows_per_expert.data(), m_.shape.local_experts());
+    TaskWalk<kPass> walk(m_.shape, m_.schedule, counts.rows_per_expert.data(), masked.narrow());
     const std::atomic_ref<uint32_t> taken(m_.control().tasks_taken[launch_number_ & 1]);
     for (Task task; walk.seek(static_cast<int32_t>(taken.fetch_add(1, std::memory_order_relaxed)), task);) {
       for (int32_t nth = 0; nth < num_waits(m_.schedule, task); ++nth) {

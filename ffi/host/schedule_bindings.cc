@@ -22,6 +22,7 @@
 #include "host/argument_checks.h"
 #include "host/executor_bindings.h"
 #include "host/layout_bindings.h"
+#include "host/masked_experts.h"
 #include "host/struct_bindings.h"
 
 namespace py = pybind11;
@@ -169,7 +170,8 @@ std::vector<Unit> units(const Schedule& schedule, const Rows& rows_per_expert) {
   return all_of<Unit>(UnitWalk(schedule, rows_per_expert.data(), static_cast<int32_t>(rows_per_expert.size())));
 }
 
-std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert, int32_t worker) {
+std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows& rows_per_expert, int32_t worker,
+                        bool walks) {
   check(shape, schedule, rows_per_expert);
   require_range("worker", worker, 0, schedule.workers);
   std::vector<Task> items;
@@ -185,7 +187,8 @@ std::vector<Task> tasks(const Shape& shape, const Schedule& schedule, const Rows
   } else if (schedule.is_second_half()) {
     take_all(TaskWalk<Pass::kMatmulCombine>(shape, schedule, rows_per_expert.data()));
   } else {
-    take_all(TaskWalk<Pass::kForward>(shape, schedule, rows_per_expert.data()));
+    const MaskedExperts masked(schedule, rows_per_expert.data(), shape.local_experts());
+    take_all(TaskWalk<Pass::kForward>(shape, schedule, rows_per_expert.data(), walks ? NarrowExperts() : masked.narrow()));
   }
   return items;
 }
@@ -264,7 +267,8 @@ void define_scheduler(py::module_& module) {
   module.def("segments", &segments, py::arg("schedule"), py::arg("rows_per_expert"), "The segments, in order.");
   module.def("units", &units, py::arg("schedule"), py::arg("rows_per_expert"), "The units of a rank, in order.");
   module.def("tasks", &tasks, py::arg("shape"), py::arg("schedule"), py::arg("rows_per_expert"), py::arg("worker"),
-             "The tasks of one worker, in stream order.");
+             py::arg("walks") = false,
+             "The tasks of one worker, in stream order. walks: also where they would follow from their numbers.");
   module.attr("BLOCKS") = Tiling::kBlocks;
   module.attr("SAVED_PART") = kSavedPart;
   module.attr("SHARED_COLUMNS") = kSharedColumns;

@@ -283,6 +283,29 @@ def test_beside_rows_in_8_bits_experts_through_e4m3_are_decoded_ahead_where_they
                 limits.check_megakernel(shape, "cpu", resolve("silu"), KernelPlan(1, 0, 10**6, weight_slots=8))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "nvfp4", "platform", "lag_and_ring"),
+    [
+        (64, False, "gpu", (24, 64)),
+        (64, True, "gpu", (16, 32)),  # decoded ahead
+        (64, False, "cpu", (1, 18)),
+        (4096, False, "gpu", (9, 43)),  # 512 rows to an expert
+    ],
+)
+def test_where_workers_have_two_short_tasks_in_hand_more_units_lie_between_the_gemms(
+    tokens, nvfp4, platform, lag_and_ring
+):
+    of_matrix, scale = (jnp.float32, jnp.float8_e4m3fn) if nvfp4 else (None, jnp.float8_e8m0fnu)
+    weights = Format(jnp.float4_e2m1fn, 1, 16 if nvfp4 else 32, scale, of_matrix, through_e4m3=nvfp4)
+    formats = dataclasses.replace(Formats.of(jnp.bfloat16), tokens=ROWS, h=ROWS, weights=weights)
+    shape = Shape(tokens, 2048, 768, num_experts=128, top_k=8, ranks=2, formats=formats)
+    plan = kernel_plan(shape, platform)
+    assert (plan.lag_units, plan.ring_tiles) == lag_and_ring
+    assert any(reason.startswith(f"lag_units={plan.lag_units}: ") for reason in plan.reasons)
+    wide = kernel_plan(dataclasses.replace(shape, formats=Formats.of(jnp.bfloat16)), "gpu")
+    assert tokens > 64 or (wide.lag_units, wide.ring_tiles) == (16, 32)
+
+
 @pytest.mark.parametrize("nvfp4", [False, True])
 def test_a_gpu_decodes_at_most_448_experts_of_a_rank_ahead_beside_rows_in_8_bits(monkeypatch, nvfp4):
     monkeypatch.setattr(limits, "check_platform", lambda *_: None)

@@ -264,10 +264,10 @@ def test_a_worker_that_passes_many_experts_of_one_tile_finds_the_tasks_of_one_th
     rows = data.draw(st.lists(st.integers(0, schedule.tile.rows + 1), min_size=1, max_size=60))
     shape = with_fields(shape, num_experts=len(rows), tokens=sum(rows))
     # One that takes every task has a next section at most one task away.
-    every = steps.tasks(shape, with_fields(schedule, workers=1), rows, 0)
+    every = steps.tasks(shape, with_fields(schedule, workers=1), rows, 0, walks=True)
     for marked in (rows, steps.mark_experts_without_rows(rows)):
         for worker in range(schedule.workers):
-            assert steps.tasks(shape, schedule, marked, worker) == every[worker :: schedule.workers]
+            assert steps.tasks(shape, schedule, marked, worker, walks=True) == every[worker :: schedule.workers]
 
 
 def test_a_mark_says_how_many_experts_behind_have_no_rows_either():
@@ -311,3 +311,20 @@ def test_saved_units_have_no_gate_up_their_hidden_gradients_wait_for_rows_and_no
             assert waits == [steps.Wait(Signal.rows_arrived, task.row_tile, task.rows)]
         else:
             assert waits == steps.waits_before(shape, schedule, before)
+
+
+@given(problem=problems(ranks=st.just(1), segment_tiles=FORWARD), data=st.data())
+@settings(max_examples=300)
+def test_tasks_of_experts_with_one_narrow_tile_follow_from_their_numbers(problem, data):
+    shape, schedule, _ = problem
+    narrow_rows = data.draw(st.integers(1, schedule.tile.rows))
+    lag = data.draw(st.integers(0, 40))
+    ring_tiles = (lag + 1) * schedule.unit_tiles
+    schedule = with_fields(schedule, lag_units=lag, ring_tiles=ring_tiles, narrow_rows=narrow_rows)
+    schedule = with_fields(schedule, share_columns=data.draw(st.integers(0, 1)))
+    rows = data.draw(st.lists(st.integers(0, narrow_rows), min_size=1, max_size=100))
+    shape = with_fields(shape, num_experts=len(rows), tokens=sum(rows))
+    for marked in (rows, steps.mark_experts_without_rows(rows)):
+        for worker in range(schedule.workers):
+            walked = steps.tasks(shape, schedule, marked, worker, walks=True)
+            assert steps.tasks(shape, schedule, marked, worker) == walked

@@ -31,6 +31,18 @@ struct SortScratch {
 inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
+// Whether tasks follow from their numbers where experts have one narrow tile each (NarrowExperts in common/units.h): of
+// weights in 4 bits beside rows in 8, whose tasks are so short that a worker's way to the next one counts. In 16 bits
+// memory is the limit; where stages are larger there is no room to say which experts have rows.
+template <class Variant>
+inline constexpr bool kMasksExperts = Variant::Precision::kPacked && Variant::Precision::kTokens.is_scaled();
+template <int32_t kExperts>
+struct ExpertMasks {
+  uint32_t with_rows[NarrowExperts::words(kExperts)];
+  int32_t narrow;  // experts with rows, if none has more than a narrow tile; else 0
+};
+struct NoExpertMasks {};
+
 struct NothingToDecode {};
 
 // Where a dispatch warp decodes to 8 bits, it has no registers for its walk over chunks meanwhile: those of math warps
@@ -89,6 +101,8 @@ struct KernelStorage {
   typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
   int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
   int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none
+  [[no_unique_address]] std::conditional_t<kMasksExperts<Variant>, ExpertMasks<kRoomForExperts<Variant>>,
+                                           NoExpertMasks> experts;
   int32_t source_counts[Roles::kDispatchWarps][kMaxPeers];  // slots of each source for the expert in hand
   [[no_unique_address]] std::conditional_t<kAddsUpEarly<Variant>, TakenSums, NoTakenSums> sums;
   // The next expert of each dispatch warp.

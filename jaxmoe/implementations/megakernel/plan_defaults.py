@@ -3,6 +3,8 @@
 `layer.py` and the benchmark also ask for the backward plan that goes with a plan.
 """
 
+import math
+
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.schedule import (
@@ -25,6 +27,11 @@ UNIT_TILES_ON_CPU = 2
 WORKERS_OF_A_GPU = 66
 LAG_WAVES = 1.5
 MOST_LAG_UNITS = 16
+# The same of weights in 4 bits beside rows in 8, few to an expert: there a worker knows its next task at once, so that
+# it has two in hand, and units are short (ffi/common/scheduler.h, take_of_narrow()). And how many rounds of all tasks
+# the ring has room for beyond the lag. Measured for qwen3-30b-a3b alone (docs/performance.md).
+MOST_LAG_UNITS_IN_HAND = 24
+RING_WAVES_IN_HAND = 4.2
 # Rows that a warp pulls at a time. Few, where the start counts: all warps pull at once, and the first tile is there
 # when all its chunks are. Fewer still, where a decode batch has hardly more rows than there are warps; more, where a
 # rank pulls more bytes than this.
@@ -63,6 +70,8 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
     weight_slots, lag_units, slot_reasons = _forward_slots(shape, platform, lag_units)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
+    if _has_two_in_hand(shape, platform, unit_tiles):
+        beyond = max(beyond, math.ceil(RING_WAVES_IN_HAND * WORKERS_OF_A_GPU / _narrow_tasks(shape, platform)))
     most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
     ring_tiles = max(min(wanted, most), 1)
     ring_reason = f"ring_tiles={ring_tiles}: " + (
@@ -244,6 +253,19 @@ def _is_narrow(shape: Shape, platform: str, unit_tiles: int) -> bool:
     return unit_tiles == 1 and rows_per_expert(shape) <= tile_sizes(shape, platform).rows // 2
 
 
+def _has_two_in_hand(shape: Shape, platform: str, unit_tiles: int) -> bool:
+    """Whether tasks follow from their numbers, as in the kernel for weights in 4 bits beside rows in 8."""
+    if platform == "cpu" or not shape.formats.tokens.scale_rows:
+        return False
+    return decodes_in_registers(shape, platform) and _is_narrow(shape, platform, unit_tiles)
+
+
+def _narrow_tasks(shape: Shape, platform: str) -> int:
+    """Tasks of an expert with one narrow tile, two column tiles each."""
+    tile = tile_sizes(shape, platform)
+    return -(-shape.intermediate // (2 * tile.h_columns)) + -(-shape.hidden // (2 * tile.columns))
+
+
 def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     if platform == "cpu":
         return UNIT_TILES_ON_CPU, (
@@ -272,8 +294,9 @@ def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
     columns = -(-shape.intermediate // tile.h_columns)
     narrow = _is_narrow(shape, platform, unit_tiles)
     tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
-    lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), MOST_LAG_UNITS)
+    most = MOST_LAG_UNITS_IN_HAND if _has_two_in_hand(shape, platform, unit_tiles) else MOST_LAG_UNITS
+    lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), most)
     return lag, (
         f"lag_units={lag}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "
-        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {MOST_LAG_UNITS} units at most"
+        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {most} units at most"
     )

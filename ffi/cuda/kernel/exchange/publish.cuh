@@ -176,6 +176,7 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
   const bool usable = are_inputs_usable(cta);
   const int lane = threadIdx.x % 32;
   const int32_t local = p.shape.local_experts();
+  bool has_more = false;  // some expert that this thread has counted
   for (int32_t first = threadIdx.x - lane; first < local; first += blockDim.x) {
     const int32_t expert = first + lane;
     int32_t rows = 0;
@@ -186,12 +187,30 @@ __device__ void wait_for_inputs(const Cta<Variant>& cta) {
     }
     const int32_t multiple = p.schedule.row_multiple();  // with rows of zeros behind them
     rows = usable ? padded_rows(rows, multiple) : 0;
+    const uint32_t with_rows = __ballot_sync(0xffffffff, rows > 0);
+    if constexpr (kMasksExperts<Variant>) {
+      static_assert(NarrowExperts::kOfWord == Roles::kWarpThreads);
+      if (lane == 0) cta.shared.experts.with_rows[first / NarrowExperts::kOfWord] = with_rows;
+      has_more |= rows > p.schedule.narrow_rows;
+    }
     // As mark_experts_without_rows() does, up to the last of these 32.
-    const uint32_t with_rows = __ballot_sync(0xffffffff, rows > 0) >> lane;
-    const int32_t without = with_rows != 0 ? __ffs(with_rows) - 1 : at_most(local - first, 32) - lane;
+    const uint32_t behind = with_rows >> lane;
+    const int32_t without = behind != 0 ? __ffs(behind) - 1 : at_most(local - first, 32) - lane;
     if (expert < local) cta.shared.rows_per_expert[expert] = rows > 0 ? rows : 1 - without;
   }
-  __syncthreads();
+  if constexpr (kMasksExperts<Variant>) {
+    const int some_have_more = __syncthreads_or(has_more);
+    if (threadIdx.x == 0) {  // for the producer, whose warp this is
+      auto& experts = cta.shared.experts;
+      experts.narrow = 0;
+      for (int32_t i = 0; i < NarrowExperts::words(local) && !some_have_more; ++i) {
+        experts.narrow += NarrowExperts::bits_of(experts.with_rows[i]);
+      }
+    }
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
 }
 
 // Waits until answers may be written at all ranks, and takes the rows that each expert has in the caller's array.

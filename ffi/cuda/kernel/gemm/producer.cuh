@@ -141,6 +141,14 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
 }
 
 template <class Variant>
+__device__ __forceinline__ NarrowExperts narrow_experts(const Cta<Variant>& cta) {
+  if constexpr (kMasksExperts<Variant>) {
+    return {cta.shared.experts.narrow, cta.shared.experts.with_rows};
+  }
+  return {};
+}
+
+template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
   const auto& p = cta.params;
@@ -148,7 +156,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   typename Ring::Position position;
   const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
   track.start();
-  TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert);
+  TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert, narrow_experts(cta));
   int queued = 0;
   TaskNumbers<Variant> numbers(cta);
   TilesOf<Variant> tiles(cta);
