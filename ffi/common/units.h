@@ -61,8 +61,8 @@ class NarrowExperts {
 
   // None are known.
   constexpr NarrowExperts() = default;
-  // Their number, and a bit for each. Both have to outlive this: for them and for what follows from them there are no
-  // registers.
+  // Their number, and a bit for each. Both stay where they are, and have to outlive this: copies take registers that a
+  // kernel does not have.
   JAXMOE_ANY constexpr NarrowExperts(const int32_t& count, const uint32_t* bits) : count_(&count), bits_(bits) {}
 
   // 0: some have more than a narrow tile, or nothing is known.
