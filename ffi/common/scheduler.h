@@ -223,8 +223,11 @@ class TaskWalk {
       unit = in_turn / (up + down);
       position = in_turn - unit * (up + down);
       gemm_ = position < up ? Gemm::kGateUp : Gemm::kDown;
-      if (gemm_ == Gemm::kGateUp) unit += lag;
-      if (gemm_ == Gemm::kDown) position -= up;
+      if (position < up) {
+        unit += lag;
+      } else {
+        position -= up;
+      }
     } else {
       gemm_ = Gemm::kDown;
       const int32_t of_last = last / down;

@@ -1,10 +1,10 @@
 // What math warps do before their first stage is there: they go through the epilogues once, without results. Code that runs
 // for the first time in a launch comes from L2, presumably, a line at a time, and an epilogue is a long stretch of it: the
-// first one took three to five times as long as the others (docs/performance.md), at a time when all multiprocessors wait
-// for it. It has to be the same code and not a copy, so these are tasks like any other, but for products, stores, and
+// first one took several times as long as the others (docs/performance.md), at a time when all multiprocessors wait for
+// it. It has to be the same code and not a copy, so these are tasks like any other, but for products, stores, and
 // signals. Callers: ends.cuh, task_queue.cuh, math.cuh.
 //
-// Of a forward pass. A backward kernel has no registers for it.
+// Of a forward pass; a backward one has not been tried with it.
 #pragma once
 
 #include <cuda_runtime.h>
