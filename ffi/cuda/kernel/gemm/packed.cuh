@@ -34,14 +34,15 @@ struct GroupScales {
   static constexpr int kLessened = 16;
   static constexpr float kToSums = 0x1p16f;
 
-  // Both halves are the scale, whose E8M0 byte is number `byte` of a word. Exact from 2^-108 to 2^17; NaN above and
-  // where it is NaN; numbers with a smaller one are rounded, at last to zero.
-  static __device__ __forceinline__ uint32_t of_power_of_two(uint32_t word, uint32_t byte) {
+  // The halves are those of two groups, the first one whose E8M0 byte is number `byte` of a word, 0 or 1, and the one two
+  // bytes further on. Exact from 2^-108 to 2^17; NaN above and where it is NaN; numbers with a smaller one are rounded, at
+  // last to zero.
+  static __device__ __forceinline__ uint32_t of_powers_of_two(uint32_t word, uint32_t byte) {
     constexpr uint32_t kBias = (126 - kLessened) << 7, kNan = 0x7fc0;
-    const uint32_t pair = __byte_perm(word, 0, 0x4040 | byte | byte << 8);
+    const uint32_t pair = __byte_perm(word, 0, 0x4240 + 0x0101 * byte);
     return __vminu2(pair * 128 + (kBias << 16 | kBias), kNan << 16 | kNan);
   }
-  // The same of an E4M3 byte.
+  // Of an E4M3 byte, in both halves.
   static __device__ __forceinline__ uint32_t of_e4m3(uint32_t word, uint32_t byte) {
     constexpr float kEnlarged = 0x1p110f;
     static_assert(126 - kLessened == 110);
@@ -59,9 +60,10 @@ struct Spread {
 };
 static __constant__ Spread kSpread{(1 << 12) + (1 << 6), (1 << 8) + (1 << 2)};
 
-// Numbers i and i + 4 of the 8 of a word become the halves of pairs[i].
-__device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word, uint32_t scale) {
-  const __nv_bfloat162& factor = reinterpret_cast<const __nv_bfloat162&>(scale);
+// Numbers i and i + 4 of the 8 of a word become the halves of pairs[i], times half `nth` of `scales`.
+__device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word, uint32_t scales, int nth) {
+  const __nv_bfloat162& both = reinterpret_cast<const __nv_bfloat162&>(scales);
+  const __nv_bfloat162 factor = nth == 0 ? __low2bfloat162(both) : __high2bfloat162(both);
   constexpr uint32_t kFirst = 0x000f000f, kSecond = 0x00f000f0, kBits = 0x81c081c0;
   const uint32_t upper = word >> 8;
   const uint32_t bits[4] = {(word & kFirst) * kSpread.first & kBits, (word & kSecond) * kSpread.second & kBits,
@@ -129,14 +131,14 @@ class FromPacked {
   template <int kColumnBlocks, int kBlocks>
   struct Half {
     uint2 columns[2 * kColumnBlocks];
-    uint32_t scales[2 * kColumnBlocks];
+    uint32_t scales[2 * kColumnBlocks];  // half h of each is that of half h of the step
     uint32_t rows[kBlocks <= kFewBlocks ? kBlocks : 1][2][4];  // of each block and word
   };
 
-  // Those of the quad's columns for both halves of a step, where they are one word.
+  // Those of the quad's columns for both halves of a step, where they come in one word.
   template <int kColumnBlocks>
   struct StepScales {
-    uint32_t words[2 * kColumnBlocks];
+    uint32_t pairs[2 * kColumnBlocks];
   };
 
   template <int kColumnBlocks, int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
@@ -152,16 +154,15 @@ class FromPacked {
       OfHalf first, second;
       load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position), 0);
       for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
-        const bool more = step + 1 < steps;
-        const bool full = more && ring.looks_full(position.after());
+        // The last step loads once more what it has, instead of branching around what the others do.
+        const auto next = step + 1 < steps ? position.after() : position;
+        const bool full = ring.looks_full(next);
         auto& stage = ring.stage(position);
         load<kColumnBlocks, kBlocks, kGroup>(second, scales, places, stage, 1);
         multiply_half<kColumnBlocks, kBlocks>(sums, first, places, stage, 0);
-        if (more) {
-          if (!full) track.stall([&] { ring.wait(position.after()); });
-          groups_.template take<kGroup>(part_, step + 1);
-          load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position.after()), 0);
-        }
+        if (!full) track.stall([&] { ring.wait(next); });
+        groups_.template take<kGroup>(part_, step + 1);
+        load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(next), 0);
         multiply_half<kColumnBlocks, kBlocks>(sums, second, places, stage, 1);
         ring.release(position, ptx::read_lane());
         position.advance();
@@ -196,8 +197,8 @@ class FromPacked {
       auto& stage = ring.stage(position);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        decode<kColumnBlocks>(factors[0], loaded, 0);
-        decode<kColumnBlocks>(factors[1], loaded, 1);
+        decode<kColumnBlocks>(factors[0], loaded, half, 0);
+        decode<kColumnBlocks>(factors[1], loaded, half, 1);
         const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a.panel(half)));
         ptx::wgmma_fence();
 #pragma unroll
@@ -238,13 +239,13 @@ class FromPacked {
   // A word of each of the lane's columns, as factors of its two slices.
   template <int kColumnBlocks, int kBlocks>
   __device__ __forceinline__ static void decode(uint32_t (&factors)[2][kColumnBlocks][4],
-                                                const Half<kColumnBlocks, kBlocks>& loaded, int word) {
+                                                const Half<kColumnBlocks, kBlocks>& loaded, int half, int word) {
 #pragma unroll
     for (int block = 0; block < kColumnBlocks; ++block) {
       const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
       uint32_t upper[4], lower[4];
-      decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block]);
-      decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1]);
+      decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block], half);
+      decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1], half);
 #pragma unroll
       for (int slice = 0; slice < 2; ++slice) {
         factors[slice][block][0] = upper[2 * slice];
@@ -290,8 +291,8 @@ class FromPacked {
       if (kGroup == 16) {
         loaded.scales[u] = GroupScales::of_e4m3(groups_.of_column(u, half > 0), t);
       } else {
-        if (half == 0) scales.words[u] = groups_.of_column(u);
-        loaded.scales[u] = GroupScales::of_power_of_two(scales.words[u], 2 * half + t / 2);
+        if (half == 0) scales.pairs[u] = GroupScales::of_powers_of_two(groups_.of_column(u), t / 2);
+        loaded.scales[u] = scales.pairs[u];
       }
     }
   }
@@ -309,7 +310,7 @@ class FromPacked {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t a[2][kColumnBlocks][4];  // of each slice and block of columns
-      decode<kColumnBlocks>(a, loaded, word);
+      decode<kColumnBlocks>(a, loaded, half, word);
       constexpr int kInTurn = kBlocks < 2 ? 1 : 2;  // so that products that add to the same sums are further apart
 #pragma unroll
       for (int i = 0; i < kBlocks; i += kInTurn) {
