@@ -1,6 +1,6 @@
 // A call of the FFI targets jaxmoe_forward and jaxmoe_backward as it arrives from
 // jaxmoe/implementations/megakernel/layer.py: its attributes, its arrays by name, and the sizes that follow from both.
-// The same on both platforms, one handler for both targets: host/layer_handler.cc, cuda/host/layer_handler.cu. What
+// The same on both platforms, one handler for both targets: host/layer_handler.cc, cuda/host/layer_handler.cc. What
 // must hold of a call is in call_checks.h.
 #pragma once
 

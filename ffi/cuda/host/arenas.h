@@ -1,6 +1,6 @@
 // All arenas of this process, found by device and group. A group is known by its GPUs and their processes in the order
 // of ranks: XLA may hand out several communicators for one group, one after the other, and the same numbers of devices
-// can stand for other devices in another program, so neither names it. Caller: cuda/host/layer_handler.cu.
+// can stand for other devices in another program, so neither names it. Caller: cuda/host/layer_handler.cc.
 //
 // The table of arenas has a mutex that is never held while anything waits.
 #pragma once

@@ -1,5 +1,5 @@
 // What a call must be for the CUDA kernels, beyond what it must be on any platform (common/call_checks.h): alike on all
-// devices, so that XLA may hear of it at once. Caller: cuda/host/layer_handler.cu.
+// devices, so that XLA may hear of it at once. Caller: cuda/host/layer_handler.cc.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // How a handler gets XLA's communicator of its group: the collectives extension of the FFI, which jaxlib has since
-// 0.11.2. Caller: cuda/host/layer_handler.cu.
+// 0.11.2. Caller: cuda/host/layer_handler.cc.
 #pragma once
 
 #include <cstddef>

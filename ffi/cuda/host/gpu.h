@@ -1,5 +1,5 @@
 // A GPU as all arenas of this process on it share it: one order of launches, one way to tell the hosts of other ranks
-// something, and whether layers can run on it at all. Caller: cuda/host/arena.cu. Everything here works on the current
+// something, and whether layers can run on it at all. Caller: cuda/host/arena.cc. Everything here works on the current
 // device.
 #pragma once
 

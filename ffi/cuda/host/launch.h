@@ -1,4 +1,4 @@
-// Starts the kernels. The handler (cuda/host/layer_handler.cu) calls prepare_kernel() once per device and variant in
+// Starts the kernels. The handler (cuda/host/layer_handler.cc) calls prepare_kernel() once per device and variant in
 // initialize; the arena calls the rest in execute.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Meetings of the ranks of a group: each says what it has to say, and returns once it has heard all others. All ranks
-// decide alike whether they meet, each on its own (ffi/memory.md). Caller: cuda/host/arena.cu,
-// cuda/host/arenas.cu.
+// decide alike whether they meet, each on its own (ffi/memory.md). Caller: cuda/host/arena.cc,
+// cuda/host/arenas.cc.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The functions of NCCL that jaxmoe calls. They are looked up in the libnccl that XLA has loaded, whose communicators
-// they are given: nothing links to it. Caller: cuda/host/notes.cu.
+// they are given: nothing links to it. Caller: cuda/host/notes.cc.
 //
 // They have been the same since NCCL 2.0, so they are declared here and no header of a certain version is needed.
 #pragma once

@@ -1,6 +1,6 @@
 // What the hosts of a group's ranks tell each other before their GPUs share memory: an all-gather of one note each over
 // XLA's communicator of the group. It happens when a program names GPUs that are new, and when an arena grows.
-// Caller: cuda/host/gpu.cu.
+// Caller: cuda/host/gpu.cc.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -6,7 +6,7 @@
 //   a device that has to wait for ranks of other processes, which may still compile, keeps all of them in initialize,
 //                             where nobody counts the seconds.
 //
-// Plain C++ without CUDA (tests/host/runs_test.cc). Caller: cuda/host/layer_handler.cu.
+// Plain C++ without CUDA (tests/host/runs_test.cc). Caller: cuda/host/layer_handler.cc.
 #pragma once
 
 #include <chrono>

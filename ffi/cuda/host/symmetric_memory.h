@@ -1,6 +1,6 @@
 // Memory of one device that the other GPUs of its group reach: ordinary device memory, seen by peers of the same
 // process through their access to the device, by those of other processes of the host through CUDA's interprocess
-// handles. Caller: cuda/host/arena.cu. Everything here works on the current device.
+// handles. Caller: cuda/host/arena.cc. Everything here works on the current device.
 //
 // Not NCCL's windows, which end with the communicator that they were made on: XLA destroys communicators that other
 // programs still have memory on (ffi/memory.md).

@@ -129,7 +129,7 @@ template <class Variant>
 using TilesOf = std::conditional_t<Cta<Variant>::kSecondHalf, ArrayTiles<Variant>, RingTiles<Variant>>;
 
 // Weights that only one task needs are read once: then they take no room in L2 from rows and h. Where those are decoded
-// to 8 bits there is no register to ask. Of packed weights L2 fetches what four steps read (tensor_map.cu), and must not
+// to 8 bits there is no register to ask. Of packed weights L2 fetches what four steps read (tensor_map.cc), and must not
 // have evicted it by then: that matters where memory is the limit, with few rows.
 template <class Variant>
 __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, const Task& task) {

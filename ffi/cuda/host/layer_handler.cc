@@ -1,11 +1,11 @@
-// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices (handler.cuh). Python side:
+// Handlers of jaxmoe_forward and jaxmoe_backward on CUDA devices (handler.h). Python side:
 // jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
 #include <string>
 
 #include "common/formats.h"
 #include "common/layer_call.h"
 #include "cuda/host/call_checks.h"
-#include "cuda/host/handler.cuh"
+#include "cuda/host/handler.h"
 
 namespace jaxmoe {
 namespace {

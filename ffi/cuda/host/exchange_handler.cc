@@ -1,4 +1,4 @@
-// Handlers of jaxmoe_dispatch and jaxmoe_combine on CUDA devices (handler.cuh), and of jaxmoe_finish. Python side:
+// Handlers of jaxmoe_dispatch and jaxmoe_combine on CUDA devices (handler.h), and of jaxmoe_finish. Python side:
 // jaxmoe/exchange/kernel.py, which checks sizes before anything is lowered.
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "common/tiling.h"
 #include "cuda/host/call_checks.h"
 #include "cuda/host/gpu.h"
-#include "cuda/host/handler.cuh"
+#include "cuda/host/handler.h"
 
 namespace jaxmoe {
 namespace {
