@@ -171,8 +171,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
     // Tasks are known as soon as rows are counted; the first rows come 10 to 25 us later.
     int32_t begun = 0;
-    if (queued == 0) {
-      using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
+    using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
+    if (queued == 0 && task.gemm == First::kGemm) {
       begun = load_weights_first<First>(cta, ring, position, cta.own_part(task), weights_policy(cta, task));
     }
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
