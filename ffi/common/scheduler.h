@@ -93,6 +93,8 @@ inline constexpr int32_t kSharedColumns = 8;
 inline constexpr int32_t kRowHalves = 16;
 // Of a block: the others multiply the same rows with other columns.
 inline constexpr int32_t kOwnColumns = 32;
+// Of a block, beside that: so few rows that its steps come two to a stage (cuda/kernel/gemm/deep_stages.cuh).
+inline constexpr int32_t kDeepSteps = 64;
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
 // schedule.

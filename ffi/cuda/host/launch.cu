@@ -140,22 +140,23 @@ class WeightMaps {
 
   // Of rows of so many columns, `pitch` elements apart where they are parts of longer ones. `matrices` are those of gate
   // (0), up (1) or down (projections) as the caller has them; what is multiplied is these, or the ring of decoded ones.
+  // deep: two steps of packed ones to a line.
   void make(CUtensorMap* map, const char* name, int32_t which, const void* matrices, int64_t rows, int64_t columns,
-            int64_t pitch = 0) {
+            int64_t pitch = 0, bool deep = false) {
     const bool decodes = p_.schedule.decodes();
     if (decodes) {
       const std::byte* const ring = p_.arenas[p_.rank] + p_.layout.decoded_weights.offset;
       matrices = ring + which * decoded_bytes(p_.shape, p_.schedule, formats_);
     }
     using Packed = PackedTile<Tiling::kColumns>;
-    const bool packed = format_.element == Element::kE2M1;
-    const int32_t line = packed ? 2 * Packed::kLineBytes : line_of(format_);
-    const int32_t box_columns = packed ? Packed::kBoxColumns : kBoxWidth;
+    using DeepPacked = PackedTile<Tiling::kColumns, 2 * Packed::kLineBytes>;
+    const int32_t line = deep ? DeepPacked::kLine : packed() ? Packed::kLine : line_of(format_);
+    const int32_t box_columns = packed() ? Packed::kBoxColumns : kBoxWidth;
     // Those with scales lie the other way round.
     if (formats_.weights.is_scaled()) std::swap(rows, columns);
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
     // PackedTile says why.
-    const int32_t swizzle_bytes = !packed ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
+    const int32_t swizzle_bytes = !packed() || deep ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
     maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes,
                 fetched());
   }
@@ -167,15 +168,18 @@ class WeightMaps {
   Fetched fetched() const {
     const bool few_rows = p_.shape.slots() <= int64_t{Roles::kWarpgroupRows} * p_.shape.local_experts();
     const bool in_8_bits = format_.element == Element::kE4M3 && !p_.schedule.decodes();
-    return format_.element == Element::kE2M1 || (in_8_bits && few_rows) ? Fetched::kTwoLines : Fetched::kLine;
+    return packed() || (in_8_bits && few_rows) ? Fetched::kTwoLines : Fetched::kLine;
   }
 
+  // Whether weights stay packed until they are multiplied.
+  bool packed() const { return format_.element == Element::kE2M1; }
+
   // Gate and up, each as an array of its own, whether or not it is one.
-  void make_planes(CUtensorMap* gate, CUtensorMap* up) {
+  void make_planes(CUtensorMap* gate, CUtensorMap* up, bool deep = false) {
     const int64_t hidden = p_.shape.hidden, intermediate = p_.shape.intermediate;
     const int64_t pitch = p_.gate_up_pitch(p_.shape.intermediate);
-    make(gate, "w_gate", 0, p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0);
-    make(up, "w_up", p_.gated, p_.gated ? p_.w_up : p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0);
+    make(gate, "w_gate", 0, p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0, deep);
+    make(up, "w_up", p_.gated, p_.gated ? p_.w_up : p_.w_gate, hidden, intermediate, p_.fused() ? pitch : 0, deep);
   }
 
  private:
@@ -223,6 +227,10 @@ std::string complete(ForwardParams& p, const Formats& formats) {
   maker.make(&p.h, "h", formats.h, of_h, {intermediate, ring_rows}, {line_of(formats.h), rows});
   maker.make(&p.few_h, "h", formats.h, of_h, {intermediate, ring_rows}, {line_of(formats.h), few});
   make_weight_maps(maker, p, formats);
+  if (WeightMaps maps(maker, p, formats); maps.packed()) {
+    maps.make_planes(&p.deep_w_gate_map, &p.deep_w_up_map, true);
+    maps.make(&p.deep_w_down_map, "w_down", p.shape.projections, p.w_down, intermediate, hidden, 0, true);
+  }
   return maker.error();
 }
 

@@ -45,9 +45,20 @@ struct GemmShape {
   // Packed weights come 128 along the depth at a time.
   using RowsOfPacked = std::conditional_t<Rows::kLine == PackedTile<Tiling::kColumns>::kLine, Rows, TwoPanels<Rows>>;
   using Packed = PackedTile<Tiling::kColumns>;
-  using PackedStage = std::conditional_t<Variant::Precision::kTokens.is_scaled(),
-                                         ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,
-                                         jaxmoe::Stage<RowsOfPacked, Packed>>;
+  // Of 16 bits two steps of so many rows take the room of one with all rows; of 8 bits they take more, and there shared
+  // memory has room for them. With 48 rows of 8 bits math warps spill.
+  static constexpr bool kScaledRows = Variant::Precision::kTokens.is_scaled();
+  static constexpr int kDeepRows = 32;
+  // A kernel that records what it does has no register for them beside rows in 8 bits.
+  static constexpr bool kTakesDeepSteps = Variant::Precision::kPacked && !(kScaledRows && config.timeline);
+  using FewRows = OperandTile<Element, kDeepRows>;
+  using DeepRows = std::conditional_t<Rows::kLine == Packed::kLine, FewRows, TwoPanels<FewRows>>;
+  using DeepPacked = PackedTile<Tiling::kColumns, 2 * Packed::kLineBytes>;
+  using PackedStage =
+      std::conditional_t<kScaledRows,
+                         StageOfEither<ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,
+                                       ScaledDeepStage<DeepRows, DeepPacked, kDeepRows>>,
+                         StageOfEither<jaxmoe::Stage<RowsOfPacked, Packed>, DeepStage<DeepRows, DeepPacked, kDeepRows>>>;
   using Stage = std::conditional_t<Variant::Precision::kPacked, PackedStage,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;

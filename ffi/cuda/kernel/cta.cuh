@@ -83,8 +83,13 @@ struct Cta {
   // This block's part of a task of its cluster.
   __device__ __forceinline__ Task own_part(const Task& task) const {
     if (is_weight_gradient(task.gemm)) return task;  // rows of the matrix, not of the ring: first_weight_row()
-    return part_of_block<kSharesColumns, kExchangesHalves, !kSecondHalf>(params.schedule, params.shape.hidden, task,
-                                                                         static_cast<int32_t>(cta_rank));
+    Task own = part_of_block<kSharesColumns, kExchangesHalves, !kSecondHalf>(params.schedule, params.shape.hidden, task,
+                                                                             static_cast<int32_t>(cta_rank));
+    // Told by the rows of the task: a block may have none of its columns, and hands the same stages on.
+    if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
+      if (has_own_columns(own) && task.rows <= GemmShape<Variant>::kDeepRows) own.part |= kDeepSteps;
+    }
+    return own;
   }
 
   const Params& params;

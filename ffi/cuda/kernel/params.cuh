@@ -42,6 +42,11 @@ struct ForwardParams : LaunchParams {
   CUtensorMap few_rows;     // the same, box {64, 16}
   CUtensorMap h;            // [ring rows, intermediate], box {64, 128}
   CUtensorMap few_h;        // the same, box {64, 16}
+
+  // Of packed weights, for deep stages (kernel/gemm/deep_stages.cuh): as the maps without `deep`, box {256, 128, 1}.
+  CUtensorMap deep_w_gate_map;
+  CUtensorMap deep_w_up_map;
+  CUtensorMap deep_w_down_map;
 };
 
 struct BackwardParams : LaunchParams {

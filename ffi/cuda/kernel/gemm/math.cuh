@@ -105,7 +105,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     RowTarget target{RowTarget::kNone};
     if constexpr (!kLateTargets && !kScaled) target = target_of(cta, task, stored_row<Variant>(thread));
     const auto meanwhile = [&](int32_t step) {
-      if (!is_due(step, steps)) return;
+      // Packed ones are only called where it is, and have no register for the number of steps.
+      if (!Variant::Precision::kPacked && !is_due(step, steps)) return;
       queue.announce_meanwhile();
       if constexpr (kScaled) {
         if (step == steps - 1 && has_rows()) {
@@ -114,6 +115,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
         }
       }
     };
+    const auto in_deep = [&] { return (static_cast<const volatile Task&>(task).part & kDeepSteps) != 0; };
     ptx::Accumulators sums;
     // Whatever they are: a rehearsal multiplies nothing.
     if constexpr (rehearsal::kTasks<Variant> > 0) ptx::own_accumulators(sums);
@@ -124,7 +126,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
       const bool shared = shares_steps<Variant, Accumulate>(task.rows);
       const auto& scales = find_scales<typename Accumulate::Scales>(cta, task, thread, shared);
       const bool has_rows =
-          multiply<Variant, Factors>(ring, position, thread, rows, shared, steps, scales, sums, meanwhile, track);
+          multiply<Variant, Factors>(ring, position, thread, rows, shared, in_deep, steps, scales, sums, meanwhile, track);
       if constexpr (kCanShareSteps<Accumulate>) {
         // Asked again: no register is held for the answer.
         if (shares_steps<Variant, Accumulate>(task.rows)) unite_sums(cta, in_epilogue(), task.rows, sums);

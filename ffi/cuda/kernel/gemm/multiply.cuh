@@ -7,7 +7,9 @@
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/kernel/config.cuh"
+#include "cuda/kernel/gemm/deep_stages.cuh"
 #include "cuda/kernel/gemm/packed.cuh"
+#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -31,16 +33,21 @@ struct MathThread {
   }
 };
 
-// Takes part in the hand-over of the next `steps` stages without using them.
+// Takes part in the hand-over of the stages of the next `steps` without using them; in_deep: of two steps each.
 template <class Variant, class Meanwhile>
 __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring& ring,
                                         typename GemmShape<Variant>::Ring::Position& position,
-                                        const MathThread& thread, int32_t steps, const Meanwhile& meanwhile) {
-  for (int32_t step = 0; step < steps; ++step) {
-    ring.wait(position);
-    meanwhile(step);
+                                        const MathThread& thread, int32_t steps, const Meanwhile& meanwhile,
+                                        bool in_deep = false) {
+  const auto hand_on_stage = [&] {
     ring.release(position, thread.lane);
     position.advance();
+  };
+  for (int32_t step = 0; step < steps; ++step) {
+    const bool second = in_deep && step % 2 != 0;
+    if (!second) ring.wait(position);
+    if (is_due(step, steps)) meanwhile(step);
+    if (!in_deep || second || step == steps - 1) hand_on_stage();
   }
 }
 
@@ -50,17 +57,19 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 // Returns whether there are rows, the same answer in the whole warpgroup.
 // meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track`
 // is that of the timeline. Factors (products.cuh) says how they lie in the stages and what becomes of their products;
-// `scales` are those that this takes.
-template <class Variant, class Factors, class Meanwhile, class Track>
+// `scales` are those that this takes. in_deep(): whether the steps come two to a stage (deep_stages.cuh), asked where no
+// register has to hold it.
+template <class Variant, class Factors, class InDeep, class Meanwhile, class Track>
 __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring& ring,
                                          typename GemmShape<Variant>::Ring::Position& position,
-                                         const MathThread& thread, int32_t rows, bool shared, int32_t depth_steps,
+                                         const MathThread& thread, int32_t rows, bool shared, const InDeep& in_deep,
+                                         int32_t depth_steps,
                                          const typename Factors::Accumulate::Scales& scales, ptx::Accumulators& sums,
                                          const Meanwhile& meanwhile, const Track& track) {
   static_assert(kBoxWidth == Roles::kWarpgroupRows);
 
   if (rows <= 0 && !shared) {
-    hand_on<Variant>(ring, position, thread, depth_steps, meanwhile);
+    hand_on<Variant>(ring, position, thread, depth_steps, meanwhile, in_deep());
     return false;
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
@@ -73,7 +82,20 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
       return rows > 0;
     }
   }
-  if constexpr (Factors::Accumulate::kTakesTiles) {
+  if constexpr (Variant::Precision::kPacked) {
+    using Ring = typename GemmShape<Variant>::Ring;
+    const auto multiply_steps = [&](const auto& steps) __attribute__((always_inline)) {
+      accumulate.template multiply_tile<typename Variant::Precision>(sums, steps, position, first_row, depth_steps,
+                                                                     meanwhile, track);
+    };
+    if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
+      if (in_deep()) {
+        multiply_steps(StepsOfStages<Ring, Ring::Stage::Deep::kSteps>(ring));
+        return true;
+      }
+    }
+    multiply_steps(StepsOfStages<Ring, 1>(ring));
+  } else if constexpr (Factors::Accumulate::kTakesTiles) {
     accumulate.template multiply_tile<typename Variant::Precision>(sums, ring, position, first_row, depth_steps, meanwhile,
                                                                    track);
   } else {

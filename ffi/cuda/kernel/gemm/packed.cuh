@@ -20,9 +20,9 @@
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/ptx/wgmma_registers.cuh"
+#include "cuda/kernel/gemm/deep_stages.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
-#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -99,25 +99,29 @@ class FromPacked {
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
-  template <class Precision, class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int, int32_t steps,
+  template <class Precision, class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Steps& ring,
+                                                typename Steps::Position& position, int, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) {
     // Inlined whatever its size: of a call, sums would lie in memory.
-    part_.template with_blocks<1, 2, 4, 6, kMostBlocks, kManyBlocks>(
-        [&](auto columns, auto rows) __attribute__((always_inline)) {
-          constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
-          if (part_.sixteen) {
-            multiply_steps<kColumnBlocks, kBlocks, 16>(sums, ring, position, steps, meanwhile, track);
-          } else {
-            multiply_steps<kColumnBlocks, kBlocks, 32>(sums, ring, position, steps, meanwhile, track);
-          }
-        });
+    const auto multiply = [&](auto columns, auto rows) __attribute__((always_inline)) {
+      constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
+      if (part_.sixteen) {
+        multiply_steps<kColumnBlocks, kBlocks, 16>(sums, ring, position, steps, meanwhile, track);
+      } else {
+        multiply_steps<kColumnBlocks, kBlocks, 32>(sums, ring, position, steps, meanwhile, track);
+      }
+    };
+    // A tile with as few rows as a deep stage has room for is in deep stages, but for what is left of a larger one.
+    if constexpr (Steps::kDeep) {
+      part_.template with_blocks<1, 2, 4>(multiply);
+    } else {
+      part_.template with_blocks<kFewBlocks, 6, kMostBlocks, kManyBlocks>(multiply);
+    }
   }
 
  private:
-  static constexpr int32_t kLineBytes = 64;  // of PackedTile
-  static constexpr int kHalves = 2;          // of a step
+  static constexpr int kHalves = 2;  // of a step
 
   // Of so few row blocks there are registers for rows that are loaded early, and the products of the two slices of a word
   // have sums of their own, those of row blocks behind the ones that there are: so neighbouring products do not wait for
@@ -141,31 +145,31 @@ class FromPacked {
     uint32_t pairs[2 * kColumnBlocks];
   };
 
-  template <int kColumnBlocks, int kBlocks, int kGroup, class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Ring& ring,
-                                                 typename Ring::Position& position, int32_t steps,
+  template <int kColumnBlocks, int kBlocks, int kGroup, class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_steps(ptx::Accumulators& sums, const Steps& ring,
+                                                 typename Steps::Position& position, int32_t steps,
                                                  const Meanwhile& meanwhile, const Track& track) {
     using OfHalf = Half<kColumnBlocks, kBlocks>;
     StepScales<kColumnBlocks> scales{};
-    track.stall([&] { ring.wait(position); });
+    const typename Steps::First start{position};
+    track.stall([&] { ring.wait(start); });
     groups_.take_first(part_);
     if constexpr (kBlocks <= kMostBlocks) {
-      const Lane places(part_);
+      const Lane<Steps::kLineBytes> places(part_);
       OfHalf first, second;
-      load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(position), 0);
-      for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
+      load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(start), 0);
+      ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
         // The last step loads once more what it has, instead of branching around what the others do.
-        const auto next = step + 1 < steps ? position.after() : position;
+        const auto next = Steps::after_or_there(place, more);
         const bool full = ring.looks_full(next);
-        auto& stage = ring.stage(position);
+        const auto& stage = ring.stage(place);
         load<kColumnBlocks, kBlocks, kGroup>(second, scales, places, stage, 1);
         multiply_half<kColumnBlocks, kBlocks>(sums, first, places, stage, 0);
         if (!full) track.stall([&] { ring.wait(next); });
         groups_.template take<kGroup>(part_, step + 1);
         load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(next), 0);
         multiply_half<kColumnBlocks, kBlocks>(sums, second, places, stage, 1);
-        ring.release(position, ptx::read_lane());
-        position.advance();
+        ring.release(place, ptx::read_lane());
       });
     } else {
       multiply_many<kColumnBlocks, kGroup>(sums, ring, position, steps, scales, meanwhile, track);
@@ -184,17 +188,19 @@ class FromPacked {
   // part of the 64 of a product. While they run, what the next half needs comes from shared memory; it is decoded when they
   // are done, since ptxas would run products one after the other whose factors are made meanwhile (C7513). By then the
   // tensor cores have those of the other warpgroup.
-  template <int kColumnBlocks, int kGroup, class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply_many(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int32_t steps,
+  template <int kColumnBlocks, int kGroup, class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_many(ptx::Accumulators& sums, const Steps& ring,
+                                                typename Steps::Position& position, int32_t steps,
                                                 StepScales<kColumnBlocks>& scales, const Meanwhile& meanwhile,
                                                 const Track& track) {
     constexpr int kWordBytes = 64, kSliceBytes = 32;  // of a line of rows
     ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
     Half<kColumnBlocks, kManyBlocks> loaded;
-    load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), ring.stage(position), 0);
-    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
-      auto& stage = ring.stage(position);
+    using OfLane = Lane<Steps::kLineBytes>;
+    const typename Steps::First start{position};
+    load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), ring.stage(start), 0);
+    ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
+      const auto& stage = ring.stage(place);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         decode<kColumnBlocks>(factors[0], loaded, half, 0);
@@ -214,11 +220,12 @@ class FromPacked {
         }
         ptx::commit_products();
         if (half == 0) {
-          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), stage, 1);
-        } else if (step + 1 < steps) {
-          track.stall([&] { ring.wait(position.after()); });
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), stage, 1);
+        } else if (more) {
+          const auto next = Steps::after(place);
+          track.stall([&] { ring.wait(next); });
           groups_.template take<kGroup>(part_, step + 1);
-          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, Lane(part_), ring.stage(position.after()), 0);
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), ring.stage(next), 0);
         }
         ptx::wait_products<0>();
         ptx::own_accumulators(sums);
@@ -231,8 +238,7 @@ class FromPacked {
           }
         }
       }
-      ring.release(position, ptx::read_lane());
-      position.advance();
+      ring.release(place, ptx::read_lane());
     });
   }
 
@@ -256,27 +262,31 @@ class FromPacked {
     }
   }
 
-  // Where this lane finds what it multiplies, in a stage.
+  // Where this lane finds what it multiplies, in a stage with lines of so many bytes: those of 128 are swizzled.
+  template <int kLineBytes>
   struct Lane {
-    int32_t columns[2];  // its part of column g of each block
+    int32_t columns[2];  // its part of column g of each block, in the first half of the first step in a line
     int32_t rows;        // in a panel: the row whose address it names
 
     __device__ __forceinline__ explicit Lane(const PackedPart& part) {
       const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
 #pragma unroll
-      for (int block = 0; block < 2; ++block) columns[block] = (part.lines[block] + g) * kLineBytes + 8 * t;
+      for (int block = 0; block < 2; ++block) {
+        columns[block] = (part.lines[block] + g) * kLineBytes + (kLineBytes == 128 ? 8 * t ^ 16 * g : 8 * t);
+      }
       // As the copy engine swizzles a line of 128 bytes.
       rows = lane % 8 * 128 + 16 * (lane / 8 ^ lane % 8);
     }
   };
 
-  template <int kColumnBlocks, int kBlocks, int kGroup, class Stage>
+  template <int kColumnBlocks, int kBlocks, int kGroup, int kLineBytes, class Stage>
   __device__ __forceinline__ void load(Half<kColumnBlocks, kBlocks>& loaded, StepScales<kColumnBlocks>& scales,
-                                       const Lane& places, Stage& stage, int half) const {
+                                       const Lane<kLineBytes>& places, const Stage& stage, int half) const {
+    constexpr int32_t kHalfBytes = 32;
 #pragma unroll
     for (int u = 0; u < 2 * kColumnBlocks; ++u) {
-      const std::byte* const column = stage.b.lines[0] + places.columns[u / 2] + u % 2 * 8 * kLineBytes;
-      loaded.columns[u] = *reinterpret_cast<const uint2*>(column + kLineBytes / kHalves * half);
+      const std::byte* const of_block = stage.b.at(places.columns[u / 2] ^ kHalfBytes * half);
+      loaded.columns[u] = *reinterpret_cast<const uint2*>(of_block + u % 2 * 8 * kLineBytes);
     }
     if constexpr (kBlocks <= kFewBlocks) {
 #pragma unroll
@@ -297,16 +307,16 @@ class FromPacked {
     }
   }
   // Of 8 rows, for the two slices of a word.
-  template <class Stage>
-  __device__ __forceinline__ void load_rows(uint32_t (&rows)[4], const Lane& places, Stage& stage, int half, int block,
-                                            int word) const {
+  template <int kLineBytes, class Stage>
+  __device__ __forceinline__ void load_rows(uint32_t (&rows)[4], const Lane<kLineBytes>& places, const Stage& stage,
+                                            int half, int block, int word) const {
     const auto* const lines = reinterpret_cast<const std::byte*>(stage.a.panel(half).lines[8 * block]);
     ptx::load_tiles(rows, lines + (places.rows ^ 64 * word));
   }
 
-  template <int kColumnBlocks, int kBlocks, class Stage>
+  template <int kColumnBlocks, int kBlocks, int kLineBytes, class Stage>
   __device__ __forceinline__ void multiply_half(ptx::Accumulators& sums, const Half<kColumnBlocks, kBlocks>& loaded,
-                                                const Lane& places, Stage& stage, int half) const {
+                                                const Lane<kLineBytes>& places, const Stage& stage, int half) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t a[2][kColumnBlocks][4];  // of each slice and block of columns

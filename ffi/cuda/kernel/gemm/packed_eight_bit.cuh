@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/kernel/gemm/deep_stages.cuh"
 #include "cuda/kernel/gemm/packed_few_rows.cuh"
 #include "cuda/kernel/gemm/packed_many_rows.cuh"
 #include "cuda/kernel/gemm/packed_rows_in_turn.cuh"
@@ -26,19 +27,20 @@ class EightBitFromPacked {
   __device__ __forceinline__ void begin(ptx::Accumulators&) const {}
 
   // All steps of a tile: how many rows it has, and the groups of the warpgroup's columns, decide once which code runs.
-  template <class Precision, class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Ring& ring,
-                                                typename Ring::Position& position, int first_row, int32_t steps,
+  template <class Precision, class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Steps& ring,
+                                                typename Steps::Position& position, int first_row, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
+    constexpr int kLineBytes = Steps::kLineBytes;
     // Inlined whatever its size: of a call, sums would lie in memory.
-    part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>([&](auto columns, auto rows) __attribute__((always_inline)) {
+    const auto multiply = [&](auto columns, auto rows) __attribute__((always_inline)) {
       constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
       if constexpr (turned::has_even_first(8 * kBlocks)) {
         FewPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
       } else {
         // With more rows there are no registers for that, and a recording takes some.
         if constexpr (kBlocks <= (Track::kRecords ? 4 : 8)) {
-          using InTurn = PackedRowsInTurn<kColumnBlocks, kBlocks>;
+          using InTurn = PackedRowsInTurn<kColumnBlocks, kBlocks, kLineBytes>;
           if (InTurn::takes(steps)) {
             const OneBase base(part_);
             constexpr int kThreads = Roles::kWarpgroupWarps * Roles::kWarpThreads;
@@ -48,9 +50,18 @@ class EightBitFromPacked {
             }
           }
         }
-        ManyPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
+        ManyPackedRows<kColumnBlocks, kBlocks, kLineBytes>(part_).multiply(sums, ring, position, steps, meanwhile, track);
       }
-    });
+    };
+    // A tile with as few rows as a deep stage has room for is in deep stages, but for what is left of a larger one, and where
+    // a kernel records and has none.
+    if constexpr (Steps::kDeep) {
+      part_.template with_blocks<1, 2, 4>(multiply);
+    } else if constexpr (Track::kRecords) {
+      part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>(multiply);
+    } else {
+      part_.template with_blocks<2, 6, 8, 12, 16>(multiply);
+    }
   }
 
  private:

@@ -12,7 +12,6 @@
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/packed_lines.cuh"
-#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -37,9 +36,9 @@ class FewPackedRows {
  public:
   __device__ explicit FewPackedRows(const PackedPart& part) : part_(part) {}
 
-  template <class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
-                                           typename Ring::Position& position, int32_t steps,
+  template <class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Steps& ring,
+                                           typename Steps::Position& position, int32_t steps,
                                            const Meanwhile& meanwhile, const Track& track) {
     groups_.begin(part_);
     for (auto& of_group : products_) {
@@ -47,36 +46,36 @@ class FewPackedRows {
       for (auto& of_block : of_group) ptx::clear_accumulators(of_block);
     }
     begin_sums<kBlocks>(sums);
-    const PackedPlaces places(part_);
-    track.stall([&] { ring.wait(position); });
-    load(places, ring.stage(position));
+    const PackedPlaces<Steps::kLineBytes> places(part_);
+    const typename Steps::First first{position};
+    track.stall([&] { ring.wait(first); });
+    load(places, ring.stage(first));
     decode();
     groups_.take(part_, 0);
-    for_each_step(steps, meanwhile, [&](int32_t step) __attribute__((always_inline)) {
+    ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
       // The last step loads once more what it has, instead of branching around what the others do.
-      const auto next = step + 1 < steps ? position.after() : position;
+      const auto next = Steps::after_or_there(place, more);
       const bool full = ring.looks_full(next);
-      auto& stage = ring.stage(position);
+      const auto& stage = ring.stage(place);
       uint32_t scales[2 * kColumnBlocks];  // of the step's groups, a word for each of the quad's columns
 #pragma unroll
       for (int u = 0; u < 2 * kColumnBlocks; ++u) scales[u] = groups_.of_column(u);
-      issue(stage);
+      issue<typename Steps::A>(stage);
       const auto rows = RowScales<kBlocks>::of(stage);
       if (!full) track.stall([&] { ring.wait(next); });
       load(places, ring.stage(next));
       finish();
-      ring.release(position, ptx::read_lane());
+      ring.release(place, ptx::read_lane());
       add(sums, scales, rows);
       decode();
       groups_.take(part_, step + 1);
-      position.advance();
     });
     end_sums<kBlocks>(sums);
   }
 
  private:
-  template <class Stage>
-  __device__ __forceinline__ void load(const PackedPlaces& places, const Stage& stage) {
+  template <class Places, class Stage>
+  __device__ __forceinline__ void load(const Places& places, const Stage& stage) {
 #pragma unroll
     for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
@@ -95,9 +94,8 @@ class FewPackedRows {
     }
   }
 
-  template <class Stage>
+  template <class Rows, class Stage>
   __device__ __forceinline__ void issue(const Stage& stage) {
-    using Rows = typename Stage::A;
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
     const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a));

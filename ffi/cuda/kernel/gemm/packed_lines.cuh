@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/tiling.h"
@@ -17,24 +18,27 @@ namespace jaxmoe {
 inline constexpr int kGroupsOfStep = 4;
 inline constexpr int32_t kNumbersOfGroup = 32;
 
-// Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of 64 bytes,
-// group 0 of it; those of others have its address with 16 times their number changed.
+// Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of so many bytes,
+// group 0 of the first step in it; those of others have its address with 16 times their number changed.
+template <int kLineBytes>
 struct PackedPlaces {
-  static constexpr int32_t kLineBytes = 64;
+  static_assert(kLineBytes == 64 || kLineBytes == 128);
 
   int32_t columns[2];
 
   __device__ __forceinline__ explicit PackedPlaces(const PackedPart& part) {
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int block = 0; block < 2; ++block) columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (g / 2) + 4 * t;
+    for (int block = 0; block < 2; ++block) {
+      columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (kLineBytes == 64 ? g / 2 : g) + 4 * t;
+    }
   }
 
   // The lane's 8 numbers of a group, of column g of a block, or of g + 8.
   template <class Stage>
   __device__ __forceinline__ uint32_t word(const Stage& stage, int block, int group, int half) const {
-    const auto* const line = stage.b.lines[0] + (columns[block] ^ 16 * group) + half * 8 * kLineBytes;
-    return *reinterpret_cast<const uint32_t*>(line);
+    const std::byte* const of_column = stage.b.at(columns[block] ^ 16 * group);
+    return *reinterpret_cast<const uint32_t*>(of_column + half * 8 * kLineBytes);
   }
 };
 

@@ -18,7 +18,6 @@
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 #include "cuda/kernel/gemm/packed_lines.cuh"
-#include "cuda/kernel/gemm/steps.cuh"
 
 namespace jaxmoe {
 
@@ -119,25 +118,25 @@ class ColumnBases {
 //
 // The work of a step is items: a block of columns with a part of the rows. The first item of a block decodes it. Two
 // items are under way at a time, so that one is multiplied while the other is decoded or added up.
-template <int kColumnBlocks, int kBlocks>
+// `kLineBytes`: of packed columns in a stage.
+template <int kColumnBlocks, int kBlocks, int kLineBytes>
 class ManyPackedRows {
  public:
   __device__ explicit ManyPackedRows(const PackedPart& part) : part_(part), places_(part) {}
 
-  template <class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
-                                           typename Ring::Position& position, int32_t steps,
+  template <class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Steps& ring,
+                                           typename Steps::Position& position, int32_t steps,
                                            const Meanwhile& meanwhile, const Track& track) {
     groups_.begin(part_);
     begin_sums<kBlocks>(sums);
-    const auto take_step = [&](int32_t step) __attribute__((always_inline)) {
-      track.stall([&] { ring.wait(position); });
+    const auto take_step = [&](auto place, int32_t step, bool) __attribute__((always_inline)) {
+      track.stall([&] { ring.wait(place); });
       groups_.take(part_, step);
-      multiply_step(sums, ring.stage(position));
-      ring.release(position, ptx::read_lane());
-      position.advance();
+      multiply_step(sums, ring.stage(place));
+      ring.release(place, ptx::read_lane());
     };
-    for_each_step<kAtATime == 1>(steps, meanwhile, take_step);
+    ring.template for_each<kAtATime == 1>(steps, position, meanwhile, take_step);
     end_sums<kBlocks>(sums);
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) scale_column<kBlocks>(sums, column, bases_.scale(column));
@@ -163,14 +162,15 @@ class ManyPackedRows {
     return kBlocks <= 8 || block_of(item) == block_of(item + 1);
   }
 
+  using Places = PackedPlaces<kLineBytes>;
   struct NoPlaces {
     __device__ explicit NoPlaces(const PackedPart&) {}
   };
-  __device__ __forceinline__ PackedPlaces places() const {
+  __device__ __forceinline__ Places places() const {
     if constexpr (kHolds) {
       return places_;
     } else {
-      return PackedPlaces(part_);
+      return Places(part_);
     }
   }
 
@@ -291,7 +291,7 @@ class ManyPackedRows {
   // kSomeLeftOut: groups that are outside are, and of_groups has bytes.
   template <bool kSomeLeftOut, int kBlock, class Stage>
   __device__ __forceinline__ void decode(Columns& columns, const Stage& stage) const {
-    const PackedPlaces places = this->places();
+    const Places places = this->places();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -364,7 +364,7 @@ class ManyPackedRows {
   }
 
   const PackedPart& part_;
-  const std::conditional_t<kHolds, PackedPlaces, NoPlaces> places_;
+  const std::conditional_t<kHolds, Places, NoPlaces> places_;
   OneGroupWord<kHolds> groups_;
   ColumnBases bases_;
 };

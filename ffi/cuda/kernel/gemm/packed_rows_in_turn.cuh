@@ -67,7 +67,8 @@ class OneBase {
   bool fits_;
 };
 
-template <int kColumnBlocks, int kBlocks>
+// `kLineBytes`: of packed columns in a stage.
+template <int kColumnBlocks, int kBlocks, int kLineBytes>
 class PackedRowsInTurn {
  public:
   // An even number of them, of one block of columns.
@@ -77,45 +78,50 @@ class PackedRowsInTurn {
   __device__ PackedRowsInTurn(const PackedPart& part, const OneBase& base)
       : part_(part), places_(part), base_(base.bytes()) {}
 
-  template <class Ring, class Meanwhile, class Track>
-  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Ring& ring,
-                                           typename Ring::Position& position, int32_t steps,
+  template <class Steps, class Meanwhile, class Track>
+  __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Steps& ring,
+                                           typename Steps::Position& position, int32_t steps,
                                            const Meanwhile& meanwhile, const Track& track) {
     groups_.begin(part_);
     begin_sums<kBlocks>(sums);
     ptx::clear_accumulators(even_);
     ptx::clear_accumulators(odd_);
-    track.stall([&] { ring.wait(position); });
+    using First = typename Steps::First;
+    const First first{position};
+    track.stall([&] { ring.wait(first); });
     groups_.take(part_, 0);
-    load<0>(ring.stage(position));
+    load<0>(ring.stage(first));
     decode<0>(first_);
-    load_second(ring, position, track);
-    const auto round = [&](int32_t step) __attribute__((always_inline)) {
+    load_second(ring, first, track);
+    // From a place on, with its first factor decoded.
+    const auto round = [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
       // The last round loads once more what it has, instead of branching around what the others do.
-      const bool more = step + kSteps < steps;
-      const auto next = more ? position.after(kSteps) : position;
+      const auto next = [&] {
+        if constexpr (kSteps == 1) return Steps::after_or_there(place, more);
+        if constexpr (kSteps > 1) return First{more ? place.stage.after(kSteps / Steps::kSteps) : place.stage};
+      }();
       const bool full = ring.looks_full(next);
-      issue<0>(ring, position);
-      if constexpr (kParts > 1) issue<1>(ring, position);
+      issue<0>(ring, place);
+      if constexpr (kParts > 1) issue<1>(ring, place);
       if constexpr (kSteps > 1) groups_.take(part_, step + 1);
       decode<kColumnBlocks - 1>(second_);
-      if constexpr (kParts == 1) issue<1>(ring, position);
+      if constexpr (kParts == 1) issue<1>(ring, place);
       if (!full) track.stall([&] { ring.wait(next); });
       load<0>(ring.stage(next));
       groups_.take(part_, step + kSteps);
-      add_items_from<0>(sums, ring, position, next);
+      add_items_from<0>(sums, ring, place, next);
       if constexpr (kSteps > 1) {
         if (more) load_second(ring, next, track);
       }
-      position = position.after(kSteps);
     };
     if constexpr (kSteps == 1) {
-      for_each_step(steps, meanwhile, round);
+      ring.for_each(steps, position, meanwhile, round);
     } else {
 #pragma unroll 1
       for (int32_t step = 0; step < steps; step += kSteps) {
-        meanwhile(is_due(step + 1, steps) ? step + 1 : step);
-        round(step);
+        if (is_due(step, steps) || is_due(step + 1, steps)) meanwhile(step + 1);
+        round(First{position}, step, step + kSteps < steps);
+        position = position.after(kSteps / Steps::kSteps);
       }
     }
     end_sums<kBlocks>(sums);
@@ -155,10 +161,14 @@ class PackedRowsInTurn {
       return odd_;
     }
   }
-  // The stage of a factor, in a round that begins at `position`.
-  template <int kItem, class Ring>
-  static __device__ __forceinline__ typename Ring::Position position_of(const Ring&, typename Ring::Position position) {
-    return position.after(kSteps > 1 ? kFactor<kItem> : 0);
+  // The place of a factor, in a round that begins at `place`.
+  template <int kItem, class Steps, class Place>
+  static __device__ __forceinline__ auto place_of(const Steps&, Place place) {
+    if constexpr (kSteps > 1 && kFactor<kItem> > 0) {
+      return Steps::after(place);
+    } else {
+      return place;
+    }
   }
 
   // The words of the item that is decoded next.
@@ -170,10 +180,14 @@ class PackedRowsInTurn {
       for (int group = 0; group < kGroupsOfStep; ++group) words_[half][group] = places_.word(stage, kBlock, group, half);
     }
   }
-  template <class Ring, class Track>
-  __device__ __forceinline__ void load_second(const Ring& ring, typename Ring::Position position, const Track& track) {
-    if constexpr (kSteps > 1) track.stall([&] { ring.wait(position.after()); });
-    load<kColumnBlocks - 1>(ring.stage(position.after(kSteps - 1)));
+  template <class Steps, class Place, class Track>
+  __device__ __forceinline__ void load_second(const Steps& ring, Place place, const Track& track) {
+    if constexpr (kSteps > 1) {
+      track.stall([&] { ring.wait(Steps::after(place)); });
+      load<0>(ring.stage(Steps::after(place)));
+    } else {
+      load<1>(ring.stage(place));
+    }
   }
 
   // With the groups of the step that was taken last.
@@ -191,12 +205,12 @@ class PackedRowsInTurn {
     }
   }
 
-  template <int kItem, class Ring>
-  __device__ __forceinline__ void issue(const Ring& ring, typename Ring::Position position) {
-    using Rows = typename Ring::Stage::A;
+  template <int kItem, class Steps, class Place>
+  __device__ __forceinline__ void issue(const Steps& ring, Place place) {
+    using Rows = typename Steps::A;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
     constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
-    const uint32_t rows = ptx::as_uniform(descriptor_place(ring.stage(position_of<kItem>(ring, position)).a));
+    const uint32_t rows = ptx::as_uniform(descriptor_place(ring.stage(place_of<kItem>(ring, place)).a));
     ptx::wgmma_fence();
 #pragma unroll
     for (int group = 0; group < kGroupsOfStep; ++group) {
@@ -208,12 +222,11 @@ class PackedRowsInTurn {
 
   // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item: there are no registers
   // to hold them.
-  template <int kItem, class Ring>
-  __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Ring& ring,
-                                                 typename Ring::Position position, typename Ring::Position next) {
+  template <int kItem, class Steps, class Place, class Next>
+  __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Steps& ring, Place place, Next next) {
     constexpr bool kLastOfFactor = kItem % kParts == kParts - 1;
     constexpr int kBlock = kFactor<kItem> * (kColumnBlocks - 1);  // of columns
-    const auto of_item = position_of<kItem>(ring, position);
+    const auto of_item = place_of<kItem>(ring, place);
     const auto rows = RowScales<kOfPart>::of(ring.stage(of_item), kFirst<kItem>);
     ptx::wait_products<kItem + 1 < kItems ? 1 : 0>();
     auto& products = this->products<kItem>();
@@ -230,17 +243,17 @@ class PackedRowsInTurn {
         of_sums[n] += (n % 2 == 0 ? rows.rows[i].x : rows.rows[i].y) * products.values[4 * i + n];
       }
     }
-    if constexpr (kItem + 2 < kItems) issue<kItem + 2>(ring, position);
+    if constexpr (kItem + 2 < kItems) issue<kItem + 2>(ring, place);
     if constexpr (kLastOfFactor && (kSteps > 1 || kFactor<kItem> == 1)) ring.release(of_item, ptx::read_lane());
     if constexpr (kItem == kParts - 1) {
       decode<0>(first_);
       if constexpr (kSteps == 1) load<kColumnBlocks - 1>(ring.stage(next));
     }
-    if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, position, next);
+    if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, place, next);
   }
 
   const PackedPart& part_;
-  const PackedPlaces places_;
+  const PackedPlaces<kLineBytes> places_;
   const uint32_t base_;  // of this lane's column
   OneGroupWord<true> groups_;
   uint32_t words_[2][kGroupsOfStep];

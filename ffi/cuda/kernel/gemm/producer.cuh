@@ -12,6 +12,7 @@
 #include "cuda/device/ptx/fence.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/gemm/load.cuh"
+#include "cuda/kernel/gemm/load_deep.cuh"
 #include "cuda/kernel/gemm/products.cuh"
 
 namespace jaxmoe::producer {
@@ -140,6 +141,15 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
   return one_tile && !(Cta<Variant>::kExchangesHalves && task.part & kRowHalves) ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
 
+// Returns body(deep), a constant: whether the steps of a block's part of a task come two to a stage.
+template <class Variant, class Body>
+__device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body) {
+  if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
+    if (own.part & kDeepSteps) return body(std::true_type{});
+  }
+  return body(std::false_type{});
+}
+
 template <class Variant>
 __device__ __forceinline__ NarrowExperts narrow_experts(const Cta<Variant>& cta) {
   if constexpr (kMasksExperts<Variant>) {
@@ -173,7 +183,15 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     int32_t begun = 0;
     using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
     if (queued == 0 && task.gemm == First::kGemm) {
-      begun = load_weights_first<First>(cta, ring, position, cta.own_part(task), weights_policy(cta, task));
+      const Task own = cta.own_part(task);
+      const uint64_t policy = weights_policy(cta, task);
+      begun = with_steps_of<Variant>(own, [&](auto deep) {
+        if constexpr (decltype(deep)::value) {
+          return load_deep_weights_first<First>(cta, ring, position, own, policy);
+        } else {
+          return load_weights_first<First>(cta, ring, position, own, policy);
+        }
+      });
     }
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
@@ -207,8 +225,14 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const uint64_t b_policy = is_weight ? keep : weights_policy(cta, own);
     ProductsOf<Variant>::template with<AllOf>(own.gemm, [&](auto product) {
       using Product = decltype(product);
-      drawn =
-          load_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, [&] { numbers.draw(); });
+      const auto draw = [&] { numbers.draw(); };
+      drawn = with_steps_of<Variant>(own, [&](auto deep) {
+        if constexpr (decltype(deep)::value) {
+          return load_deep_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
+        } else {
+          return load_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
+        }
+      });
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
         load_projections(cta, ring, position, own, keep, track);
       }

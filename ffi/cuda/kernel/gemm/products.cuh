@@ -15,7 +15,7 @@
 
 namespace jaxmoe {
 
-template <Gemm kGemm_, class A_, class B_, class Depth_, class Epilogue_, class Accumulate_ = Direct>
+template <Gemm kGemm_, class A_, class B_, class Depth_, class Epilogue_, class Accumulate_ = Direct, class DeepB_ = B_>
 struct Product {
   static constexpr Gemm kGemm = kGemm_;
   using A = A_;
@@ -23,6 +23,7 @@ struct Product {
   using Depth = Depth_;
   using Epilogue = Epilogue_;
   using Accumulate = Accumulate_;
+  using DeepB = DeepB_;  // for two steps at a time (deep_stages.cuh)
 };
 
 // Columns of the table, for ProductTable::with().
@@ -91,6 +92,8 @@ namespace forward_pass {
 using namespace epilogue;
 using Tokens = TileRows<&ForwardParams::rows, &ForwardParams::few_rows>;
 using Hs = TileRows<&ForwardParams::h, &ForwardParams::few_h>;
+using DeepGateUpWeights = OfExpert<&ForwardParams::deep_w_gate_map, &ForwardParams::deep_w_up_map>;
+using DeepDownWeights = OfExpert<&ForwardParams::deep_w_down_map>;
 using Products = ProductTable<
     //      task                  A                         B                         depth           sums become
     Product<Gemm::kGateUp,        ByDepth<Tokens>,          InHalves<GateUpWeights>,  Hidden,         H>,
@@ -110,8 +113,10 @@ using DecodedProducts = ProductTable<
 template <class HOfSums, class Accumulate>
 using PackedProducts = ProductTable<
     //      task                  A                B                                depth              sums
-    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       HOfSums,       Accumulate>,
-    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, Accumulate>>;
+    Product<Gemm::kGateUp,        ByDepth<Tokens>, PackedInHalves<GateUpWeights>,   HiddenByTwo,       HOfSums,       Accumulate,
+            PackedInHalves<DeepGateUpWeights>>,
+    Product<Gemm::kDown,          ByDepth<Hs>,     PackedColumns<DownWeights>,      IntermediateByTwo, AcrossAnswers, Accumulate,
+            PackedColumns<DeepDownWeights>>>;
 }  // namespace forward_pass
 
 namespace backward_pass {

@@ -23,7 +23,7 @@ struct OperandTile {
   static constexpr int kBoxes = kWidth / kBoxWidth;
   static constexpr uint32_t kBoxBytes = kBoxWidth * kLineBytes;
   static constexpr int kSliceDepth = 32 / sizeof(Element);  // of one wgmma
-  static_assert(kWidth % kBoxWidth == 0);
+  static_assert(kWidth % kFewRows == 0);
 
   // Between one slice and the next.
   template <ptx::Major kMajor>
@@ -62,15 +62,20 @@ struct TwoPanels {
 // costs two turns at shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the
 // halves together. Beside rows of 8 bits a warp reads 16 bytes of 8 lines, and with that swizzle in one turn instead of
 // four.
-template <int kWidth>
+//
+// With 128 bytes to a line it has two steps, swizzled as others of that length. The copy engine takes about as long for a
+// line of 64 bytes, and of few rows it is such lines that math warps waited for (docs/performance.md, "Two steps to a stage").
+template <int kWidth, int kLineBytes_ = 64>
 struct PackedTile {
-  static constexpr int kLineBytes = 64;
+  static constexpr int kLineBytes = kLineBytes_;
   static constexpr int kLine = 2 * kLineBytes;  // numbers
   static constexpr int kBoxColumns = 128;
   static constexpr int kBoxes = kWidth / kBoxColumns;
   static constexpr uint32_t kBoxBytes = kBoxColumns * kLineBytes;
 
   __device__ __forceinline__ std::byte* box(int box) { return lines[kBoxColumns * box]; }
+  // Where something lies that is so far from the first line, swizzled.
+  __device__ __forceinline__ const std::byte* at(int32_t offset) const { return lines[0] + offset; }
 
   std::byte lines[kWidth][kLineBytes];
 };
@@ -96,6 +101,37 @@ struct Stage {
 template <class A, class B, int kRows>
 struct ScaledStage : Stage<A, B> {
   alignas(1024) float row_scales[kRows];  // the stage behind it begins a period too
+};
+
+// Two steps of a tile with few rows, `kRows_` at most (deep_stages.cuh): what the rows of a step leave free holds the weights
+// of another.
+template <class A_, class B_, int kRows_>
+struct DeepStage {
+  using A = A_;  // of a step
+  using B = B_;
+  static constexpr int kSteps = 2, kRows = kRows_;
+  static_assert(A::kBoxBytes % 1024 == 0 && sizeof(A) % 1024 == 0 && B::kBoxBytes % 1024 == 0);
+
+  A a[kSteps];
+  B b;
+};
+template <class A, class B, int kRows_>
+struct ScaledDeepStage : DeepStage<A, B, kRows_> {
+  alignas(1024) float row_scales[DeepStage<A, B, kRows_>::kSteps][kRows_];
+};
+
+// A stage that holds one step, or the two of a deep one in its place.
+template <std::size_t kBytes>
+struct RoomBehind {
+  std::byte bytes[kBytes];
+};
+template <>
+struct RoomBehind<0> {};
+template <class One, class Deep_>
+struct StageOfEither : One, RoomBehind<(sizeof(Deep_) > sizeof(One) ? sizeof(Deep_) - sizeof(One) : 0)> {
+  using Deep = Deep_;
+
+  __device__ __forceinline__ Deep& deep() { return *reinterpret_cast<Deep*>(this); }
 };
 
 }  // namespace jaxmoe
