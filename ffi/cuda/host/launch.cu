@@ -149,14 +149,17 @@ class WeightMaps {
       matrices = ring + which * decoded_bytes(p_.shape, p_.schedule, formats_);
     }
     using Packed = PackedTile<Tiling::kColumns>;
-    using DeepPacked = PackedTile<Tiling::kColumns, 2 * Packed::kLineBytes>;
-    const int32_t line = deep ? DeepPacked::kLine : packed() ? Packed::kLine : line_of(format_);
+    const int32_t line = deep       ? DeepPackedTile<Tiling::kColumns>::kLine
+                         : packed() ? Packed::kLine
+                                    : line_of(format_);
     const int32_t box_columns = packed() ? Packed::kBoxColumns : kBoxWidth;
     // Those with scales lie the other way round.
     if (formats_.weights.is_scaled()) std::swap(rows, columns);
     const int64_t experts = decodes ? p_.schedule.weight_slots : p_.shape.local_experts();
     // PackedTile says why.
-    const int32_t swizzle_bytes = !packed() || deep ? 128 : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes : 0;
+    const int32_t swizzle_bytes = !packed() || deep                              ? 128
+                                  : formats_.tokens.element == Element::kE4M3 ? Packed::kLineBytes
+                                                                              : 0;
     maker_.make(map, name, format_, matrices, {columns, rows, experts}, {line, box_columns, 1}, pitch, swizzle_bytes,
                 fetched());
   }

@@ -53,12 +53,12 @@ struct GemmShape {
   static constexpr bool kTakesDeepSteps = Variant::Precision::kPacked && !(kScaledRows && config.timeline);
   using FewRows = OperandTile<Element, kDeepRows>;
   using DeepRows = std::conditional_t<Rows::kLine == Packed::kLine, FewRows, TwoPanels<FewRows>>;
-  using DeepPacked = PackedTile<Tiling::kColumns, 2 * Packed::kLineBytes>;
+  using DeepPacked = DeepPackedTile<Tiling::kColumns>;
   using PackedStage =
       std::conditional_t<kScaledRows,
                          StageOfEither<ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,
                                        ScaledDeepStage<DeepRows, DeepPacked, kDeepRows>>,
-                         StageOfEither<jaxmoe::Stage<RowsOfPacked, Packed>, DeepStage<DeepRows, DeepPacked, kDeepRows>>>;
+                         StageOfEither<jaxmoe::Stage<RowsOfPacked, Packed>, DeepStage<DeepRows, DeepPacked>>>;
   using Stage = std::conditional_t<Variant::Precision::kPacked, PackedStage,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;
   using Ring = Pipeline<Stage, config.stages, kMathWarps, Tiling::kBlocks>;

@@ -1,7 +1,7 @@
 // Stages as math warps that decode weights see them: as steps, of which a stage holds one, or, of a tile with few rows, two
 // (DeepStage). Which step of its stage a place is has a type, so that loops are unrolled over the steps of a stage: asked of a
-// number it took 10 % more instructions, which is what few rows take their time with. A stage is waited for before its first
-// step, and released after its last one. multiply.cuh makes these; load_deep.cuh fills deep stages.
+// number it took so many more instructions that nothing was gained (docs/performance.md, "Two steps to a stage"). A stage is
+// waited for before its first step, and released after its last one. multiply.cuh makes these; load_deep.cuh fills deep stages.
 #pragma once
 
 #include <cstddef>
@@ -129,7 +129,7 @@ class StepsOfStages {
       });
     } else {
       // As for_each_step(), a stage at a time, and counted down.
-      static_assert(kSteps == 2 && kAnnounceStep % 2 == 1);
+      static_assert(kSteps == 2 && kAnnounceStep % 2 == 1 && !kInOne);
       int32_t left = steps;  // with those of the stage in hand
       int32_t end = steps - (kAnnounceStep - 1) > kSteps ? steps - (kAnnounceStep - 1) : kSteps;
 #pragma unroll 1

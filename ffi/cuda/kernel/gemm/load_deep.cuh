@@ -13,7 +13,7 @@
 
 namespace jaxmoe {
 
-// Both steps of a stage of a block's part of a task, at depth k. `Ring` is that of stages.
+// What a stage of a block's part of a task is given, of both its steps; k: the depth at which it begins.
 template <class Product, class Variant>
 class DeepLoads {
   using Deep = typename GemmShape<Variant>::Stage::Deep;
@@ -22,7 +22,7 @@ class DeepLoads {
   static constexpr bool kRowScales = requires(Deep& deep) { deep.row_scales; };
 
  public:
-  static constexpr int32_t kStepDepth = 2 * Tiling::kDepth, kDepth = Deep::kSteps * kStepDepth;
+  static constexpr int32_t kDepth = Deep::B::kLine, kStepDepth = kDepth / Deep::kSteps;
 
   __device__ __forceinline__ DeepLoads(const Cta<Variant>& cta, const Task& task, uint64_t b_policy, uint64_t a_policy)
       : cta_(cta), task_(task), depth_(kDown ? cta.params.shape.intermediate : cta.params.shape.hidden),

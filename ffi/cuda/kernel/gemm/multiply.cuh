@@ -51,7 +51,7 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
   }
 }
 
-// Multiplies the next `depth_steps` stages; `position` moves on by as many. A warpgroup whose `rows` of this tile are
+// Multiplies the next `depth_steps` steps; `position` moves on by their stages. A warpgroup whose `rows` of this tile are
 // none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. Where
 // warpgroups share the steps (shared_steps.cuh) both have sums of the first one's rows, which are still to be united.
 // Returns whether there are rows, the same answer in the whole warpgroup.

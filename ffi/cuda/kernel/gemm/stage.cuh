@@ -79,6 +79,8 @@ struct PackedTile {
 
   std::byte lines[kWidth][kLineBytes];
 };
+template <int kWidth>
+using DeepPackedTile = PackedTile<kWidth, 2 * PackedTile<kWidth>::kLineBytes>;
 
 // The lower half of the descriptor of a factor along the depth, from its first row on, which has the address. To be made
 // uniform (ptx::as_uniform) where it is used.
@@ -103,21 +105,20 @@ struct ScaledStage : Stage<A, B> {
   alignas(1024) float row_scales[kRows];  // the stage behind it begins a period too
 };
 
-// Two steps of a tile with few rows, `kRows_` at most (deep_stages.cuh): what the rows of a step leave free holds the weights
-// of another.
-template <class A_, class B_, int kRows_>
+// Two steps of a tile with few rows (deep_stages.cuh): what the rows of a step leave free holds the weights of another.
+template <class A_, class B_>
 struct DeepStage {
   using A = A_;  // of a step
   using B = B_;
-  static constexpr int kSteps = 2, kRows = kRows_;
+  static constexpr int kSteps = 2;
   static_assert(A::kBoxBytes % 1024 == 0 && sizeof(A) % 1024 == 0 && B::kBoxBytes % 1024 == 0);
 
   A a[kSteps];
   B b;
 };
-template <class A, class B, int kRows_>
-struct ScaledDeepStage : DeepStage<A, B, kRows_> {
-  alignas(1024) float row_scales[DeepStage<A, B, kRows_>::kSteps][kRows_];
+template <class A, class B, int kRows>
+struct ScaledDeepStage : DeepStage<A, B> {
+  alignas(1024) float row_scales[DeepStage<A, B>::kSteps][kRows];
 };
 
 // A stage that holds one step, or the two of a deep one in its place.
