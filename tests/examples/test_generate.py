@@ -61,6 +61,7 @@ def test_the_logits_of_a_checkpoint_are_those_of_transformers(family):
     assert relative_error(logits(family), expected(family)["logits"]) < FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_it_writes_with_a_cache_in_one_program_is_what_transformers_writes(family):
     wanted = expected(family)["continuations"]
@@ -75,6 +76,7 @@ def test_in_bfloat16_its_logits_are_as_near_as_those_of_transformers_in_bfloat16
     assert 0 < relative_error(logits(family, dtype="bfloat16"), wanted) < 2 * of_transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "experts"), [("mixtral", "fp8"), ("mixtral", "nvfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "mxfp4")]
 )
@@ -97,6 +99,7 @@ def test_the_experts_of_gpt_oss_stay_packed_and_rows_per_expert_are_counted():
     np.testing.assert_array_equal(rows.sum(axis=1), [2 * prompts.size] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "axes", "experts", "sequences"),
     [

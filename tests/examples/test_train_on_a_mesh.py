@@ -82,6 +82,7 @@ def test_auto_and_explicit_axes_agree():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [AUTO, EXPLICIT], ids=["Auto", "Explicit"])
 def test_parameters_and_moments_stay_split_as_declared(where):
     state, _, _ = trained(*where)

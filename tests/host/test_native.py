@@ -158,6 +158,7 @@ def test_cuda_status_names_a_gpu_that_is_not_hopper(monkeypatch, capability):
     assert f"cuda:0 (NVIDIA Example) has compute capability {capability}" in status.reason
 
 
+@pytest.mark.slow
 def test_jaxmoe_imports_without_its_compiled_parts_and_says_how_to_build_them():
     output = run_python("""
         import sys
@@ -184,6 +185,7 @@ def test_jaxmoe_imports_without_its_compiled_parts_and_says_how_to_build_them():
         assert "pip install ." in line
 
 
+@pytest.mark.slow
 def test_jaxmoe_works_without_its_cuda_part_and_says_so():
     output = run_python("""
         import sys
@@ -197,6 +199,7 @@ def test_jaxmoe_works_without_its_cuda_part_and_says_so():
     assert output == ["0", "False", "None"]
 
 
+@pytest.mark.slow
 def test_the_compiled_parts_are_loaded_only_when_something_asks_for_them():
     output = run_python("""
         import sys

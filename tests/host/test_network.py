@@ -40,11 +40,13 @@ class TestMegakernel(LayerChecks):
     def test_output_and_gradients_equal_the_reference_for_every_routing(self, routing, way):
         self.check(self.inputs(51, biases=True, routing=routing), "hosts 4 x 2 on one axis", network=WAYS[way])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", ["gather in chunks", "send"])
     def test_in_16_bits_the_error_is_at_most_twice_that_of_the_same_maths(self, way):
         arguments = self.inputs(52, biases=True, routing="zipf", dtype=jnp.bfloat16)
         self.check(arguments, "hosts 2 x 4", network=WAYS[way])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", ["gather in chunks", "send"])
     def test_gradients_of_experts_are_rounded_once_however_many_launches_add_to_them(self, way):
         arguments = self.inputs(53, routing="zipf", dtype=jnp.bfloat16)
@@ -56,6 +58,7 @@ class TestMegakernel(LayerChecks):
         for key in compared:
             np.testing.assert_array_equal(wide[key].astype(jnp.bfloat16), narrow[key], key)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", ["gather in chunks", "send"])
     def test_the_same_call_gives_the_same_bits_and_what_is_kept_changes_none(self, way):
         arguments = self.inputs(54, routing="zipf", dtype=jnp.bfloat16, biases=True)
@@ -94,6 +97,7 @@ class TestMegakernel(LayerChecks):
         arguments = self.inputs(57, tokens=0)
         assert self.run(arguments, "hosts 2 x 4", network=WAYS[way]).shape == (0, HIDDEN)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", ["gather in chunks", "send"])
     @pytest.mark.parametrize("kind", ["128x128", "mxfp4"])
     def test_experts_in_8_and_4_bits_give_what_they_give_on_one_host(self, kind, way):
@@ -112,6 +116,7 @@ class TestMegakernel(LayerChecks):
         dx = of_tokens("hosts 4 x 2 on one axis", network=WAYS[way], **options)
         assert relative_error(dx, of_tokens("all devices", **options)) < 1e-6
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", ["gather in chunks", "send"])
     def test_inside_shard_map_levels_are_stated(self, way):
         arguments = self.inputs(59, biases=True, routing="zipf")

@@ -176,6 +176,7 @@ app.run(program.main)
 """
 
 
+@pytest.mark.slow
 def test_the_command_shows_nothing_of_a_backward_pass_whose_gradients_are_wrong():
     told = command("timeline", *SMALL, "--pass=backward", program=("-c", WRONG_GRADIENTS))
     assert told.returncode != 0

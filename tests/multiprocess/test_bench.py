@@ -20,6 +20,7 @@ def run(argument: str) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_the_slowest_process_is_the_time_of_all():
     outputs = run("clock")
     times = [re.findall(r"^microseconds \[(.*)\]$", output, re.M) for output in outputs]

@@ -137,6 +137,7 @@ def test_every_cell_runs_in_a_fresh_kernel_of_this_interpreter_without_errors_or
     assert has_plot(notebook)
 
 
+@pytest.mark.slow
 def test_the_outputs_in_the_file_are_those_of_a_run(path, committed):
     written, found = text(committed), text(executed(path)).removeprefix(f"{sys.executable}\n")
     stale = "The outputs in the notebook are stale: python -m tests.notebooks.test_notebooks"

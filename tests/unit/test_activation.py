@@ -164,6 +164,7 @@ def test_a_function_that_is_silu_computes_and_differentiates_what_the_name_does(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [squared_times, bent_sum, either])
 def test_xla_computes_with_functions_of_gate_and_up_what_the_reference_does(function):
     assert_near(gradients(function, "xla"), gradients(function, "reference"))

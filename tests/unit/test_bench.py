@@ -75,6 +75,7 @@ def test_every_implementation_passes_the_check(dtype, routing, tmp_path):
     assert set(results[3]["times_faster"]) == {"xla", "megakernel", "reference"}
 
 
+@pytest.mark.slow
 def test_all_shapes_and_token_counts_of_a_list_are_measured_in_one_run(tmp_path, capsys):
     status, results = run(options(OTHER, TINY, tokens=(8, 16)), tmp_path / "results")
     assert status == 0
@@ -110,12 +111,14 @@ def test_all_numbers_of_ranks_of_a_list_are_measured_in_its_order_and_compared_f
     assert [match and match[1] for match in found] == cells
 
 
+@pytest.mark.slow
 def test_a_number_of_ranks_that_comes_twice_is_measured_once(tmp_path):
     status, results = run(options(ranks=(2, 0, 2, jax.device_count())), tmp_path / "results")
     assert status == 0
     assert [result["ranks"] for result in results] == [2, jax.device_count()]
 
 
+@pytest.mark.slow
 def test_a_scaling_is_of_default_plans_and_of_one_shape(tmp_path):
     chosen = options(OTHER, TINY, ranks=(2, 4), implementations=("megakernel",), sweep=Sweep(lag_units=(0, 2)))
     status, results = run(chosen, tmp_path / "results")
@@ -126,6 +129,7 @@ def test_a_scaling_is_of_default_plans_and_of_one_shape(tmp_path):
         assert on_four["scaling"] == on_two["microseconds"] / on_four["microseconds"]
 
 
+@pytest.mark.slow
 def test_a_number_of_ranks_that_a_shape_cannot_have_fails_alone(tmp_path, capsys):
     status, results = run(options(OTHER, ranks=(8, 2, 4, 1)), tmp_path / "results")
     assert status == 1
@@ -137,6 +141,7 @@ def test_a_number_of_ranks_that_a_shape_cannot_have_fails_alone(tmp_path, capsys
     )
 
 
+@pytest.mark.slow
 def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_path, capsys):
     sweep = Sweep(unit_tiles=(1, 3), lag_units=(0, 2), keep_tokens=(True,), share_columns=(True,))
     status, results = run(options(implementations=("megakernel",), sweep=sweep, routing="zipf"), tmp_path / "results")
@@ -257,6 +262,7 @@ def test_a_wrong_output_is_not_timed(change, monkeypatch, tmp_path, capsys):
     assert "above the allowed error" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nothing_is_compared_with_a_number_of_ranks_whose_output_is_wrong(monkeypatch, tmp_path):
     right = candidates.program
 
@@ -320,6 +326,7 @@ def test_a_case_without_memory_fails_alone(monkeypatch, tmp_path, capsys):
     assert re.search(r"^tiny +40 +4 forward +xla +- +failed: RESOURCE_EXHAUSTED: out of memory$", out, re.M)
 
 
+@pytest.mark.slow
 def test_a_shape_that_an_implementation_cannot_run_fails_alone(tmp_path, capsys):
     many = shapes.Case("many", LayerShape(hidden=16, intermediate=16, num_experts=4100, top_k=2))
     odd = shapes.Case("odd", LayerShape(hidden=16, intermediate=16, num_experts=6, top_k=2))
@@ -527,6 +534,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_the_program_says_what_is_wrong_with_its_flags():
     wrong = (
         (["layer", "--shape=nothing"], "ended with jaxmoe bench: --shape=nothing is neither"),
@@ -545,6 +553,7 @@ def test_the_program_says_what_is_wrong_with_its_flags():
     assert "name what to measure" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_status_1_and_a_line_where_a_flag_is_wrong():
     done = program("layer", "--shape=nothing")
     assert done.returncode == 1

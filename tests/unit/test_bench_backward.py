@@ -225,6 +225,7 @@ def test_a_baseline_without_derivative_says_so(monkeypatch, tmp_path, capsys):
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["uniform", "one-hot"])
 def test_the_truth_of_a_sample_is_a_piece_of_all_gradients_in_float32(routing, monkeypatch):
     # A popular expert has several chunks, and the last one is not full.
@@ -304,6 +305,7 @@ def test_a_gradient_of_an_expert_without_rows_has_to_be_zero(monkeypatch):
     assert (result.checked, result.worst_piece) == (False, "w_up of expert 5")
 
 
+@pytest.mark.slow
 def test_both_is_refused_for_a_wrong_output_too(monkeypatch):
     right = candidates.program
 

@@ -88,6 +88,7 @@ def test_experts_that_are_rounded_in_every_call_return_what_layer_and_other_work
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp8-static", "fp8-static-fast"])
 def test_experts_with_given_scales_return_what_layer_and_other_work_return_alone(dtype):
     results = measured("loss", "train_router", dtype=dtype, shape=IN_8_BITS, implementation="megakernel")
@@ -124,6 +125,7 @@ def outcome_of(name: str, ranks: int = 2) -> tuple[Inputs, Outcome]:
     return inputs, jax.jit(PROGRAMS[name].on(mesh, CONFIG, {"implementation": IMPLEMENTATION}))(inputs, None)
 
 
+@pytest.mark.slow
 def test_sums_and_losses_are_those_of_all_tokens():
     inputs, outcome = outcome_of("norm_after")
     [call] = outcome.calls
@@ -149,6 +151,7 @@ def test_what_travels_arrives_where_it_should():
     np.testing.assert_allclose(outcome.results["before"], norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_same_program_on_one_device():
     inputs, outcome = outcome_of("scatters")
     on_one = Inputs(*jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, tuple(inputs))))
@@ -194,6 +197,7 @@ def test_xla_knows_the_options_of_every_program():
 # --- what the table does with wrong ones ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_time_is_printed_where_the_layer_returns_something_else_than_alone(add):
     def function(layer: Layer, inputs: Inputs) -> Outcome:
         call, y, *_ = layer(inputs)
@@ -401,6 +405,7 @@ def test_the_command_prints_a_line_for_each_number_of_tokens_and_program(tmp_pat
         assert len(result["rounds"]) == 3
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong_with_its_flags():
     done = program("--programs=plain,nothing")
     assert done.returncode == 1

@@ -36,6 +36,7 @@ def test_every_line_is_checked_and_timed_and_compared(monkeypatch):
         json.dumps(dataclasses.asdict(result), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_what_differs_has_no_figures(monkeypatch):
     right = jaxmoe.matmul_combine
     monkeypatch.setattr(jaxmoe, "matmul_combine", lambda *arguments: 1.1 * right(*arguments))

@@ -107,6 +107,7 @@ def test_4_bits_beside_rows_in_8_have_the_error_of_sums_in_float32(dtype, tmp_pa
     assert result["hbm_bytes"]["tokens_staged"] == TOKENS * (2 * 256 + 256 + 2 * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "w8a16", "mxfp4-a16", "nvfp4-a16"])
 def test_gradients_of_tokens_beside_frozen_experts_are_checked_and_timed(dtype, tmp_path):
     chosen = dataclasses.replace(options(dtype, "xla", "megakernel"), passes=("frozen",))

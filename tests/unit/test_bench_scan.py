@@ -55,6 +55,7 @@ BYTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 def test_layers_in_8_and_4_bits_are_checked_and_read_as_many_bytes_and_have_no_gradients(dtype, monkeypatch):
     monkeypatch.setattr(scan, "LINES", ("layer",))
@@ -71,6 +72,7 @@ def test_a_dtype_that_is_none_is_an_error_that_names_those_that_are():
         scan.ScanOptions((CASE,), dtype="int3")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_wrong_in_a_scan_alone_has_no_figures(monkeypatch):
     right = jaxmoe.moe_layer
 
@@ -97,6 +99,7 @@ def test_statistics_that_are_wrong_have_no_figures(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_wrong_in_a_scan_alone_have_no_figures(monkeypatch):
     right = scan_gradients.compile_line
 

@@ -189,6 +189,7 @@ def test_experts_that_were_quantised_here_are_written_as_a_checkpoint_has_them()
     np.testing.assert_array_equal(again.experts.w_down.scales, narrow.experts.w_down.scales)
 
 
+@pytest.mark.slow
 def test_import_of_the_library_does_not_import_it_and_its_name_does():
     program = (
         "import sys, jaxmoe\n"

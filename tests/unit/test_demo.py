@@ -151,6 +151,7 @@ def test_the_history_has_every_row_of_every_step(trained):
     assert [step for step, _ in history.held_out_loss] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_through_the_megakernel_it_trains_to_the_same_losses(trained):
     found, expected = train_tiny("megakernel").history, trained.history
     np.testing.assert_array_equal(found.rows_per_expert, expected.rows_per_expert)
@@ -195,6 +196,7 @@ def compare_layers_of(model: LanguageModel) -> list[Comparison]:
     return compare.compare(model, TINY, choose_devices(), windows)
 
 
+@pytest.mark.slow
 def test_the_layers_of_the_model_pass_the_comparison(trained):
     comparisons = compare_layers_of(trained.trainer.model)
     assert len(comparisons) == TINY.layers * len(compare.ARRAYS)
@@ -264,6 +266,7 @@ def test_activations_in_bfloat16_leave_parameters_in_float32():
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_help_lists_the_options_without_starting_jax():
     # JAX fails to start with a platform that does not exist.
     environment = os.environ | {"JAX_PLATFORMS": "nonexistent"}
@@ -274,6 +277,7 @@ def test_help_lists_the_options_without_starting_jax():
     assert "--[no]short:" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -1,5 +1,6 @@
 """Bad input ends in an error that says what was given, what is needed and what to do, before anything runs."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,26 +43,39 @@ def q_array(like: Any, dtype: Any) -> Any:
     return QArray(like.astype(dtype), jnp.ones((*like.shape[:-2], 1, like.shape[-1])))
 
 
-# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
-BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "x of one dimension": ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
-    "x of integers": ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
-    "x that is no array": ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
-    "ids of other tokens": ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
-    "ids without a slot dimension": ({"topk_ids": IDS[:, 0]}, ValueError, ["topk_ids has shape (16,)", "[..., top_k]"]),
-    "ids of floats": ({"topk_ids": WEIGHTS}, TypeError, ["topk_ids is float32", "integer"]),
-    "no slots": ({"topk_ids": IDS[:, :0], "topk_weights": WEIGHTS[:, :0]}, ValueError, ["top_k must be at least 1"]),
-    "weights of other slots": ({"topk_weights": WEIGHTS[:, :1]}, ValueError, ["(16, 2)", "(16, 1)", "differ"]),
-    "weights in low precision": (
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do). Made when a
+# test asks: XLA compiles for some, and every test process reads all of this file.
+BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] = {
+    "x of one dimension": lambda: ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
+    "x of integers": lambda: ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
+    "x that is no array": lambda: ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
+    "ids of other tokens": lambda: ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
+    "ids without a slot dimension": lambda: (
+        {"topk_ids": IDS[:, 0]},
+        ValueError,
+        ["topk_ids has shape (16,)", "[..., top_k]"],
+    ),
+    "ids of floats": lambda: ({"topk_ids": WEIGHTS}, TypeError, ["topk_ids is float32", "integer"]),
+    "no slots": lambda: (
+        {"topk_ids": IDS[:, :0], "topk_weights": WEIGHTS[:, :0]},
+        ValueError,
+        ["top_k must be at least 1"],
+    ),
+    "weights of other slots": lambda: ({"topk_weights": WEIGHTS[:, :1]}, ValueError, ["(16, 2)", "(16, 1)", "differ"]),
+    "weights in low precision": lambda: (
         {"topk_weights": WEIGHTS.astype(jnp.bfloat16)},
         TypeError,
         ["topk_weights is bfloat16", "float32", "astype"],
     ),
-    "more slots than experts": ({"experts": experts_of(1)}, ValueError, ["top_k=2", "only 1 experts", "at most 1"]),
-    "experts that are a tuple": ({"experts": (1, 2)}, TypeError, ["experts is a tuple", "jaxmoe.Experts("]),
-    "experts without w_down": ({"experts": changed(w_down=None)}, TypeError, ["experts.w_down is None"]),
-    "experts that are no arrays": ({"experts": changed(w_up="w")}, TypeError, ["experts.w_up is a str"]),
-    "experts of qwix in 8 bits": (
+    "more slots than experts": lambda: (
+        {"experts": experts_of(1)},
+        ValueError,
+        ["top_k=2", "only 1 experts", "at most 1"],
+    ),
+    "experts that are a tuple": lambda: ({"experts": (1, 2)}, TypeError, ["experts is a tuple", "jaxmoe.Experts("]),
+    "experts without w_down": lambda: ({"experts": changed(w_down=None)}, TypeError, ["experts.w_down is None"]),
+    "experts that are no arrays": lambda: ({"experts": changed(w_up="w")}, TypeError, ["experts.w_up is a str"]),
+    "experts of qwix in 8 bits": lambda: (
         {"experts": changed(w_up=q_array(EXPERTS.w_up, jnp.float8_e4m3fn))},
         TypeError,
         [
@@ -70,95 +84,103 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
             "jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))",
         ],
     ),
-    "experts of qwix as integers": (
+    "experts of qwix as integers": lambda: (
         {"experts": changed(w_down=q_array(EXPERTS.w_down, jnp.int8))},
         TypeError,
         ["experts.w_down is a QArray with qvalue int8[8, 12, 8]", "BlockScaled", "jaxmoe.quantize(experts)"],
     ),
-    "biases of qwix": (
+    "biases of qwix": lambda: (
         {"experts": changed(b_down=q_array(EXPERTS.w_down[:, 0], jnp.int8))},
         TypeError,
         ["experts.b_down is a QArray", "qvalue * scale as one array"],
     ),
-    "experts of two dimensions": (
+    "experts of two dimensions": lambda: (
         {"experts": changed(w_gate=X)},
         ValueError,
         ["w_gate has shape (16, 8)", "[experts, hidden"],
     ),
-    "experts of another width": (
+    "experts of another width": lambda: (
         {"experts": jaxmoe.Experts.init(jax.random.key(0), 8, 12, 8)},
         ValueError,
         ["w_gate has shape (8, 12, 8)", "x has hidden=8", "transposed"],
     ),
-    "w_down as torch has it": (
+    "w_down as torch has it": lambda: (
         {"experts": changed(w_down=EXPERTS.w_down.mT)},
         ValueError,
         ["w_down has shape (8, 8, 12)", "(8, 12, 8)"],
     ),
-    "a bias of another width": (
+    "a bias of another width": lambda: (
         {"experts": changed(b_down=X[:8, :4])},
         ValueError,
         ["b_down has shape (8, 4)", "(8, 8)"],
     ),
-    "experts in another dtype": (
+    "experts in another dtype": lambda: (
         {"experts": EXPERTS.astype(jnp.bfloat16)},
         TypeError,
         ["experts.w_gate is bfloat16", "x is float32", "astype(x.dtype)"],
     ),
-    "b_up without w_up": (
+    "b_up without w_up": lambda: (
         {"experts": changed(w_up=None, b_up=jnp.zeros((8, 12)))},
         ValueError,
         ["b_up", "w_up is None"],
     ),
-    "SwiGLU without w_up": (
+    "SwiGLU without w_up": lambda: (
         {"experts": changed(w_up=None), "activation": jaxmoe.SwiGLU()},
         ValueError,
         ["SwiGLU", "w_up is None"],
     ),
-    "an unknown activation": ({"activation": "swish"}, ValueError, ["'swish'", "'silu'", "jaxmoe.SwiGLU("]),
-    "an activation that is none": ({"activation": 2}, TypeError, ["'silu'", "SwiGLU", "function of gate"]),
-    "an activation that is a class": ({"activation": jaxmoe.SwiGLU}, TypeError, ["SwiGLU'>", "jaxmoe.SwiGLU()"]),
-    "an activation of three arrays": (
+    "an unknown activation": lambda: ({"activation": "swish"}, ValueError, ["'swish'", "'silu'", "jaxmoe.SwiGLU("]),
+    "an activation that is none": lambda: ({"activation": 2}, TypeError, ["'silu'", "SwiGLU", "function of gate"]),
+    "an activation that is a class": lambda: (
+        {"activation": jaxmoe.SwiGLU},
+        TypeError,
+        ["SwiGLU'>", "jaxmoe.SwiGLU()"],
+    ),
+    "an activation of three arrays": lambda: (
         {"activation": jax.lax.clamp},
         TypeError,
         ["takes (min: ", "one array without a default, gate, or two, gate and up"],
     ),
-    "a function that is not elementwise": (
+    "a function that is not elementwise": lambda: (
         {"activation": jnp.sum},
         TypeError,
         ["activation=sum returns float32[]", "float array of the shape of gate"],
     ),
-    "a function of two projections without w_up": (
+    "a function of two projections without w_up": lambda: (
         {"experts": changed(w_up=None), "activation": lambda gate, up: gate * up},
         ValueError,
         ["multiplies two projections", "w_up is None"],
     ),
-    "an unknown implementation": ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
-    "a plan that is none": ({"plan": 128}, TypeError, ["plan is a int", "jaxmoe.Plan"]),
-    "a mask of integers": ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
-    "a mask of other tokens": ({"token_valid": jnp.ones(4, bool)}, ValueError, ["token_valid has shape (4,)", "(16,)"]),
-    "no mesh": ({"axis_name": "expert"}, ValueError, ["needs a mesh", "jax.set_mesh", "axis_name=None"]),
-    "an axis that the mesh lacks": (
+    "an unknown implementation": lambda: ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
+    "a plan that is none": lambda: ({"plan": 128}, TypeError, ["plan is a int", "jaxmoe.Plan"]),
+    "a mask of integers": lambda: ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
+    "a mask of other tokens": lambda: (
+        {"token_valid": jnp.ones(4, bool)},
+        ValueError,
+        ["token_valid has shape (4,)", "(16,)"],
+    ),
+    "no mesh": lambda: ({"axis_name": "expert"}, ValueError, ["needs a mesh", "jax.set_mesh", "axis_name=None"]),
+    "an axis that the mesh lacks": lambda: (
         {"axis_name": "ep", "mesh": mesh_of("expert")},
         ValueError,
         ["axis 'ep' is not in the mesh", "'expert': 8"],
     ),
-    "a data axis that the mesh lacks": (
+    "a data axis that the mesh lacks": lambda: (
         {"axis_name": "expert", "data_axes": "batch", "mesh": mesh_of("expert")},
         ValueError,
         ["axis 'batch' is not in the mesh"],
     ),
-    "an axis in both roles": (
+    "an axis in both roles": lambda: (
         {"axis_name": "expert", "data_axes": "expert", "mesh": mesh_of("expert")},
         ValueError,
         ["['expert'] are in data_axes"],
     ),
-    "an axis named twice": (
+    "an axis named twice": lambda: (
         {"axis_name": ("expert", "expert"), "mesh": mesh_of("expert")},
         ValueError,
         ["different names"],
     ),
-    "experts that the axis does not divide": (
+    "experts that the axis does not divide": lambda: (
         {"experts": experts_of(6), "axis_name": "expert", "mesh": mesh_of("data", "expert")},
         ValueError,
         ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "or 1 or 2 or 3 ranks"],
@@ -168,7 +190,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 @pytest.mark.parametrize("wrong", BAD)
 def test_bad_input_raises_what_was_given_and_what_to_do(wrong):
-    changes, kind, parts = BAD[wrong]
+    changes, kind, parts = BAD[wrong]()
     with pytest.raises(kind) as raised:
         call(**changes)
     message = str(raised.value)
@@ -192,7 +214,7 @@ def test_values_and_scales_of_qwix_compute_what_they_are_as_the_error_says():
 
 def test_bad_input_raises_the_same_under_jit_and_in_explain():
     for wrong in ("experts of another width", "no mesh", "an unknown implementation"):
-        changes, kind, parts = BAD[wrong]
+        changes, kind, parts = BAD[wrong]()
         arguments = {"topk_ids": IDS, "topk_weights": WEIGHTS, "experts": EXPERTS, "axis_name": None} | changes
         with pytest.raises(kind) as raised:
             jax.jit(lambda x: jaxmoe.moe_layer(x, **arguments))(X)  # noqa: B023

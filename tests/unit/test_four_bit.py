@@ -291,6 +291,7 @@ def nvfp4_by_hand(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float3
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_group_has_the_scale_of_its_largest_weight_and_values_to_the_nearest(kind, dtype):

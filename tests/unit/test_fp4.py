@@ -1,6 +1,7 @@
 """4 bits in the implementations that need no compiled code, and the errors of `precision` and of experts in 4 bits."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ class TestReference(Fp4Suite):
     implementation = "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_never_decoded_all_at_once(kind):
     arguments = in_4_bits(make_inputs(0, **SIZES, biases=True), kind)
@@ -60,94 +62,95 @@ def changed(experts: jaxmoe.Experts, **arrays: Any) -> jaxmoe.Experts:
     return dataclasses.replace(experts, **arrays)
 
 
-# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
-BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "a precision that nobody knows": (
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do). Made when a
+# test asks: XLA compiles for some, and every test process reads all of this file.
+BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] = {
+    "a precision that nobody knows": lambda: (
         {"precision": "w4a8"},
         ValueError,
         ["precision='w4a8' is not known", "'w8a16', 'w4a16', or None", "'w4a16' with MXFP4 and NVFP4"],
     ),
-    "8 bits beside NVFP4": (
+    "8 bits beside NVFP4": lambda: (
         {"experts": NV, "precision": "fp8"},
         ValueError,
         ["precision='fp8'", "experts.w_gate is NVFP4", "does not fit in E4M3", "1.7 % RMS", "precision='w4a16'"],
     ),
-    "8 bits with powers of two beside NVFP4": (
+    "8 bits with powers of two beside NVFP4": lambda: (
         {"experts": NV, "precision": "fp8-e8m0"},
         ValueError,
         ["precision='fp8-e8m0'", "experts.w_gate is NVFP4"],
     ),
-    "decoding from 8 bits": (
+    "decoding from 8 bits": lambda: (
         {"precision": "w8a16"},
         ValueError,
         ["precision='w8a16' decodes experts in 8 bits", "experts.w_gate is MXFP4", "Leave precision out"],
     ),
-    "decoding of 8 bits from 4": (
+    "decoding of 8 bits from 4": lambda: (
         {"experts": jaxmoe.quantize(WIDE), "precision": "w4a16"},
         ValueError,
         ["precision='w4a16' decodes experts in 4 bits", "experts.w_gate is BlockScaled", "Leave precision out"],
     ),
-    "decoding of wide experts": (
+    "decoding of wide experts": lambda: (
         {"experts": WIDE, "precision": "w4a16"},
         ValueError,
         ["experts.w_gate is float32", "jaxmoe.quantize(experts, 'mxfp4')"],
     ),
-    "one wide matrix": (
+    "one wide matrix": lambda: (
         {"experts": changed(MX, w_up=WIDE.w_up)},
         TypeError,
         ["experts.w_up is float32", "all matrices of experts must be MXFP4, or none", "jaxmoe.quantize"],
     ),
-    "two formats": (
+    "two formats": lambda: (
         {"experts": changed(MX, w_down=NV.w_down)},
         TypeError,
         ["experts.w_down is NVFP4", "all matrices of experts must be MXFP4, or none"],
     ),
-    "8 and 4 bits": (
+    "8 and 4 bits": lambda: (
         {"experts": changed(MX, w_gate=jaxmoe.quantize(WIDE).w_gate)},
         TypeError,
         ["experts.w_up is MXFP4", "all matrices of experts must be BlockScaled, or none"],
     ),
-    "biases in 4 bits": (
+    "biases in 4 bits": lambda: (
         {"experts": changed(MX, b_gate=MX.w_gate)},
         TypeError,
         ["experts.b_gate is MXFP4", "biases wide"],
     ),
-    "bytes of powers of two that nobody has named so": (
+    "bytes of powers of two that nobody has named so": lambda: (
         {"experts": changed(MX, w_up=MXFP4(GATE.values, GATE.scales.view(jnp.uint8)))},
         TypeError,
         ["experts.w_up: MXFP4: scales are uint8", "scales.view(jnp.float8_e8m0fnu)"],
     ),
-    "one scale for all experts": (
+    "one scale for all experts": lambda: (
         {"experts": changed(NV, w_up=NVFP4(NV_UP.values, NV_UP.scales, jnp.ones(1)))},
         ValueError,
         ["experts.w_up: NVFP4: global_scales have shape (1,); they must be [experts], (8,)"],
     ),
-    "matrices of the other way": (
+    "matrices of the other way": lambda: (
         {"experts": changed(MX, w_gate=DOWN)},
         ValueError,
         ["experts.w_gate has values of shape (8, 64, 48), uint8, which must be [experts, intermediate, hidden / 2]"],
     ),
-    "elements that lie as [experts, in, out]": (
+    "elements that lie as [experts, in, out]": lambda: (
         {"experts": changed(MX, w_down=MXFP4(GATE.elements, GATE.scales))},
         ValueError,
         ["experts.w_down has values of shape (8, 96, 64), float4", "[experts, hidden, intermediate]", "swapaxes(1, 2)"],
     ),
-    "fewer experts": (
+    "fewer experts": lambda: (
         {"experts": changed(MX, w_up=jax.tree.map(lambda leaf: leaf[:4], GATE))},
         ValueError,
         ["experts.w_up has shape (4, 64, 96); it must be (8, 64, 96)"],
     ),
-    "bytes without scales": (
+    "bytes without scales": lambda: (
         {"experts": jaxmoe.Experts(GATE.packed, None, DOWN.packed), "activation": "relu"},
         ValueError,
         ["experts.w_gate has shape (8, 96, 32)"],
     ),
-    "elements without scales": (
+    "elements without scales": lambda: (
         {"experts": WIDE.astype(jnp.float4_e2m1fn)},
         TypeError,
         ["experts.w_gate is float4_e2m1fn, which needs scales", "jaxmoe.MXFP4(values, scales) or jaxmoe.NVFP4("],
     ),
-    "scales that are no array": (
+    "scales that are no array": lambda: (
         {"experts": changed(MX, w_up=MXFP4(GATE.values, 1.0))},  # pyright: ignore[reportArgumentType]
         TypeError,
         ["experts.w_up is a float; it must be an array"],
@@ -158,7 +161,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("what", BAD)
 def test_bad_experts_in_4_bits_are_errors_that_say_what_to_do(what):
-    changes, error, told = BAD[what]
+    changes, error, told = BAD[what]()
     arguments = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS, "experts": MX, "axis_name": None} | changes
     for function in (jaxmoe.moe_layer, jaxmoe.explain):
         with pytest.raises(error) as raised:

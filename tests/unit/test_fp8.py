@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ def test_a_layer_in_8_bits_can_be_exported_and_read_back():
     np.testing.assert_array_equal(again.call(*arguments[:4]), run(*arguments[:4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
 def test_gradients_beside_decoded_experts_are_those_of_wide_ones_whatever_is_kept(residuals):
     arguments = in_8_bits(make_inputs(1, **SIZES, biases=True))
@@ -96,39 +98,40 @@ def turned(matrix: Any) -> BlockScaled:
     return BlockScaled(matrix.values.swapaxes(1, 2), matrix.scales.swapaxes(1, 2))
 
 
-# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do).
-BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "a precision that nobody knows": (
+# What is wrong -> (arguments, type, parts of the message: what was given, what is needed or what to do). Made when a
+# test asks: XLA compiles for some, and every test process reads all of this file.
+BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] = {
+    "a precision that nobody knows": lambda: (
         {"precision": "fp4"},
         ValueError,
         ["precision='fp4' is not known", "'fp8', 'fp8-e8m0', 'fp8-static', 'w8a16', 'w4a16', or None"],
     ),
-    "sums that nobody knows": (
+    "sums that nobody knows": lambda: (
         {"accumulation": "slow"},
         ValueError,
         ["accumulation='slow' is not known", "'promoted', 'fast'"],
     ),
-    "fast sums of tokens whose scales change": (
+    "fast sums of tokens whose scales change": lambda: (
         {"accumulation": "fast"},
         ValueError,
         ["precision='fp8' does not give all tokens one scale", "precision='fp8-static'", "accumulation='promoted'"],
     ),
-    "fast sums of experts whose scales change": (
+    "fast sums of experts whose scales change": lambda: (
         {"experts": STATIC, "accumulation": "fast"},
         ValueError,
         ["blocks of 128 x 128", "jaxmoe.quantize(experts, 'channel')", "accumulation='promoted'"],
     ),
-    "given scales of wide experts": (
+    "given scales of wide experts": lambda: (
         {"experts": WIDE, "precision": "fp8-static"},
         ValueError,
         ["experts.w_gate is float32", "jaxmoe.with_input_scales(jaxmoe.quantize(experts), tokens, h)", "'fp8'"],
     ),
-    "given scales of experts in 4 bits": (
+    "given scales of experts in 4 bits": lambda: (
         {"experts": jaxmoe.quantize(WIDE, "mxfp4"), "precision": "fp8-static"},
         ValueError,
         ["experts.w_gate is MXFP4, which has none", "Leave precision out"],
     ),
-    "given scales of experts that have none": (
+    "given scales of experts that have none": lambda: (
         {"precision": "fp8-static"},
         ValueError,
         [
@@ -136,82 +139,82 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
             "jaxmoe.with_input_scales(experts, tokens, h)",
         ],
     ),
-    "given scales of experts of which a matrix has none": (
+    "given scales of experts of which a matrix has none": lambda: (
         {"experts": changed(STATIC, w_down=NARROW.w_down), "precision": "fp8-static"},
         ValueError,
         ["experts.w_down has none", "precision='fp8'"],
     ),
-    "given scales of another type": (
+    "given scales of another type": lambda: (
         {"experts": changed(w_up=with_input_scale(jnp.ones(8, jnp.bfloat16)))},
         TypeError,
         ["experts.w_up: BlockScaled: input_scale is bfloat16[8]; it must be float32[8]", "jaxmoe.with_input_scales"],
     ),
-    "one given scale for all experts": (
+    "one given scale for all experts": lambda: (
         {"experts": changed(w_up=with_input_scale(jnp.ones(())))},
         ValueError,
         ["experts.w_up: BlockScaled: input_scale is float32[]; it must be float32[8]"],
     ),
-    "given scales that are no array": (
+    "given scales that are no array": lambda: (
         {"experts": changed(w_up=with_input_scale(1.0))},
         TypeError,
         ["experts.w_up is a float; it must be an array"],
     ),
-    "decoding of wide experts": (
+    "decoding of wide experts": lambda: (
         {"experts": WIDE, "precision": "w8a16"},
         ValueError,
         ["precision='w8a16' decodes experts in 8 bits", "float32", "jaxmoe.quantize(experts)"],
     ),
-    "one wide matrix": (
+    "one wide matrix": lambda: (
         {"experts": changed(w_up=WIDE.w_up)},
         TypeError,
         ["experts.w_up is float32", "all matrices of experts must be BlockScaled, or none", "jaxmoe.quantize"],
     ),
-    "biases in 8 bits": (
+    "biases in 8 bits": lambda: (
         {"experts": changed(b_gate=NARROW.w_gate)},
         TypeError,
         ["experts.b_gate is BlockScaled", "biases wide"],
     ),
-    "biases in another dtype than x": (
+    "biases in another dtype than x": lambda: (
         {"experts": changed(b_down=jnp.zeros((8, 256), jnp.bfloat16))},
         TypeError,
         ["experts.b_down is bfloat16, x is float32"],
     ),
-    "scales of different blocks": (
+    "scales of different blocks": lambda: (
         {"experts": changed(w_up=jaxmoe.quantize(WIDE, "channel").w_up)},
         ValueError,
         ["w_gate 128x128 of float32, w_up channel of float32", "the same"],
     ),
-    "scales of different types": (
+    "scales of different types": lambda: (
         {"experts": changed(w_up=jaxmoe.quantize(WIDE, scale_dtype=jnp.float8_e8m0fnu).w_up)},
         ValueError,
         ["w_up 128x128 of float8_e8m0fnu", "the same"],
     ),
-    "values that lie as [experts, in, out]": (
+    "values that lie as [experts, in, out]": lambda: (
         {"experts": changed(w_gate=turned(NARROW.w_gate))},
         ValueError,
         ["experts.w_gate has values of shape (8, 256, 384)", "[experts, intermediate, hidden]", "swapaxes(1, 2)"],
     ),
-    "values of the way back that lie as [experts, in, out]": (
+    "values of the way back that lie as [experts, in, out]": lambda: (
         {"experts": changed(w_down=turned(NARROW.w_down))},
         ValueError,
         ["experts.w_down has values of shape (8, 384, 256)", "[experts, hidden, intermediate]", "swapaxes(1, 2)"],
     ),
-    "values without scales": (
+    "values without scales": lambda: (
         {"experts": WIDE.astype(jnp.float8_e4m3fn)},
         TypeError,
         ["experts.w_gate is float8_e4m3fn, which needs scales", "jaxmoe.BlockScaled(values, scales)"],
     ),
-    "scales that make no blocks": (
+    "scales that make no blocks": lambda: (
         {"experts": changed(w_gate=BlockScaled(NARROW.w_gate.values, jnp.ones((8, 2, 2))))},  # pyright: ignore
         ValueError,
         ["experts.w_gate: BlockScaled: values (8, 384, 256) and scales (8, 2, 2) make no blocks"],
     ),
-    "scales of other experts": (
+    "scales of other experts": lambda: (
         {"experts": changed(w_up=BlockScaled(NARROW.w_gate.values[:4], jnp.ones((4, 3, 2))))},  # pyright: ignore
         ValueError,
         ["experts.w_up has shape (4, 256, 384); it must be (8, 256, 384)"],
     ),
-    "scales that are no array": (
+    "scales that are no array": lambda: (
         {"experts": changed(w_up=BlockScaled(NARROW.w_gate.values, 1.0))},  # pyright: ignore
         TypeError,
         ["experts.w_up is a float; it must be an array"],
@@ -222,7 +225,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("what", BAD)
 def test_bad_experts_in_8_bits_are_errors_that_say_what_to_do(what):
-    changes, error, told = BAD[what]
+    changes, error, told = BAD[what]()
     arguments = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS, "experts": NARROW, "axis_name": None} | changes
     for function in (jaxmoe.moe_layer, jaxmoe.explain):
         with pytest.raises(error) as raised:
@@ -314,6 +317,7 @@ def test_experts_with_given_scales_are_a_pytree_that_prints_them():
     np.testing.assert_array_equal(again.call(X, IDS, WEIGHTS, STATIC), run(X, IDS, WEIGHTS, STATIC))
 
 
+@pytest.mark.slow
 def test_scan_over_layers_takes_the_given_scales_of_each():
     layers = [jaxmoe.with_input_scales(NARROW, scale / 448, 9 / 448) for scale in (2, 5)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
@@ -360,6 +364,7 @@ def test_with_input_scales_leaves_experts_on_their_devices(kind):
             assert np.isfinite(np.asarray(jax.jit(jaxmoe.moe_layer)(X, IDS, WEIGHTS, each))).all()
 
 
+@pytest.mark.slow
 def test_over_several_hosts_tokens_and_h_are_rounded_with_the_scales_that_experts_bring():
     arguments = with_given_scales(in_8_bits(make_inputs(6, **SIZES, biases=True, routing="zipf")))
     y = jax.jit(layer("hosts 2 x 4", implementation="xla"))(arguments)

@@ -188,6 +188,7 @@ def test_a_precision_rounds_what_they_are_apart():
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), list(zip(LAYOUTS, [AxisType.Explicit, AxisType.Auto], strict=True)))
 @pytest.mark.parametrize(
     ("spec", "options"),
@@ -215,6 +216,7 @@ def tensor_mesh() -> Any:
     return jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.slow
 def test_ranks_compute_parts_of_interleaved_ones():
     arguments, mesh = inputs("interleaved"), tensor_mesh()
     options = {"axis_name": "expert", "intermediate_axis": "tensor", "implementation": "xla", "mesh": mesh}

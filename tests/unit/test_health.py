@@ -26,6 +26,7 @@ def test_a_failure_is_told_and_raised():
         jaxmoe.raise_if_failed()
 
 
+@pytest.mark.slow
 def test_nothing_fails_where_nothing_was_loaded_and_asking_loads_nothing():
     code = "import sys, jaxmoe; jaxmoe.raise_if_failed(); print(jaxmoe.failures(), 'jaxmoe._cuda' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -38,6 +38,7 @@ class Behaviours:
     def test_output_losses_and_gradients_are_those_of_the_block_written_by_hand(self, name):
         assert_equal(run(self.layer, name), expected(name))
 
+    @pytest.mark.slow
     def test_masked_tokens_hold_nan_that_reaches_no_output_loss_or_gradient(self):
         result = run(self.layer, "everything", masked=True)
         assert_equal(result, expected("everything", masked=True))
@@ -86,6 +87,7 @@ class Behaviours:
         np.testing.assert_array_equal(aux.routing.topk_ids[~VALID], -1)
         np.testing.assert_array_equal(np.bincount(aux.routing.topk_ids[VALID].ravel()), aux.stats.rows_per_expert)
 
+    @pytest.mark.slow
     def test_precision_rounds_tokens_and_experts_of_a_forward_pass_to_8_bits(self):
         p = fill(self.layer().shapes())
         x = X().reshape(-1, HIDDEN)
@@ -96,6 +98,7 @@ class Behaviours:
         assert relative_error(y, dense(arguments, precision="fp8")) < 1e-3
         assert relative_error(y, dense(arguments)) > 0.01
 
+    @pytest.mark.slow
     def test_routing_in_bfloat16_layers_is_that_of_float32_logits(self):
         p = fill(self.layer().shapes(shared_intermediate=SHARED))
         x = numbers(7, 16, 16, HIDDEN).astype(jnp.bfloat16)

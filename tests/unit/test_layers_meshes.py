@@ -26,6 +26,7 @@ class Behaviours:
     def test_on_a_mesh_it_computes_what_it_computes_on_one_device(self, mesh_name):
         assert_equal(run(self.layer, "everything", mesh_name, masked=True), expected("everything", masked=True))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mesh_name", [name for name in MESHES if name.startswith("explicit")])
     def test_with_explicit_axes_the_output_is_split_as_the_input_and_the_losses_are_scalars_of_all_tokens(
         self, mesh_name
@@ -113,6 +114,7 @@ class Behaviours:
 class TestNNX(Behaviours):
     layer = NNXLayer
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("data_axes", "inner"),
         [("data", {}), ("data", {"hidden_axis": "data"}), ((), {"intermediate_axis": "data"})],

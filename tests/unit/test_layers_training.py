@@ -78,6 +78,7 @@ class Behaviours:
 class TestNNX(Behaviours):
     layer = NNXLayer
 
+    @pytest.mark.slow
     def test_training_in_the_way_of_nnx_lowers_the_loss(self):
         mesh = make_mesh(AxisType.Explicit)
         with jax.set_mesh(mesh):
@@ -114,6 +115,7 @@ class TestNNX(Behaviours):
         assert jax.typeof(moe.w_gate[...]).sharding.spec == P("expert", None, None)
         assert jax.typeof(moments[...]).sharding.spec == P("expert", None, None)
 
+    @pytest.mark.slow
     def test_scan_over_stacked_layers_is_the_loop_over_layers(self):
         arguments = {**BLOCKS["deepseek-v3"].arguments, "axis_name": "expert", "data_axes": "data"}
         metadata = {nnx.PARTITION_NAME: None}
@@ -180,6 +182,7 @@ class TestNNX(Behaviours):
 class TestLinen(Behaviours):
     layer = LinenLayer
 
+    @pytest.mark.slow
     def test_training_in_the_way_of_linen_lowers_the_loss(self):
         moe = self.layer().make(**BLOCKS["everything"].arguments, axis_name="expert", data_axes="data")
         with jax.set_mesh(make_mesh(AxisType.Auto)):
@@ -210,6 +213,7 @@ class TestLinen(Behaviours):
         assert jnp.any(state["selection_bias"])
         assert nn.get_partition_spec(parameters)["w_gate"] == P("expert", None, None)
 
+    @pytest.mark.slow
     def test_scan_over_layers_is_the_loop_over_layers(self):
         class Stack(nn.Module):
             @nn.compact

@@ -208,6 +208,7 @@ def test_experts_under_fsdp_are_gathered_once_and_their_gradients_scattered():
     assert max(found.values()) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel"])
 @pytest.mark.parametrize("kind", [{"hidden_axis": "data"}, {"intermediate_axis": "data"}], ids=str)
 def test_float32_experts_beside_narrow_tokens_are_sent_in_16_bits_with_the_same_output_and_float32_gradients(

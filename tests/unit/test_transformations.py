@@ -78,6 +78,7 @@ def test_a_layer_with_a_vjp_can_be_exported_for_each_size():
     assert relative_error(gradient(again.call, arguments[0]), gradient(run, arguments[0])) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_expert_axis_of_one_rank_needs_nothing_split_over_it(implementation):
     mesh = jax.make_mesh((8, 1), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)

@@ -39,6 +39,7 @@ def temporary_bytes(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes  # of one device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [8, 64])
 def test_temporary_memory_is_what_explain_states_and_not_that_of_the_worst_routing(num_experts):
     arguments = make_inputs(1, **SIZES | {"num_experts": num_experts})
@@ -52,6 +53,7 @@ def test_temporary_memory_is_what_explain_states_and_not_that_of_the_worst_routi
     assert measured < 0.6 * worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["one-hot", "zipf"])
 def test_one_rank_that_receives_every_row_drops_none_in_that_memory(routing):
     arguments = make_inputs(1, **SIZES, routing=routing)
@@ -63,6 +65,7 @@ def test_one_rank_that_receives_every_row_drops_none_in_that_memory(routing):
     assert rows.max() > 2 * plan.batch_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_rows", [8, 512])
 def test_gradients_in_many_batches_are_as_exact_as_in_one(batch_rows):
     arguments = make_inputs(3, tokens=512, num_experts=4, biases=True, routing="one-hot", dtype=jnp.bfloat16)
@@ -83,6 +86,7 @@ COLLECTIVE = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_only_dense_collectives_are_used_and_none_in_the_loop_over_passes():
     text = compiled(jaxmoe.Plan(batch_rows=128), gradients=True).as_text()
     assert {match[0] for match in COLLECTIVE.findall(text)} == {"all-gather", "all-to-all"}
