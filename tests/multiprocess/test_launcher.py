@@ -226,7 +226,6 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_ends_while_others_wait_for_it_in_a_collective_ends_the_job(how):
     with pytest.raises(LaunchError) as caught:
