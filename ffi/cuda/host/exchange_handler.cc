@@ -65,7 +65,7 @@ xla::ffi::Error finish(cudaStream_t stream, xla::ffi::RemainingArgs operands, xl
     if (operand.has_error()) return operand.error();
     const void* array = operand->untyped_data();
     if (i < results.size()) {
-      const auto result = results.get<xla::ffi::AnyBuffer>(i);
+      auto result = results.get<xla::ffi::AnyBuffer>(i);  // not const: before jax 0.11 it could not be read then
       if (result.has_error()) return result.error();
       if ((*result)->untyped_data() != array) array = nullptr;  // XLA has copied what may not be there yet
     }
