@@ -11,6 +11,10 @@ GPU    := $(shell sh tools/environment.sh gpu && echo yes)
 EXTRAS ?= demo,test$(if $(GPU),$(comma)cuda13$(comma)nvcc$(comma)tokamax)
 comma  := ,
 
+# Kernels that no GPU here can run take minutes to compile: without one the CUDA part is built where it is asked for.
+JAXMOE_CUDA ?= $(if $(GPU),auto,off)
+export JAXMOE_CUDA
+
 # Test processes: each one compiles with several threads, so more than a few do not help. Tests of one file go to one of
 # them: they share what they have compiled.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
@@ -79,7 +83,7 @@ wheel-cpu: environment
 	@$(call WHEEL,cpu,off,$(if $(filter off,$(JAXMOE_CUDA)),,-cpu))
 
 wheel-cuda13: environment
-	@$(call WHEEL,cuda13,on)
+	@$(call WHEEL,cuda13,on,$(if $(filter off,$(JAXMOE_CUDA)),-cuda))
 
 lint:
 	@$(call ENVIRONMENT,$(EXTRAS)$(comma)lint)
