@@ -5,12 +5,14 @@ Usage: python tools/compare_kernels.py BEFORE AFTER      exit status 1 where a k
 
 BEFORE and AFTER are folders of the project or files that --save has written. A change that only moves or renames
 leaves every kernel the same; one that does not shows here before anything runs on a GPU. Compiled are the files of
-cuda/host/variants (of older trees launch.cu), with the flags that the installed jaxmoe was built with; --timeline
-compiles the recorder in.
+ffi/cuda/host/variants, some of them with --kernels, with the flags that the installed jaxmoe was built with;
+--timeline compiles the recorder in.
 """
 
 import argparse
+import fnmatch
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -25,75 +28,96 @@ import jax
 import jaxmoe.machine as machine
 
 TIMELINE = "-DJAXMOE_TIMELINE"
-KERNELS = ("forward bf16", "forward f16", "backward bf16", "backward f16")
 TITLE = "== "
 
-
-def kernel_of(symbol: str) -> str:
-    """Which kernel a mangled name stands for. Its parameters and template arguments may be called anything."""
-    symbol = symbol.lower()
-    return f"{'backward' if 'backward' in symbol else 'forward'} {'bf16' if 'bf16' in symbol else 'f16'}"
+# The instructions of every kernel, one a line, with their encodings and without names. A kernel has the name of its file.
+Code = dict[str, list[str]]
 
 
-def disassemble(tree: Path, timeline: bool) -> str:
-    """Compiles the kernels of a tree and returns what cuobjdump says of them."""
-    sources = sorted((tree / "ffi/cuda/host/variants").glob("*.cu")) or sorted((tree / "ffi/cuda").rglob("launch.cu"))
+def fail(text: str) -> SystemExit:
+    return SystemExit(f"compare_kernels: {text}")
+
+
+def sources_of(tree: Path, pattern: str) -> list[Path]:
+    """The files of a tree that hold a kernel each, of those whose names a pattern allows."""
+    found = sorted((tree / "ffi/cuda/host/variants").glob("*.cu"))
+    if not found:
+        raise fail(f"no kernels in {tree}/ffi/cuda/host/variants. Name a folder of the project.")
+    sources = [source for source in found if fnmatch.fnmatch(source.stem, pattern)]
     if not sources:
-        raise SystemExit(f"compare_kernels: no kernels under {tree}/ffi/cuda. Name a folder of the project.")
+        raise fail(f"--kernels={pattern} names none of {', '.join(source.stem for source in found)}.")
+    return sources
+
+
+def compile_tree(tree: Path, pattern: str, timeline: bool) -> Code:
+    """Compiles kernels of a tree and returns their code."""
     built = machine.build_info()
     if built.nvcc is None or built.nvcc_flags is None:
-        raise SystemExit(f"compare_kernels: the CUDA part of this jaxmoe was not built: {built.cuda_missing}")
-    beside = str(Path(built.nvcc).parent)
-    disassembler = shutil.which("cuobjdump", path=beside) or shutil.which("cuobjdump")
+        raise fail(f"the CUDA part of this jaxmoe was not built: {built.cuda_missing}")
+    nvcc = built.nvcc
+    disassembler = shutil.which("cuobjdump", path=str(Path(nvcc).parent)) or shutil.which("cuobjdump")
     if disassembler is None:
-        raise SystemExit("compare_kernels: needs cuobjdump (the extra 'nvcc', or a CUDA toolkit).")
+        raise fail("it needs cuobjdump (the extra 'nvcc', or a CUDA toolkit).")
     flags = [flag for flag in shlex.split(built.nvcc_flags) if flag != TIMELINE] + [TIMELINE] * timeline
     flags += ["-I", str(tree / "ffi"), "-isystem", jax.ffi.include_dir()]
-    with tempfile.TemporaryDirectory() as folder:
-        cubins = [Path(folder) / f"{source.stem}.cubin" for source in sources]
-        compiling = [
-            subprocess.Popen([built.nvcc, *flags, "-cubin", source, "-o", cubin])
-            for source, cubin in zip(sources, cubins, strict=True)
-        ]
-        statuses = [compiler.wait() for compiler in compiling]
-        if any(statuses):
-            raise SystemExit("compare_kernels: nvcc failed; what it said is above.")
-        told = (subprocess.run([disassembler, "-sass", each], capture_output=True, text=True) for each in cubins)
-        return "".join(each.stdout for each in told)
+
+    def code_of_source(source: Path) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            if subprocess.run([nvcc, *flags, "-cubin", source, "-o", cubin], check=False).returncode != 0:
+                raise fail(f"nvcc failed with {source}; what it said is above.")
+            listing = subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        return code_of(listing)
+
+    sources = sources_of(tree, pattern)
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        return dict(zip((source.stem for source in sources), compilers.map(code_of_source, sources), strict=True))
 
 
-def code_of(listing: str) -> dict[str, list[str]]:
-    """The instructions of every kernel, one a line, with their encodings and without names."""
-    kernels = {}
-    for part in listing.split("Function : ")[1:]:
-        symbol, _, body = part.partition("\n")
-        lines = []
-        for line in body.splitlines():
-            instruction = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s*(.*?)\s*/\* (0x[0-9a-f]+) \*/", line)
-            rest = re.match(r"\s*/\* (0x[0-9a-f]+) \*/", line)
-            if instruction:
-                nameless = re.sub(r"`?[(]?[$.]?_Z\w+[)]?", "NAME", instruction[1])
-                lines.append(f"{nameless}  {instruction[2]}")
-            elif rest and lines:
-                lines[-1] += f" {rest[1]}"
-        kernels[kernel_of(symbol)] = lines
-    if sorted(kernels) != sorted(KERNELS):
-        raise SystemExit(f"compare_kernels: found the kernels {sorted(kernels)}. They need to be {sorted(KERNELS)}.")
-    return kernels
+def code_of(listing: str) -> list[str]:
+    """The instructions that cuobjdump lists, of all functions in it."""
+    lines: list[str] = []
+    for line in listing.splitlines():
+        instruction = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s*(.*?)\s*/\* (0x[0-9a-f]+) \*/", line)
+        rest = re.match(r"\s*/\* (0x[0-9a-f]+) \*/", line)
+        if instruction:
+            nameless = re.sub(r"`?[(]?[$.]?_Z\w+[)]?", "NAME", instruction[1])
+            lines.append(f"{nameless}  {instruction[2]}")
+        elif rest and lines:
+            lines[-1] += f" {rest[1]}"
+    return lines
 
 
-def load(path: Path, timeline: bool) -> dict[str, list[str]]:
+def load(path: Path, pattern: str, timeline: bool) -> Code:
     """The code of a source tree or of a saved file."""
     if path.is_dir():
-        return code_of(disassemble(path, timeline))
-    kernels: dict[str, list[str]] = {}
+        return compile_tree(path, pattern, timeline)
+    kernels: Code = {}
     lines: list[str] = []
     for line in path.read_text().splitlines():
         if line.startswith(TITLE):
             lines = kernels[line.removeprefix(TITLE)] = []
         else:
             lines.append(line)
-    return kernels
+    return {name: code for name, code in kernels.items() if fnmatch.fnmatch(name, pattern)}
+
+
+def save(path: Path, kernels: Code) -> None:
+    """Writes what load() reads."""
+    listings = ("\n".join([TITLE + name, *code]) + "\n" for name, code in kernels.items())
+    path.write_text("".join(listings))
+
+
+def compare(before: Code, after: Code) -> Iterator[str]:
+    """What to print of two trees, a kernel after the other."""
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            yield f"{name:28}  only {'after' if old is None else 'before'}"
+        elif old == new:
+            yield f"{name:28}  same, {len(new)} instructions"
+        else:
+            yield f"{name:28}  " + "\n".join(first_difference(old, new))
 
 
 def first_difference(before: list[str], after: list[str]) -> Iterator[str]:
@@ -115,20 +139,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="BEFORE and AFTER; with --save one folder")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the code of the one folder here")
+    parser.add_argument("--kernels", default="*", metavar="PATTERN", help="only those, such as 'forward_packed*'")
     parser.add_argument("--timeline", action="store_true", help="of kernels that record what every role does when")
     arguments = parser.parse_args()
     if len(arguments.paths) != (1 if arguments.save else 2):
         parser.error("needs BEFORE and AFTER, or --save FILE and one folder")
-    codes = [load(path, arguments.timeline) for path in arguments.paths]
+    codes = [load(path, arguments.kernels, arguments.timeline) for path in arguments.paths]
     if arguments.save:
-        arguments.save.write_text("".join(f"{TITLE}{name}\n" + "\n".join(codes[0][name]) + "\n" for name in KERNELS))
+        save(arguments.save, codes[0])
         return
     before, after = codes
-    for name in KERNELS:
-        if before[name] == after[name]:
-            print(f"{name:13}  same, {len(after[name])} instructions")
-        else:
-            print(f"{name:13}  " + "\n".join(first_difference(before[name], after[name])))
+    for text in compare(before, after):
+        print(text)
     sys.exit(before != after)
 
 
