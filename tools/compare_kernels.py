@@ -30,7 +30,7 @@ import jaxmoe.machine as machine
 TIMELINE = "-DJAXMOE_TIMELINE"
 TITLE = "== "
 
-# The instructions of every kernel, one a line, with their encodings and without names. A kernel has the name of its file.
+# The instructions of every kernel, one a line, with their encodings and without names. Kernels have the names of files.
 Code = dict[str, list[str]]
 
 
