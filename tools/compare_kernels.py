@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,10 +43,17 @@ def sources_of(tree: Path, pattern: str) -> list[Path]:
     found = sorted((tree / "ffi/cuda/host/variants").glob("*.cu"))
     if not found:
         raise fail(f"no kernels in {tree}/ffi/cuda/host/variants. Name a folder of the project.")
-    sources = [source for source in found if fnmatch.fnmatch(source.stem, pattern)]
-    if not sources:
-        raise fail(f"--kernels={pattern} names none of {', '.join(source.stem for source in found)}.")
-    return sources
+    names = chosen((source.stem for source in found), pattern)
+    return [source for source in found if source.stem in names]
+
+
+def chosen(kernels: Iterable[str], pattern: str) -> list[str]:
+    """Those that a pattern allows, at least one."""
+    found = list(kernels)
+    names = fnmatch.filter(found, pattern)
+    if not names:
+        raise fail(f"--kernels={pattern} names none of {', '.join(found)}.")
+    return names
 
 
 def compile_tree(tree: Path, pattern: str, timeline: bool) -> Code:
@@ -99,7 +106,7 @@ def load(path: Path, pattern: str, timeline: bool) -> Code:
             lines = kernels[line.removeprefix(TITLE)] = []
         else:
             lines.append(line)
-    return {name: code for name, code in kernels.items() if fnmatch.fnmatch(name, pattern)}
+    return {name: kernels[name] for name in chosen(kernels, pattern)}
 
 
 def save(path: Path, kernels: Code) -> None:

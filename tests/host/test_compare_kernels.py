@@ -51,6 +51,8 @@ def test_what_is_saved_is_read_back(tmp_path):
     compare_kernels.save(tmp_path / "code", kernels)
     assert compare_kernels.load(tmp_path / "code", "*", timeline=False) == kernels
     assert list(compare_kernels.load(tmp_path / "code", "forward*", timeline=False)) == ["forward_bf16"]
+    with pytest.raises(SystemExit, match="names none of forward_bf16, backward_f16"):
+        compare_kernels.load(tmp_path / "code", "sideways*", timeline=False)
 
 
 def test_all_files_with_a_kernel_are_found():

@@ -156,3 +156,16 @@ def test_extras_of_extras_are_followed_and_unknown_ones_are_refused():
     assert "nvidia-nvvm==13.0.88" in lines
     assert not [line for line in lines if line.startswith("jaxmoe")]
     assert "no extra named cuda12" in ask("cuda12").stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "asked", "given"), [("500.1", None, "off"), ("580.1", None, "auto"), ("500.1", "on", "on")]
+)
+def test_make_builds_the_cuda_part_where_a_gpu_can_be_used_or_it_is_asked_for(machine, driver, asked, given):
+    make = shutil.which("make")
+    assert make is not None
+    machine.add("nvidia-smi", f'case $1 in -L) echo "GPU 0: one" ;; *) echo {driver} ;; esac')
+    environment = {"PATH": str(machine.programs), **({"JAXMOE_CUDA": asked} if asked else {})}
+    command = [make, "--silent", "--eval=tell: ; @echo $(JAXMOE_CUDA) $$JAXMOE_CUDA", "tell"]
+    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [given, given], "of make, and of what it starts"
