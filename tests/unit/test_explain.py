@@ -160,6 +160,36 @@ def test_blocks_share_columns_where_half_of_the_workers_would_have_no_down_task(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "tokens", "lag_units"),
+    [
+        # Of an expert 16 tiles of down columns, in pairs 8, of which 66 workers take those of 8 experts at once; of two
+        # ranks all 4 experts, whose blocks share columns.
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 1}, 64, 7),
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 2}, 64, 3),
+        # More rows than a narrow tile has: no pairs.
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 1}, 1024, 3),
+        # 12 pairs: those of 5 experts.
+        ({"hidden": 6144, "intermediate": 16384, "num_experts": 8, "top_k": 2, "ranks": 1}, 64, 4),
+        # Down tasks are no longer than the others, or units are large.
+        ({"hidden": 2880, "intermediate": 2880, "num_experts": 128, "top_k": 4, "ranks": 1}, 64, 9),
+        ({"hidden": 7168, "intermediate": 2048, "num_experts": 128, "top_k": 8, "ranks": 2}, 64, 13),
+        ({"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2, "ranks": 2}, 8192, 1),
+    ],
+)
+def test_long_down_tasks_that_come_last_are_whole_rounds_of_workers(sizes, tokens, lag_units):
+    plan = default_plan(Shape(tokens=tokens, **sizes), "gpu", "megakernel")
+    assert plan.lag_units == lag_units
+    assert plan.ring_tiles >= (lag_units + 1) * plan.unit_tiles
+    assert sum(reason.startswith(f"lag_units={lag_units}: ") for reason in plan.reasons) == 1
+    assert default_plan(Shape(tokens=tokens, **sizes), "cpu", "megakernel").lag_units == 1
+    # Decoded ahead, here of float16, a lag is as long as there is memory for: slots of the experts in between.
+    mxfp4 = Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu)
+    formats = dataclasses.replace(Formats.of(jnp.float16), weights=mxfp4)
+    ahead = default_plan(Shape(tokens=tokens, **sizes, formats=formats), "gpu", "megakernel")
+    assert ahead.weight_slots > ahead.lag_units
+
+
+@pytest.mark.parametrize(
     ("platform", "dtype", "installed", "hidden", "chosen"),
     [
         ("cpu", jnp.bfloat16, True, 64, "ragged_dot"),

@@ -69,6 +69,9 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
     lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
     weight_slots, lag_units, slot_reasons = _forward_slots(shape, platform, lag_units)
+    share_columns, share_reasons = _share_columns(shape, platform, unit_tiles, weight_slots)
+    if platform != "cpu" and unit_tiles == 1 and not weight_slots:
+        lag_units, lag_reason = _fill_last_round(shape, platform, lag_units, share_columns) or (lag_units, lag_reason)
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
     if _has_two_in_hand(shape, platform, unit_tiles):
         beyond = max(beyond, math.ceil(RING_WAVES_IN_HAND * WORKERS_OF_A_GPU / _narrow_tasks(shape, platform)))
@@ -81,7 +84,6 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     )
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    share_columns, share_reasons = _share_columns(shape, platform, unit_tiles, weight_slots)
     reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
     return KernelPlan(
         unit_tiles,
@@ -245,6 +247,37 @@ def _share_columns(shape: Shape, platform: str, unit_tiles: int, weight_slots: i
     return True, (
         f"share_columns=True: {tasks} down tasks of two column tiles each would leave half of {WORKERS_OF_A_GPU} "
         "workers without one",
+    )
+
+
+def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns: bool) -> tuple[int, str] | None:
+    """Returns a longer lag of units of one tile, and why; nothing where `lag_units` is long enough.
+
+    The down tasks of the last experts, one more than the lag, come behind the last gate and up task, where workers that
+    get none are done. So where down tasks are the longer ones these experts are as many as whole rounds of workers can
+    take: up to 5 % of decode batches of mixtral-8x7b (docs/performance.md). Larger units keep their lag: after a longer
+    one h has left the L2 cache.
+
+    Args:
+      shape: of the pass.
+      platform: a GPU.
+      lag_units: with which down tasks do not wait for their h.
+      share_columns: of the plan.
+    """
+    tasks = -(-shape.hidden // tile_sizes(shape, platform).columns)  # down tasks of an expert
+    length = shape.intermediate  # of one; shape.hidden for a gate and up task of as many columns
+    if share_columns:
+        length /= 2
+    elif _is_narrow(shape, platform, unit_tiles=1):
+        tasks = -(-tasks // 2)
+    last = min(lag_units + 1, shape.local_experts)
+    rounds = -(-last * tasks // WORKERS_OF_A_GPU)
+    filled = min(rounds * WORKERS_OF_A_GPU // tasks, shape.local_experts)
+    if length <= shape.hidden or not last < filled <= MOST_LAG_UNITS:
+        return None
+    return filled - 1, (
+        f"lag_units={filled - 1}: {filled * tasks} down tasks of {filled} experts come last, as many as {rounds} x "
+        f"{WORKERS_OF_A_GPU} workers can take at once"
     )
 
 
