@@ -72,6 +72,12 @@ __device__ __forceinline__ void copy_vector(void* shared, const void* source) {
 // What this thread has copied is there, for itself; for other lanes after a __syncwarp().
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Brings what lies at an address into L2, where it is `there`.
+__device__ __forceinline__ void prefetch_if(bool there, const void* address) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %1, 0;\n@there prefetch.global.L2 [%0];\n}" ::"l"(address),
+               "r"(static_cast<int>(there)));
+}
+
 // Nothing that the launch writes; values stay as they are where `there` is not set. Without a branch, after which the
 // compiler would wait for what was loaded.
 __device__ __forceinline__ void load_if(bool there, uint32_t& value, const uint32_t* address) {

@@ -22,6 +22,15 @@ struct PackedPart {
   bool sixteen;              // numbers to a group, else 32
   bool one_block;
 
+  static constexpr int32_t kLoadBytes = 16;  // of GroupWords
+  // Whether the lanes that load groups have them brought into L2 as well, and not the producer, a task at a time: of groups
+  // of 16 numbers, beside few rows. More rows, and groups of 32, were slower with it (docs/performance.md). Only for
+  // columns whose groups are whole loads.
+  static __device__ __forceinline__ bool lanes_ask(bool sixteen, int32_t row_bytes, int32_t row_blocks) {
+    constexpr int32_t kFewBlocks = 4;
+    return sixteen && row_blocks <= kFewBlocks && row_bytes % kLoadBytes == 0;
+  }
+
   // Calls body(columns, rows) with types for the code that multiplies as many blocks of columns, and of rows as many as the
   // first number that is enough.
   template <int... kRowBlocks, class Body>
@@ -64,7 +73,8 @@ struct GroupsOfLane {
 };
 
 // Groups of several steps in one load, 16 bytes, handed on step by step. Nothing touches what begin() and take() have
-// asked for before it is taken.
+// asked for before it is taken. Where PackedPart::lanes_ask(), each load also has the groups that lie kLaterBytes further on
+// in its column brought into L2.
 class GroupWords {
  public:
   __device__ __forceinline__ void begin(const PackedPart& part) { load(part, GroupsOfLane(part), 0); }
@@ -97,7 +107,7 @@ class GroupWords {
   }
 
  private:
-  static constexpr int32_t kLoadBytes = 16, kStepNumbers = 128;
+  static constexpr int32_t kLoadBytes = PackedPart::kLoadBytes, kStepNumbers = 128, kLaterBytes = 64;
 
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
@@ -107,6 +117,8 @@ class GroupWords {
     const int32_t left = source.bytes - first;
     const auto* from = source.groups + first;
     if (part.row_bytes % kLoadBytes == 0) {
+      const bool asks = PackedPart::lanes_ask(part.sixteen, part.row_bytes, part.row_blocks);
+      ptx::prefetch_if(asks && left > kLaterBytes, from + kLaterBytes);
       ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(from));
     } else {
       const int32_t before = reinterpret_cast<uintptr_t>(from) % 4;

@@ -88,7 +88,8 @@ __device__ __forceinline__ void wait_for_weights(const Cta<Variant>& cta, const 
 }
 
 // Has the scales that math warps will load on their own, and wait for, brought into L2: those of a tile's columns lie
-// side by side.
+// side by side. They come column by column, while the first step wants some of each: where that is long to wait for, lanes
+// ask for what they want next (PackedPart::lanes_ask).
 template <class Variant>
 __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, const Task& own) {
   const auto& p = cta.params;
@@ -97,6 +98,9 @@ __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, c
   const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
   const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
   const int32_t row_bytes = depth / p.weight_group_columns;
+  if constexpr (!Variant::Precision::kTokens.is_scaled()) {
+    if (PackedPart::lanes_ask(p.weight_group_columns == 16, row_bytes, ceil_div(own.rows, 8))) return;
+  }
   const int32_t columns = halves || cta.shares_columns(own) ? Tiling::kColumns / 2 : Tiling::kColumns;
   const int32_t first = down ? cta.first_answer_column(own) : own.column_tile * columns;
   const int64_t offset = (int64_t{own.expert} * width + first) * row_bytes;
