@@ -31,7 +31,7 @@ release = jaxmoe.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "myst_nb"]
 
 root_doc = "README"
-include_patterns = ["README.md", "docs/*.md", "docs/api/*.md", "ffi/*.md", "notebooks/*.ipynb"]
+include_patterns = ["README.md", "docs/*.md", "docs/api/*.md", "docs/performance/*.md", "ffi/*.md", "notebooks/*.ipynb"]
 # Folders, which Sphinx would look through otherwise.
 exclude_patterns = [".*", "build", "demo_output", "dist", "examples", "jaxmoe", "tests", "tools"]
 
@@ -92,6 +92,20 @@ notebooks/train_a_tiny_moe
 notebooks/load_a_checkpoint
 notebooks/experts_in_few_bits
 notebooks/experts_of_your_own
+```
+
+```{toctree}
+:hidden:
+:caption: Measured
+docs/performance/forward
+docs/performance/backward
+docs/performance/eight_bits
+docs/performance/four_bits
+docs/performance/beside
+docs/performance/scans
+docs/performance/exchange
+docs/performance/timeline
+docs/performance/xla
 ```
 
 ```{toctree}

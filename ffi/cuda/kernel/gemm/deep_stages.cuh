@@ -1,7 +1,8 @@
 // Stages as math warps that decode weights see them: as steps, of which a stage holds one, or, of a tile with few rows, two
 // (DeepStage). Which step of its stage a place is has a type, so that loops are unrolled over the steps of a stage: asked of a
-// number it took so many more instructions that nothing was gained (docs/performance.md, "Two steps to a stage"). A stage is
-// waited for before its first step, and released after its last one. multiply.cuh makes these; load_deep.cuh fills deep stages.
+// number it took so many more instructions that nothing was gained (docs/performance/four_bits.md, "Two steps to a
+// stage"). A stage is waited for before its first step, and released after its last one. multiply.cuh makes these; load_deep.cuh
+// fills deep stages.
 #pragma once
 
 #include <cstddef>

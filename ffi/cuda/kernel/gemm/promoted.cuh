@@ -9,8 +9,8 @@
 //                                     next step's stage, scales, descriptors
 //
 // While one warpgroup adds, the tensor cores have the other one's products. A half takes them 256 cycles, so a warpgroup may
-// be as long without products of its own. What stood between two steps before took longer (docs/performance.md, "What stood
-// between products").
+// be as long without products of its own. What stood between two steps before took longer
+// (docs/performance/eight_bits.md, "What stood between products").
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // Where a tile of 8-bit factors has the rows of one warpgroup, both multiply them, every second step each (promoted.cuh):
-// one alone cannot hide what lies between its products (docs/performance.md, "Few rows in 8 bits"). Then the second
-// warpgroup hands its sums to the first one, which has the epilogue. math.cuh calls it.
+// one alone cannot hide what lies between its products (docs/performance/eight_bits.md, "Few rows in 8 bits"). Then
+// the second warpgroup hands its sums to the first one, which has the epilogue. math.cuh calls it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -64,7 +64,8 @@ struct TwoPanels {
 // four.
 //
 // With 128 bytes to a line it has two steps, swizzled as others of that length. The copy engine takes about as long for a
-// line of 64 bytes, and of few rows it is such lines that math warps waited for (docs/performance.md, "Two steps to a stage").
+// line of 64 bytes, and of few rows it is such lines that math warps waited for (docs/performance/four_bits.md, "Two steps to
+// a stage").
 template <int kWidth, int kLineBytes_ = 64>
 struct PackedTile {
   static constexpr int kLineBytes = kLineBytes_;
