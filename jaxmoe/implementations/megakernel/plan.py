@@ -21,7 +21,8 @@ class KernelPlan:
     Args:
       unit_tiles: most row tiles of one expert that are worked on together, so that they share its weights; at least 1.
       lag_units: units by which the down GEMM of a unit comes later than its gate and up GEMM; at least 0. A lag keeps
-        the pull of tokens apart from the push of results, which use the same links.
+        the pull of tokens apart from the push of results, which use the same links; and the down tasks of so many units
+        and one more come last, when workers without one have nothing else to do.
       ring_tiles: row tiles that the rings hold: memory grows with it. At least `(lag_units + 1) * unit_tiles`, or as
         many as a rank can have: with fewer, a pull would wait for a tile that waits for that pull. More than a rank can
         have are not allocated.
