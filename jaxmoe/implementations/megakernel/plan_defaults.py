@@ -241,7 +241,7 @@ def _share_columns(shape: Shape, platform: str, unit_tiles: int, weight_slots: i
     """Returns whether blocks share the columns of narrow down tasks, and why, where they do."""
     if platform == "cpu" or weight_slots or not _is_narrow(shape, platform, unit_tiles):
         return False, ()
-    tasks = shape.local_experts * -(-shape.hidden // (2 * tile_sizes(shape, platform).columns))
+    tasks = shape.local_experts * _narrow_down_tasks(shape, platform)
     if 2 * tasks > WORKERS_OF_A_GPU:
         return False, ()
     return True, (
@@ -255,8 +255,8 @@ def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns:
 
     The down tasks of the last experts, one more than the lag, come behind the last gate and up task, where workers that
     get none are done. So where down tasks are the longer ones these experts are as many as whole rounds of workers can
-    take: up to 5 % of decode batches of mixtral-8x7b (docs/performance.md). Larger units keep their lag: after a longer
-    one h has left the L2 cache.
+    take: up to 5 % of mixtral-8x7b on one GPU (docs/performance/forward.md). Larger units keep their lag: after a
+    longer one h has left the L2 cache.
 
     Args:
       shape: of the pass.
@@ -264,12 +264,13 @@ def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns:
       lag_units: with which down tasks do not wait for their h.
       share_columns: of the plan.
     """
-    tasks = -(-shape.hidden // tile_sizes(shape, platform).columns)  # down tasks of an expert
-    length = shape.intermediate  # of one; shape.hidden for a gate and up task of as many columns
+    length = shape.intermediate  # of a down task; shape.hidden for a gate and up task of as many columns
+    if share_columns or not _is_narrow(shape, platform, unit_tiles=1):
+        tasks = -(-shape.hidden // tile_sizes(shape, platform).columns)  # of an expert
+    else:
+        tasks = _narrow_down_tasks(shape, platform)
     if share_columns:
         length /= 2
-    elif _is_narrow(shape, platform, unit_tiles=1):
-        tasks = -(-tasks // 2)
     last = min(lag_units + 1, shape.local_experts)
     rounds = -(-last * tasks // WORKERS_OF_A_GPU)
     filled = min(rounds * WORKERS_OF_A_GPU // tasks, shape.local_experts)
@@ -296,7 +297,12 @@ def _has_two_in_hand(shape: Shape, platform: str, unit_tiles: int) -> bool:
 def _narrow_tasks(shape: Shape, platform: str) -> int:
     """Tasks of an expert with one narrow tile, two column tiles each."""
     tile = tile_sizes(shape, platform)
-    return -(-shape.intermediate // (2 * tile.h_columns)) + -(-shape.hidden // (2 * tile.columns))
+    return -(-shape.intermediate // (2 * tile.h_columns)) + _narrow_down_tasks(shape, platform)
+
+
+def _narrow_down_tasks(shape: Shape, platform: str) -> int:
+    """Those of the down GEMM, where blocks do not share columns."""
+    return -(-shape.hidden // (2 * tile_sizes(shape, platform).columns))
 
 
 def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:

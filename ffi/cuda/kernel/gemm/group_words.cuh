@@ -24,8 +24,8 @@ struct PackedPart {
 
   static constexpr int32_t kLoadBytes = 16;  // of GroupWords
   // Whether the lanes that load groups have them brought into L2 as well, and not the producer, a task at a time: of groups
-  // of 16 numbers, beside few rows. More rows, and groups of 32, were slower with it (docs/performance.md). Only for
-  // columns whose groups are whole loads.
+  // of 16 numbers, beside few rows. More rows, and groups of 32, were slower with it (docs/performance/four_bits.md). Only
+  // for columns whose groups are whole loads.
   static __device__ __forceinline__ bool lanes_ask(bool sixteen, int32_t row_bytes, int32_t row_blocks) {
     constexpr int32_t kFewBlocks = 4;
     return sixteen && row_blocks <= kFewBlocks && row_bytes % kLoadBytes == 0;

@@ -50,9 +50,9 @@ class OneBase {
  private:
   static constexpr uint32_t kEven = 0x00ff00ff;  // bytes of a word
 
-  // Eight loads are on their way at a time: memory is as far away as a step takes, and with four layers took a few percent
-  // longer. With sixteen most tiles look at far more words than they have (docs/performance.md). Behind the last word of a
-  // column, that one is looked at again.
+  // Eight loads are on their way at a time: memory is as far away as a step takes, and with four at a time a layer took
+  // longer. With sixteen most tiles look at far more words than they have (docs/performance/four_bits.md). Behind the last
+  // word of a column, that one is looked at again.
   template <class Word>
   __device__ __forceinline__ void look_at_all(const GroupsOfLane& source) {
     constexpr int32_t kAtOnce = 8, kBytes = sizeof(Word);
