@@ -63,6 +63,11 @@ class Pipeline {
     while (!ptx::mbarrier_try_wait(&storage_.empty[position.stage()], position.parity() ^ 1)) {}
   }
 
+  // Whether acquire() would return at once; if so, it acquires as that does.
+  __device__ bool is_empty(Position position) const {
+    return ptx::mbarrier_test(&storage_.empty[position.stage()], position.parity() ^ 1);
+  }
+
   // `bytes`: all that lands in this block's stage, copies of the other blocks included.
   __device__ void commit(Position position, uint32_t bytes) const {
     ptx::mbarrier_arrive_expect_bytes(full(position), bytes);

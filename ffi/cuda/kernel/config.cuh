@@ -67,7 +67,8 @@ struct GemmShape {
   // lines of all warps come first, then their second ones: so 16 bytes behind every eighth line suffice for the 8 lines
   // that a store touches at once to lie in 8 different groups of banks.
   struct Staging {
-    static constexpr int kLines = 8;  // of a warp
+    // Of a warp. Packed weights want less (epilogues/across.cuh), and have other uses for the room.
+    static constexpr int kLines = Variant::Precision::kPacked ? 6 : 8;
     static constexpr int kLineBytes = Tiling::kColumns * sizeof(Wide);
     static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
     alignas(16) std::byte bytes[kLines * kLineStride - 16];

@@ -15,6 +15,7 @@
 #include "cuda/kernel/exchange/sort.cuh"
 #include "cuda/kernel/exchange/sums_at_experts.cuh"
 #include "cuda/kernel/gemm/rehearsal.cuh"
+#include "cuda/kernel/gemm/releaser.cuh"
 
 namespace jaxmoe::ends {
 
@@ -72,9 +73,11 @@ template <class Variant>
 __device__ __forceinline__ void prepare_stages(const Cta<Variant>& cta) {
   if (threadIdx.x != 0) return;
   GemmShape<Variant>::Ring::init(cta.shared.gemm.ring);
+  releaser::prepare(cta);
   ptx::fence_mbarrier_init();
   for (int32_t& number : cta.shared.task_numbers) number = -1;
   rehearsal::prepare(cta);
+  if constexpr (kHasReleaser<Variant>) cta.shared.crew.dispatchers -= cta.blocks();  // a warp of each
   if constexpr (kAddsUpEarly<Variant>) {
     cta.shared.sums = {};
     if (combine::announces_alone(cta)) --cta.shared.crew.dispatchers;

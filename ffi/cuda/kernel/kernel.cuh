@@ -4,6 +4,7 @@
 //   sort, publish         all warps of every block     slots sorted by expert, inputs where peers reach them
 //   producer              warp 0, one thread           what the products read, into shared memory
 //   dispatch              warps 1 to 3                 rows from their owners into the ring
+//   releaser              warp 3, one thread           signals of tasks, where weights are decoded in registers
 //   math                  the other two warpgroups     products (gemm/products.cuh), their results to rings, owners and
 //                                                      the layer's results
 //   combine               dispatch and math warps      sums of answers, by whoever has nothing else to do
@@ -22,9 +23,26 @@
 #include "cuda/kernel/exchange/dispatch.cuh"
 #include "cuda/kernel/gemm/math.cuh"
 #include "cuda/kernel/gemm/producer.cuh"
+#include "cuda/kernel/gemm/releaser.cuh"
 #include "cuda/kernel/roles.cuh"
 
 namespace jaxmoe {
+
+template <class Variant>
+__device__ __forceinline__ void run_dispatch_warp(const Cta<Variant>& cta, int dispatch_warp) {
+  constexpr int kDispatching = Roles::kDispatchWarps - kHasReleaser<Variant>;
+  if constexpr (kHasReleaser<Variant>) {
+    static_assert(!kAddsUpEarly<Variant> && !Cta<Variant>::kSumsAtExperts, "these count on all dispatch warps");
+    if (dispatch_warp == kDispatching) {
+      if (ptx::elect_lane()) releaser::run(cta);
+      return;
+    }
+  }
+  // Numbered from 0 on among those that dispatch.
+  const int dispatcher = cta.block() * kDispatching + dispatch_warp - combine::announces_alone(cta);
+  if (dispatcher >= 0) dispatch::run(cta, dispatch_warp, dispatcher);
+  combine::run_beside_products<Variant::config.registers.control>(cta, dispatch_warp, ptx::read_lane());
+}
 
 template <class Variant>
 __device__ __forceinline__ void run_block(const typename Variant::Params& params) {
@@ -44,11 +62,7 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
     if (warp == Roles::kProducerWarp) {
       if (ptx::elect_lane()) producer::run(cta);
     } else {
-      const int dispatch_warp = warp - Roles::kFirstDispatchWarp;
-      // Numbered from 0 on among those that dispatch.
-      const int dispatcher = cta.block() * Roles::kDispatchWarps + dispatch_warp - combine::announces_alone(cta);
-      if (dispatcher >= 0) dispatch::run(cta, dispatch_warp, dispatcher);
-      combine::run_beside_products<Variant::config.registers.control>(cta, dispatch_warp, ptx::read_lane());
+      run_dispatch_warp(cta, warp - Roles::kFirstDispatchWarp);
     }
   } else {
     ptx::take_registers<Variant::config.registers.math>();

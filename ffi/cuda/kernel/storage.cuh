@@ -32,10 +32,10 @@ inline constexpr int kQueuedTasks = 8;
 inline constexpr int32_t kNoMoreTasks = -1;  // as the rows of a task
 
 // Whether tasks follow from their numbers where experts have one narrow tile each (NarrowExperts in common/units.h): of
-// weights in 4 bits beside rows in 8, whose tasks are so short that a worker's way to the next one counts. In 16 bits
-// memory is the limit; where stages are larger there is no room to say which experts have rows.
+// weights that math warps decode, whose tasks are so short that a worker's way to the next one counts. In 16 and 8 bits
+// memory is the limit.
 template <class Variant>
-inline constexpr bool kMasksExperts = Variant::Precision::kPacked && Variant::Precision::kTokens.is_scaled();
+inline constexpr bool kMasksExperts = Variant::Precision::kPacked;
 template <int32_t kExperts>
 struct ExpertMasks {
   uint32_t with_rows[NarrowExperts::words(kExperts)];
@@ -83,10 +83,20 @@ template <class Variant>
 inline constexpr bool kAddsUpEarly = (Variant::kPass == Pass::kForward || Variant::kPass == Pass::kBackward) &&
                                      !Variant::Precision::kPacked;
 
+// Whether a warp of its own releases what tasks release (gemm/releaser.cuh), and what it shares with math warps.
+template <class Variant>
+inline constexpr bool kHasReleaser = Variant::Precision::kPacked;
+struct StoredTasks {
+  uint64_t stored[kQueuedTasks];  // mbarriers, at the places of tasks in the queue: all math warps have stored theirs
+  int32_t released;               // tasks
+};
+struct NoStoredTasks {};
+
 template <class Variant>
 struct KernelStorage {
-  // The task in hand and the one before it stay, while the producer writes the one that has no stage yet.
-  static_assert(Variant::config.stages + 3 <= kQueuedTasks);
+  // The task in hand and the one before it stay, while the producer writes the one that has no stage yet; with a releaser one
+  // more, which it reads (releaser::tell()).
+  static_assert(Variant::config.stages + 3 + kHasReleaser<Variant> <= kQueuedTasks);
   typename GemmShape<Variant>::Storage gemm;                // first: it wants the alignment
   // Lies where the stages will be.
   __device__ __forceinline__ SortScratch& sort_scratch() {
@@ -95,6 +105,7 @@ struct KernelStorage {
   }
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
+  [[no_unique_address]] std::conditional_t<kHasReleaser<Variant>, StoredTasks, NoStoredTasks> stored_tasks;
   uint32_t launch_number;                                   // of this launch
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp

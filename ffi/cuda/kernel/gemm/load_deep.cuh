@@ -90,18 +90,20 @@ class DeepLoads {
   typename Product::DeepB b_;
 };
 
-// As load_weights_first().
+// Has the weights of a task's first stages on their way before its rows are waited for, `most` at most, and as far as stages
+// are empty. Returns of how many: load_deep_tile() goes on from there.
 template <class Product, class Variant>
 __device__ __forceinline__ int32_t load_deep_weights_first(const Cta<Variant>& cta,
                                                            const typename GemmShape<Variant>::Ring& ring,
                                                            typename GemmShape<Variant>::Ring::Position position,
-                                                           const Task& task, uint64_t b_policy) {
+                                                           const Task& task, uint64_t b_policy, int32_t most) {
   const DeepLoads<Product, Variant> loads(cta, task, b_policy, b_policy);
-  const int32_t begun = at_most(loads.stages(), static_cast<int32_t>(Variant::config.stages));
+  const int32_t stages = at_most(loads.stages(), most);
+  int32_t begun = 0;
 #pragma unroll 1
-  for (int32_t stage = 0; stage < begun; ++stage) {
+  for (; begun < stages && ring.is_empty(position); ++begun) {
     ring.expect(position, loads.weight_bytes());
-    loads.load_weights(ring.stage(position).deep(), ring.full(position), stage * loads.kDepth);
+    loads.load_weights(ring.stage(position).deep(), ring.full(position), begun * loads.kDepth);
     position.advance();
   }
   return begun;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void wait_for_weights(const Cta<Variant>& cta, const 
   seen = weights.nth + 1;
 }
 
-// Has the scales that math warps will load on their own, and wait for, brought into L2: those of a tile's columns lie
+// Has the scales that math warps will load on their own, and wait for, brought into L2, before rows are waited for: those of a tile's columns lie
 // side by side. They come column by column, while the first step wants some of each: where that is long to wait for, lanes
 // ask for what they want next (PackedPart::lanes_ask).
 template <class Variant>
@@ -154,6 +154,30 @@ __device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body)
   return body(std::false_type{});
 }
 
+// Weights on their way before the rows of their task are waited for. Tasks are known as soon as rows are counted; the first rows
+// come 10 to 25 us later, which is enough for all stages. Of later tasks whose tiles have few rows it is one stage: to see that
+// their rows are there takes 1 us, and rows would queue behind the weights of more. Returns of how many stages.
+template <class Variant>
+__device__ __forceinline__ int32_t begin_weights(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
+                                                 typename GemmShape<Variant>::Ring::Position position, const Task& task,
+                                                 bool first) {
+  using Products = ProductsOf<Variant>;
+  using First = typename Products::template FirstOf<AllOf>;
+  const Task own = cta.own_part(task);
+  return with_steps_of<Variant>(own, [&](auto deep) {
+    if constexpr (decltype(deep)::value) {
+      const uint64_t policy = weights_policy(cta, own);
+      return Products::template with<AllOf>(own.gemm, [&](auto product) {
+        return load_deep_weights_first<decltype(product)>(cta, ring, position, own, policy,
+                                                          first ? Variant::config.stages : 1);
+      });
+    } else {
+      if (!first || task.gemm != First::kGemm) return 0;
+      return load_weights_first<First>(cta, ring, position, own, weights_policy(cta, task));
+    }
+  });
+}
+
 template <class Variant>
 __device__ __forceinline__ NarrowExperts narrow_experts(const Cta<Variant>& cta) {
   if constexpr (kMasksExperts<Variant>) {
@@ -183,20 +207,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if (!walk.seek(numbers.take(queued, drawn), task)) break;
     track.mark(EventKind::kTakeTask, task);
     const bool is_weight = Cta<Variant>::kWeightGradients && is_weight_gradient(task.gemm);
-    // Tasks are known as soon as rows are counted; the first rows come 10 to 25 us later.
-    int32_t begun = 0;
-    using First = typename ProductsOf<Variant>::template FirstOf<AllOf>;
-    if (queued == 0 && task.gemm == First::kGemm) {
-      const Task own = cta.own_part(task);
-      const uint64_t policy = weights_policy(cta, task);
-      begun = with_steps_of<Variant>(own, [&](auto deep) {
-        if constexpr (decltype(deep)::value) {
-          return load_deep_weights_first<First>(cta, ring, position, own, policy);
-        } else {
-          return load_weights_first<First>(cta, ring, position, own, policy);
-        }
-      });
-    }
+    const int32_t begun = begin_weights(cta, ring, position, task, queued == 0);
+    if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, cta.own_part(task));
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
     // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
     tiles.find(task);
@@ -221,7 +233,6 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
     track.mark(wait_event_of(own.gemm), own);
-    if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Made anew for each task: no registers are held for them.

@@ -14,6 +14,7 @@
 #include "cuda/kernel/gemm/epilogues/rows.cuh"
 #include "cuda/kernel/gemm/multiply.cuh"
 #include "cuda/kernel/gemm/rehearsal.cuh"
+#include "cuda/kernel/gemm/releaser.cuh"
 
 namespace jaxmoe {
 
@@ -64,6 +65,7 @@ class TaskQueue {
   __device__ __forceinline__ void finish(const Ring& ring, typename Ring::Position position) {
     if (!announced_) announce_stored(2);
     ring.release(position, thread_.lane);
+    if constexpr (kHasReleaser<Variant>) releaser::tell(cta_, begun() - 1, thread_.lane);
     if (thread_.lane == 0) {
       ptx::fence_system();
       cta_.signals.release({Signal::kTasksDone, 0, 1});
@@ -81,8 +83,12 @@ class TaskQueue {
   __device__ __forceinline__ void announce_stored(int32_t back) {
     wait_rows_stored();
     const Task& before = in_queue(back);
-    // Without a ring nobody waits for a tile.
-    if (!Cta<Variant>::kSecondHalf && thread_.lane == 0) cta_.signals.release(release_after(before));
+    if constexpr (kHasReleaser<Variant>) {
+      releaser::tell(cta_, begun() - back, thread_.lane);
+    } else {
+      // Without a ring nobody waits for a tile.
+      if (!Cta<Variant>::kSecondHalf && thread_.lane == 0) cta_.signals.release(release_after(before));
+    }
     answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
     announced_ = true;
   }
