@@ -3,8 +3,9 @@
 // this rank holds anyone up, so that the kernel runs to its end with rubbish in its tiles (every address that is made
 // of such rubbish is checked), and the host reports the record.
 //
-// On a GPU every math warp of a task releases its own part, or one thread those of all, so h_written, answers_written and tasks_done count warps:
-// targets are those of protocol.h times the number of those warps, amounts are as they stand there.
+// On a GPU every math warp of a task releases its own part, or one thread the parts of all, so h_written,
+// answers_written and tasks_done count warps: targets are those of protocol.h times the number of those warps, amounts of
+// a part are as they stand there.
 #pragma once
 
 #include <cstdint>

@@ -87,9 +87,9 @@ __device__ __forceinline__ void wait_for_weights(const Cta<Variant>& cta, const 
   seen = weights.nth + 1;
 }
 
-// Has the scales that math warps will load on their own, and wait for, brought into L2, before rows are waited for: those of a tile's columns lie
-// side by side. They come column by column, while the first step wants some of each: where that is long to wait for, lanes
-// ask for what they want next (PackedPart::lanes_ask).
+// Has the scales that math warps will load on their own, and wait for, brought into L2, before rows are waited for. Those
+// of a tile's columns lie side by side. They come column by column, while the first step wants some of each: where that is
+// long to wait for, lanes ask for what they want next (PackedPart::lanes_ask).
 template <class Variant>
 __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, const Task& own) {
   const auto& p = cta.params;
