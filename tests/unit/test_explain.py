@@ -190,6 +190,19 @@ def test_long_down_tasks_that_come_last_are_whole_rounds_of_workers(sizes, token
 
 
 @pytest.mark.parametrize(
+    ("tokens", "chunks", "chunks_in_registers"), [(64, 1, 1), (80, 1, 2), (128, 2, 2), (8192, 4, 4)]
+)
+def test_no_warp_of_a_decode_batch_pulls_twice(tokens, chunks, chunks_in_registers):
+    # 4 rows of a token: 396 warps pull one of each of up to 99 tokens. Where weights are decoded in registers they are
+    # 264, since one of a block's three releases signals: up to 66 tokens. Of many rows chunks are of one size.
+    sizes = {"tokens": tokens, "hidden": 2880, "intermediate": 2880, "num_experts": 128, "top_k": 4, "ranks": 1}
+    mxfp4 = Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu)
+    formats = dataclasses.replace(Formats.of(jnp.bfloat16), weights=mxfp4)
+    assert default_plan(Shape(**sizes), "gpu", "megakernel").chunk_rows == chunks
+    assert default_plan(Shape(**sizes, formats=formats), "gpu", "megakernel").chunk_rows == chunks_in_registers
+
+
+@pytest.mark.parametrize(
     ("platform", "dtype", "installed", "hidden", "chosen"),
     [
         ("cpu", jnp.bfloat16, True, 64, "ragged_dot"),

@@ -34,8 +34,9 @@ MOST_LAG_UNITS_IN_HAND = 24
 RING_WAVES_IN_HAND = 4.2
 # Rows that a warp pulls at a time. Few, where the start counts: all warps pull at once, and the first tile is there
 # when all its chunks are. Fewer still, where a decode batch has hardly more rows than there are warps; more, where a
-# rank pulls more bytes than this.
-PULLING_WARPS = 3 * 132
+# rank pulls more bytes than this. Where weights are decoded in registers one of a block's three warps releases signals
+# instead (ffi/cuda/kernel/gemm/releaser.cuh).
+PULLING_WARPS, PULLING_WARPS_BESIDE_A_RELEASER = 3 * 132, 2 * 132
 CHUNK_ROWS, LARGE_CHUNK_ROWS = 4, 8
 LARGE_CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS_ON_CPU = 4
@@ -82,7 +83,10 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
         if wanted >= most
         else f"the lag and {beyond} more, of {most} row tiles that a rank can have"
     )
-    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    in_registers = shape.formats.decodes and not weight_slots
+    chunk_rows, chunk_reason = _chunk_of_a_pull(
+        shape, platform, PULLING_WARPS_BESIDE_A_RELEASER if in_registers else PULLING_WARPS
+    )
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
     reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
     return KernelPlan(
@@ -155,7 +159,7 @@ def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
     weight_slots, lag_units, slot_reasons = _weight_slots(shape, lag_units, lags=2)
     beyond = max(2 * unit_tiles, 1 if platform == "cpu" else FEWEST_TILES_BEYOND_LAG)
     most, wanted = most_row_tiles(shape, platform), segment_tiles + 2 * lag_units * unit_tiles + beyond
-    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform)
+    chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform, PULLING_WARPS)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
     ring_tiles = max(min(wanted, most), 1)
     return KernelPlan(
@@ -197,13 +201,13 @@ def _segment_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     )
 
 
-def _chunk_of_a_pull(shape: Shape, platform: str) -> tuple[int, str]:
+def _chunk_of_a_pull(shape: Shape, platform: str, warps: int) -> tuple[int, str]:
     if platform == "cpu":
         return CHUNK_ROWS_ON_CPU, f"chunk_rows={CHUNK_ROWS_ON_CPU}: a quarter of a row tile"
     for rows in range(1, CHUNK_ROWS):
-        if shape.balanced_rows <= rows * PULLING_WARPS:
+        if shape.balanced_rows <= rows * warps:
             of_rows = f"{shape.balanced_rows} rows"
-            return rows, f"chunk_rows={rows}: {of_rows}, so that none of {PULLING_WARPS} warps pulls twice"
+            return rows, f"chunk_rows={rows}: {of_rows}, so that none of {warps} warps pulls twice"
     pulled = shape.balanced_rows * shape.token_bytes
     if pulled <= LARGE_CHUNK_BYTES:
         return CHUNK_ROWS, f"chunk_rows={CHUNK_ROWS}: small pieces, so that the first tiles are there early"
