@@ -30,8 +30,8 @@ __device__ __forceinline__ void prepare(const Cta<Variant>& cta) {
 // First all tasks before the one before it have to be released; they are, long since. So the places of the queue that the
 // producer may write are none that run() has still to read: to write that of task n it has loaded task n - 1, of at least one
 // stage, so every math warp is done with task n - 1 - kStages, has told of the one before, and task n - kQueuedTasks is
-// released. And no phase of `stored` is over before run() has seen the one before. Also ptxas needs the branch: without one it
-// decodes weights further ahead than there are registers.
+// released. And no phase of `stored` is over before run() has seen the one before. tests/unit/test_task_queue.py is a model of
+// it. Also ptxas needs the branch: without one it decodes weights further ahead than there are registers.
 template <class Variant>
 __device__ __forceinline__ void tell(const Cta<Variant>& cta, int32_t nth, int lane) {
   const volatile int32_t& released = cta.shared.stored_tasks.released;
