@@ -155,8 +155,8 @@ __device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body)
 }
 
 // Weights on their way before the rows of their task are waited for. Tasks are known as soon as rows are counted; the first rows
-// come 10 to 25 us later, which is enough for all stages. Of later tasks whose tiles have few rows it is one stage: to see that
-// their rows are there takes 1 us, and rows would queue behind the weights of more. Returns of how many stages.
+// come 10 to 25 us later, which is enough for all stages. Of later tasks whose tiles have few rows it is one stage: rows
+// would queue behind the weights of more. Returns of how many stages.
 template <class Variant>
 __device__ __forceinline__ int32_t begin_weights(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                                  typename GemmShape<Variant>::Ring::Position position, const Task& task,

@@ -1,7 +1,9 @@
 // The releaser: one thread that releases what tasks release, once every math warp has told it that what it has of a task is
-// stored. A release waits for all that its thread has on the way, which took more than 1 of the 16 us that a task with few rows
-// has, in every math warp (docs/performance/four_bits.md, "Releases"). kernel.cuh gives it the last dispatch warp of kernels whose
-// math warps decode weights; in the others math warps release themselves (task_queue.cuh).
+// stored. A release takes long, and no math warp multiplied meanwhile, which is much of a task with few rows
+// (docs/performance/four_bits.md, "Releases"). kernel.cuh gives it the last dispatch warp of kernels whose math warps decode
+// weights; in the others math warps release themselves (task_queue.cuh).
+//
+// Waits here have no time limit, like those for stages: what they wait for is at most one bounded wait of the producer away.
 #pragma once
 
 #include <cuda_runtime.h>
