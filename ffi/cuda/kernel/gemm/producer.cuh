@@ -133,14 +133,25 @@ struct RingTiles {
 template <class Variant>
 using TilesOf = std::conditional_t<Cta<Variant>::kSecondHalf, ArrayTiles<Variant>, RingTiles<Variant>>;
 
+// Whether a stage of a block's part of a task with packed weights has whole lines of L2: a deep one of columns that begin with
+// one.
+template <class Variant>
+__device__ __forceinline__ bool reads_whole_lines(const Cta<Variant>& cta, const Task& own) {
+  constexpr int32_t kLineNumbers = 256;  // 128 bytes
+  const auto& shape = cta.params.shape;
+  return (own.part & kDeepSteps) != 0 && (own.gemm == Gemm::kDown ? shape.intermediate : shape.hidden) % kLineNumbers == 0;
+}
+
 // Weights that only one task needs are read once: then they take no room in L2 from rows and h. Where those are decoded
-// to 8 bits there is no register to ask. Of packed weights L2 fetches what four steps read (tensor_map.cc), and must not
-// have evicted it by then: that matters where memory is the limit, with few rows.
+// to 8 bits there is no register to ask. Lines of packed weights that more than one stage reads must not be evicted before the
+// last of these does: that matters where memory is the limit, with few rows.
 template <class Variant>
 __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, const Task& task) {
   constexpr int32_t kMemoryBoundRows = 16;
   if constexpr (kParksWalks<Variant>) return ptx::evict_normal_policy();
-  if (Variant::Precision::kPacked && task.rows <= kMemoryBoundRows) return ptx::evict_normal_policy();
+  if (Variant::Precision::kPacked && task.rows <= kMemoryBoundRows && !reads_whole_lines(cta, task)) {
+    return ptx::evict_normal_policy();
+  }
   const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
   return one_tile && !(Cta<Variant>::kExchangesHalves && task.part & kRowHalves) ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
