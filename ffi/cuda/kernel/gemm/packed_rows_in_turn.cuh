@@ -138,11 +138,19 @@ class PackedRowsInTurn {
     if constexpr (kSteps == 1) {
       ring.for_each(steps, position, meanwhile, round);
     } else {
+      // As for_each_step(), a round at a time.
+      static_assert(kAnnounceStep % kSteps == kSteps - 1);
+      int32_t step = 0, end = at_most(steps, kAnnounceStep + 1) - kSteps;  // of the rounds before anything is due
 #pragma unroll 1
-      for (int32_t step = 0; step < steps; step += kSteps) {
-        if (is_due(step, steps) || is_due(step + 1, steps)) meanwhile(step + 1);
-        round(First{position}, step, step + kSteps < steps);
-        position = position.after(kSteps / Steps::kSteps);
+      for (;;) {
+#pragma unroll 1
+        for (; step < end; step += kSteps) {
+          round(First{position}, step, step + kSteps < steps);
+          position = position.after(kSteps / Steps::kSteps);
+        }
+        if (step == steps) break;
+        meanwhile(step + kSteps - 1);
+        end = step < steps - kSteps ? steps - kSteps : steps;
       }
     }
     end_sums<kBlocks>(sums);
