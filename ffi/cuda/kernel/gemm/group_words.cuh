@@ -21,6 +21,7 @@ struct PackedPart {
   int16_t row_blocks;        // of 8, of the tile
   bool sixteen;              // numbers to a group, else 32
   bool one_block;
+  bool no_columns;           // the matrix has none of its warpgroup's
 
   static constexpr int32_t kLoadBytes = 16;  // of GroupWords
   // Whether the lanes that load groups have them brought into L2 as well, and not the producer, a task at a time: of groups
@@ -74,26 +75,33 @@ struct GroupsOfLane {
 
 // Groups of several steps in one load, 16 bytes, handed on step by step. Nothing touches what begin() and take() have
 // asked for before it is taken. Where PackedPart::lanes_ask(), each load also has the groups that lie kLaterBytes further on
-// in its column brought into L2.
+// in its column brought into L2. kGroup numbers have a scale.
+template <int kGroup>
 class GroupWords {
  public:
-  __device__ __forceinline__ void begin(const PackedPart& part) { load(part, GroupsOfLane(part), 0); }
+  __device__ __forceinline__ void begin(const PackedPart& part) {
+    const GroupsOfLane source(part);
+    groups_ = source.groups;
+    left_ = source.bytes;
+    whole_loads_ = part.row_bytes % kLoadBytes == 0;
+    asks_ = PackedPart::lanes_ask(part.sixteen, part.row_bytes, part.row_blocks);
+    load();
+  }
 
   // Those of the first step, as long after begin() as can be.
-  __device__ __forceinline__ void take_first(const PackedPart& part) {
-    const GroupsOfLane source(part);
-    take_loaded(source);
-    load(part, source, 1);
+  __device__ __forceinline__ void take_first() {
+    take_loaded();
+    load();
   }
-  // Those of a step that is not the first; kGroup numbers have one.
-  template <int kGroup>
-  __device__ __forceinline__ void take(const PackedPart& part, int32_t step) {
+  // Those of a step that is not the first, number kNth of its stage, which has kOfStage.
+  template <int kNth, int kOfStage>
+  __device__ __forceinline__ void take(int32_t step) {
     constexpr int kSteps = kLoadBytes * kGroup / kStepNumbers;  // that a load is for
     constexpr int kWords = 4 / kSteps;                          // to a step
-    if (step % kSteps == 0) {
-      const GroupsOfLane source(part);
-      take_loaded(source);
-      load(part, source, step / kSteps + 1);
+    static_assert(kSteps % kOfStage == 0);
+    if (kNth == 0 && (kOfStage == kSteps || step % kSteps == 0)) {
+      take_loaded();
+      load();
     } else {
       now_[0] = now_[kWords];
       now_[1] = now_[kWords + 1];
@@ -112,29 +120,28 @@ class GroupWords {
   // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
   // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
   // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
-  __device__ __forceinline__ void load(const PackedPart& part, const GroupsOfLane& source, int32_t nth) {
-    const int32_t first = kLoadBytes * nth;
-    const int32_t left = source.bytes - first;
-    const auto* from = source.groups + first;
-    if (part.row_bytes % kLoadBytes == 0) {
-      const bool asks = PackedPart::lanes_ask(part.sixteen, part.row_bytes, part.row_blocks);
-      ptx::prefetch_if(asks && left > kLaterBytes, from + kLaterBytes);
-      ptx::load_if(left > 0, next_, reinterpret_cast<const uint4*>(from));
+  __device__ __forceinline__ void load() {
+    if (whole_loads_) {
+      if constexpr (kGroup == 16) ptx::prefetch_if(asks_ && left_ > kLaterBytes, groups_ + kLaterBytes);
+      ptx::load_if(left_ > 0, next_, reinterpret_cast<const uint4*>(groups_));
     } else {
-      const int32_t before = reinterpret_cast<uintptr_t>(from) % 4;
-      from -= before;
+      const int32_t before = reinterpret_cast<uintptr_t>(groups_) % 4;
+      const auto* const from = reinterpret_cast<const uint32_t*>(groups_ - before);
 #pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        ptx::load_if(left > 0 && left + before > 4 * i, next_[i], reinterpret_cast<const uint32_t*>(from) + i);
-      }
+      for (int i = 0; i < 5; ++i) ptx::load_if(left_ > 0 && left_ + before > 4 * i, next_[i], from + i);
     }
+    groups_ += kLoadBytes;
+    left_ -= kLoadBytes;
   }
-  __device__ __forceinline__ void take_loaded(const GroupsOfLane& source) {
-    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(source.groups) % 4);
+  __device__ __forceinline__ void take_loaded() {
+    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(groups_) % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
   }
 
+  const uint8_t* groups_;    // the next load
+  int32_t left_;             // bytes of the column from there on; none or negative: there is no such load
+  bool whole_loads_, asks_;
   uint32_t now_[4]{}, next_[5]{};  // groups of this step and those after it; what is being loaded
 };
 

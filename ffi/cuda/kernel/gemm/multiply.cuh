@@ -52,9 +52,10 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 }
 
 // Multiplies the next `depth_steps` steps; `position` moves on by their stages. A warpgroup whose `rows` of this tile are
-// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. Where
-// warpgroups share the steps (shared_steps.cuh) both have sums of the first one's rows, which are still to be united.
-// Returns whether there are rows, the same answer in the whole warpgroup.
+// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. One that
+// decodes and has none of the matrix's columns does so too, and its sums are zeros. Where warpgroups share the steps
+// (shared_steps.cuh) both have sums of the first one's rows, which are still to be united. Returns whether there are rows, the
+// same answer in the whole warpgroup.
 // meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track`
 // is that of the timeline. Factors (products.cuh) says how they lie in the stages and what becomes of their products;
 // `scales` are those that this takes. in_deep(): whether the steps come two to a stage (deep_stages.cuh), asked where no
@@ -68,9 +69,14 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
                                          const Meanwhile& meanwhile, const Track& track) {
   static_assert(kBoxWidth == Roles::kWarpgroupRows);
 
-  if (rows <= 0 && !shared) {
+  bool idle = rows <= 0 && !shared;
+  if constexpr (Variant::Precision::kPacked) {
+    idle |= scales.no_columns;
+    if (idle) ptx::clear_accumulators(sums);
+  }
+  if (idle) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile, in_deep());
-    return false;
+    return rows > 0;
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);
   accumulate.begin(sums);

@@ -42,13 +42,13 @@ struct GroupScales {
     const uint32_t pair = __byte_perm(word, 0, 0x4240 + 0x0101 * byte);
     return __vminu2(pair * 128 + (kBias << 16 | kBias), kNan << 16 | kNan);
   }
-  // Of an E4M3 byte, in both halves.
-  static __device__ __forceinline__ uint32_t of_e4m3(uint32_t word, uint32_t byte) {
+  // The halves are those of two groups whose E4M3 bytes have the same number in two words.
+  static __device__ __forceinline__ uint32_t of_e4m3(uint32_t first, uint32_t second, uint32_t byte) {
     constexpr float kEnlarged = 0x1p110f;
     static_assert(126 - kLessened == 110);
-    const auto scale = static_cast<__nv_fp8_storage_t>(__byte_perm(word, 0, 0x4440 | byte));
-    const float number = __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
-    const __nv_bfloat162 pair = __float2bfloat162_rn(number * kEnlarged);
+    const auto bytes = static_cast<__nv_fp8x2_storage_t>(__byte_perm(first, second, 0x40 + 0x11 * byte));
+    const float2 numbers = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(bytes, __NV_E4M3)));
+    const __nv_bfloat162 pair = __hmul2(__float22bfloat162_rn(numbers), __float2bfloat162_rn(kEnlarged));
     return reinterpret_cast<const uint32_t&>(pair);
   }
 };
@@ -95,7 +95,6 @@ class FromPacked {
 
   __device__ __forceinline__ void begin(ptx::Accumulators& sums) {
     ptx::clear_accumulators(sums);
-    groups_.begin(part_);
   }
 
   // All steps of a tile: how many rows it has decides once which code runs.
@@ -139,7 +138,7 @@ class FromPacked {
     uint32_t rows[kBlocks <= kFewBlocks ? kBlocks : 1][2][4];  // of each block and word
   };
 
-  // Those of the quad's columns for both halves of a step, where they come in one word.
+  // Those of the quad's columns for both halves of a step.
   template <int kColumnBlocks>
   struct StepScales {
     uint32_t pairs[2 * kColumnBlocks];
@@ -150,29 +149,31 @@ class FromPacked {
                                                  typename Steps::Position& position, int32_t steps,
                                                  const Meanwhile& meanwhile, const Track& track) {
     using OfHalf = Half<kColumnBlocks, kBlocks>;
+    GroupWords<kGroup> groups;
+    groups.begin(part_);
     StepScales<kColumnBlocks> scales{};
     const typename Steps::First start{position};
     track.stall([&] { ring.wait(start); });
-    groups_.take_first(part_);
+    groups.take_first();
     if constexpr (kBlocks <= kMostBlocks) {
       const Lane<Steps::kLineBytes> places(part_);
       OfHalf first, second;
-      load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(start), 0);
+      load<kColumnBlocks, kBlocks, kGroup>(first, scales, groups, places, ring.stage(start), 0);
       ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
         // The last step loads once more what it has, instead of branching around what the others do.
         const auto next = Steps::after_or_there(place, more);
         const bool full = ring.looks_full(next);
         const auto& stage = ring.stage(place);
-        load<kColumnBlocks, kBlocks, kGroup>(second, scales, places, stage, 1);
+        load<kColumnBlocks, kBlocks, kGroup>(second, scales, groups, places, stage, 1);
         multiply_half<kColumnBlocks, kBlocks>(sums, first, places, stage, 0);
         if (!full) track.stall([&] { ring.wait(next); });
-        groups_.template take<kGroup>(part_, step + 1);
-        load<kColumnBlocks, kBlocks, kGroup>(first, scales, places, ring.stage(next), 0);
+        groups.template take<decltype(next)::kNth, Steps::kSteps>(step + 1);
+        load<kColumnBlocks, kBlocks, kGroup>(first, scales, groups, places, ring.stage(next), 0);
         multiply_half<kColumnBlocks, kBlocks>(sums, second, places, stage, 1);
         ring.release(place, ptx::read_lane());
       });
     } else {
-      multiply_many<kColumnBlocks, kGroup>(sums, ring, position, steps, scales, meanwhile, track);
+      multiply_many<kColumnBlocks, kGroup>(sums, ring, position, steps, scales, groups, meanwhile, track);
     }
     if constexpr (kBlocks <= kFewBlocks) {
 #pragma unroll
@@ -191,14 +192,14 @@ class FromPacked {
   template <int kColumnBlocks, int kGroup, class Steps, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_many(ptx::Accumulators& sums, const Steps& ring,
                                                 typename Steps::Position& position, int32_t steps,
-                                                StepScales<kColumnBlocks>& scales, const Meanwhile& meanwhile,
-                                                const Track& track) {
+                                                StepScales<kColumnBlocks>& scales, GroupWords<kGroup>& groups,
+                                                const Meanwhile& meanwhile, const Track& track) {
     constexpr int kWordBytes = 64, kSliceBytes = 32;  // of a line of rows
     ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
     Half<kColumnBlocks, kManyBlocks> loaded;
     using OfLane = Lane<Steps::kLineBytes>;
     const typename Steps::First start{position};
-    load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), ring.stage(start), 0);
+    load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, groups, OfLane(part_), ring.stage(start), 0);
     ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
       const auto& stage = ring.stage(place);
 #pragma unroll
@@ -220,12 +221,12 @@ class FromPacked {
         }
         ptx::commit_products();
         if (half == 0) {
-          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), stage, 1);
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, groups, OfLane(part_), stage, 1);
         } else if (more) {
           const auto next = Steps::after(place);
           track.stall([&] { ring.wait(next); });
-          groups_.template take<kGroup>(part_, step + 1);
-          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, OfLane(part_), ring.stage(next), 0);
+          groups.template take<0, 1>(step + 1);
+          load<kColumnBlocks, kManyBlocks, kGroup>(loaded, scales, groups, OfLane(part_), ring.stage(next), 0);
         }
         ptx::wait_products<0>();
         ptx::own_accumulators(sums);
@@ -281,7 +282,8 @@ class FromPacked {
 
   template <int kColumnBlocks, int kBlocks, int kGroup, int kLineBytes, class Stage>
   __device__ __forceinline__ void load(Half<kColumnBlocks, kBlocks>& loaded, StepScales<kColumnBlocks>& scales,
-                                       const Lane<kLineBytes>& places, const Stage& stage, int half) const {
+                                       const GroupWords<kGroup>& groups, const Lane<kLineBytes>& places,
+                                       const Stage& stage, int half) const {
     constexpr int32_t kHalfBytes = 32;
 #pragma unroll
     for (int u = 0; u < 2 * kColumnBlocks; ++u) {
@@ -298,12 +300,11 @@ class FromPacked {
     const int t = ptx::read_lane() & 3;
 #pragma unroll
     for (int u = 0; u < 2 * kColumnBlocks; ++u) {
-      if (kGroup == 16) {
-        loaded.scales[u] = GroupScales::of_e4m3(groups_.of_column(u, half > 0), t);
-      } else {
-        if (half == 0) scales.pairs[u] = GroupScales::of_powers_of_two(groups_.of_column(u), t / 2);
-        loaded.scales[u] = scales.pairs[u];
+      if (half == 0) {
+        scales.pairs[u] = kGroup == 16 ? GroupScales::of_e4m3(groups.of_column(u), groups.of_column(u, true), t)
+                                       : GroupScales::of_powers_of_two(groups.of_column(u), t / 2);
       }
+      loaded.scales[u] = scales.pairs[u];
     }
   }
   // Of 8 rows, for the two slices of a word.
@@ -351,7 +352,6 @@ class FromPacked {
   }
 
   const PackedPart& part_;
-  GroupWords groups_;
 };
 
 }  // namespace jaxmoe

@@ -42,6 +42,8 @@ __device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& t
     noted.columns[block] = width - column;
     noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
   }
+  const int32_t first_of_warpgroup = warp / Roles::kWarpgroupWarps * (halves || one_block ? kHalf / 2 : kHalf);
+  noted.no_columns = first_column + first_of_warpgroup >= width;
   noted.row_bytes = row_bytes;
   noted.row_blocks = static_cast<int16_t>(ceil_div(task.rows, 8));
   noted.sixteen = p.weight_group_columns == 16;
