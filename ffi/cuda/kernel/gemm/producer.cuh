@@ -153,7 +153,8 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
     return ptx::evict_normal_policy();
   }
   const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
-  return one_tile && !(Cta<Variant>::kExchangesHalves && task.part & kRowHalves) ? ptx::evict_first_policy() : ptx::evict_normal_policy();
+  const bool exchanges = Cta<Variant>::kExchangesHalves && (task.part & kRowHalves) != 0;
+  return one_tile && !exchanges ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
 
 // Returns body(deep), a constant: whether the steps of a block's part of a task come two to a stage.
