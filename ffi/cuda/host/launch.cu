@@ -167,7 +167,7 @@ class WeightMaps {
   // Not the neighbour of a line where another box of the same step asks for that in the same moment, as in 16 bits. In
   // 8 bits it is read by the step that follows, which pays where an expert has the rows of one warpgroup, if routing is uniform
   // (docs/performance/forward.md, "What is in it because it was tried"). Of packed weights a deep stage has whole lines; with
-  // the neighbours too all were slower (docs/performance/four_bits.md).
+  // the neighbours too layers were slower (docs/performance/four_bits.md).
   Fetched fetched() const {
     const bool few_rows = p_.shape.slots() <= int64_t{Roles::kWarpgroupRows} * p_.shape.local_experts();
     const bool in_8_bits = format_.element == Element::kE4M3 && !p_.schedule.decodes();
