@@ -76,7 +76,15 @@ struct GroupsOfLane {
 // Groups of several steps in one load, 16 bytes, handed on step by step. Nothing touches what begin() and take() have
 // asked for before it is taken. Where PackedPart::lanes_ask(), each load also has the groups that lie kLaterBytes further on
 // in its column brought into L2. kGroup numbers have a scale.
-template <int kGroup>
+//
+// Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers. Behind the
+// last group of such a column may come the first ones of the next column: numbers there are zeros, so that only a scale that
+// is no number reaches this column too.
+//
+// kSlides: there are some more registers, and of such columns the multiples of 16 bytes are loaded, each once: of two
+// neighbours are the groups taken. Else the words from the multiple of four before the groups are, five at a time. Each lane
+// has another line, and L1 looks up one in a cycle, so the first five of all warps took it longer than memory is away.
+template <int kGroup, bool kSlides>
 class GroupWords {
  public:
   __device__ __forceinline__ void begin(const PackedPart& part) {
@@ -85,6 +93,14 @@ class GroupWords {
     left_ = source.bytes;
     whole_loads_ = part.row_bytes % kLoadBytes == 0;
     asks_ = PackedPart::lanes_ask(part.sixteen, part.row_bytes, part.row_blocks);
+    if constexpr (kSlides) {
+      if (!whole_loads_) {
+        before_.offset = reinterpret_cast<uintptr_t>(groups_) % kLoadBytes;
+        groups_ -= before_.offset;
+        if (left_ > 0) left_ += before_.offset;
+        load_vector(before_.words);
+      }
+    }
     load();
   }
 
@@ -117,32 +133,71 @@ class GroupWords {
  private:
   static constexpr int32_t kLoadBytes = PackedPart::kLoadBytes, kStepNumbers = 128, kLaterBytes = 64;
 
-  // Columns that are no whole number of loads begin at multiples of two bytes, since they have groups of 64 numbers:
-  // their words are loaded from the multiple of four before. Behind the last group of such a column may come the first
-  // ones of the next column: numbers there are zeros, so that only a scale that is no number reaches this column too.
+  // The 16 bytes before those of the next load, and where in them groups begin.
+  struct Before {
+    uint32_t words[4]{};
+    int32_t offset = 0;  // bytes, even
+  };
+  struct Nothing {};
+
   __device__ __forceinline__ void load() {
-    if (whole_loads_) {
+    if (kSlides || whole_loads_) {
       if constexpr (kGroup == 16) ptx::prefetch_if(asks_ && left_ > kLaterBytes, groups_ + kLaterBytes);
-      ptx::load_if(left_ > 0, next_, reinterpret_cast<const uint4*>(groups_));
-    } else {
-      const int32_t before = reinterpret_cast<uintptr_t>(groups_) % 4;
-      const auto* const from = reinterpret_cast<const uint32_t*>(groups_ - before);
-#pragma unroll
-      for (int i = 0; i < 5; ++i) ptx::load_if(left_ > 0 && left_ + before > 4 * i, next_[i], from + i);
+      load_vector(next_);
+      return;
     }
+    const int32_t before = reinterpret_cast<uintptr_t>(groups_) % 4;
+    const auto* const from = reinterpret_cast<const uint32_t*>(groups_ - before);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) ptx::load_if(left_ > 0 && left_ + before > 4 * i, next_[i], from + i);
+    pass_load();
+  }
+  __device__ __forceinline__ void load_vector(uint32_t* words) {
+    ptx::load_if(left_ > 0, words, reinterpret_cast<const uint4*>(groups_));
+    pass_load();
+  }
+  __device__ __forceinline__ void pass_load() {
     groups_ += kLoadBytes;
     left_ -= kLoadBytes;
   }
+
   __device__ __forceinline__ void take_loaded() {
-    const int32_t before = 8 * (reinterpret_cast<uintptr_t>(groups_) % 4);
+    if constexpr (kSlides) {
+      if (whole_loads_) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(next_[i], next_[i + 1], before);
+        for (int i = 0; i < 4; ++i) now_[i] = next_[i];
+      } else {
+        take_between();
+      }
+    } else {
+      take_words(next_, reinterpret_cast<uintptr_t>(groups_) % 4);
+    }
+  }
+  // From before_ and what has been loaded.
+  __device__ __forceinline__ void take_between() {
+    uint32_t window[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      window[i] = before_.words[i];
+      window[i + 4] = before_.words[i] = next_[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 6; ++i) window[i] = before_.offset & 8 ? window[i + 2] : window[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) window[i] = before_.offset & 4 ? window[i + 1] : window[i];
+    take_words(window, before_.offset % 4);
+  }
+  // From that many bytes behind the first of five words on.
+  __device__ __forceinline__ void take_words(const uint32_t* words, uint32_t bytes) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) now_[i] = __funnelshift_r(words[i], words[i + 1], 8 * bytes);
   }
 
   const uint8_t* groups_;    // the next load
   int32_t left_;             // bytes of the column from there on; none or negative: there is no such load
   bool whole_loads_, asks_;
   uint32_t now_[4]{}, next_[5]{};  // groups of this step and those after it; what is being loaded
+  std::conditional_t<kSlides, Before, Nothing> before_;
 };
 
 // The same a step at a time, where there are no more registers: of groups of 32 that are a multiple of four to a column.

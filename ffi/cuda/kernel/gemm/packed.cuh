@@ -149,7 +149,7 @@ class FromPacked {
                                                  typename Steps::Position& position, int32_t steps,
                                                  const Meanwhile& meanwhile, const Track& track) {
     using OfHalf = Half<kColumnBlocks, kBlocks>;
-    GroupWords<kGroup> groups;
+    GroupWords<kGroup, (kBlocks <= kFewBlocks)> groups;
     groups.begin(part_);
     StepScales<kColumnBlocks> scales{};
     const typename Steps::First start{position};
@@ -192,7 +192,7 @@ class FromPacked {
   template <int kColumnBlocks, int kGroup, class Steps, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply_many(ptx::Accumulators& sums, const Steps& ring,
                                                 typename Steps::Position& position, int32_t steps,
-                                                StepScales<kColumnBlocks>& scales, GroupWords<kGroup>& groups,
+                                                StepScales<kColumnBlocks>& scales, GroupWords<kGroup, false>& groups,
                                                 const Meanwhile& meanwhile, const Track& track) {
     constexpr int kWordBytes = 64, kSliceBytes = 32;  // of a line of rows
     ptx::FactorWords factors[2][2][kColumnBlocks];  // of each word, slice and block of columns
@@ -282,8 +282,8 @@ class FromPacked {
 
   template <int kColumnBlocks, int kBlocks, int kGroup, int kLineBytes, class Stage>
   __device__ __forceinline__ void load(Half<kColumnBlocks, kBlocks>& loaded, StepScales<kColumnBlocks>& scales,
-                                       const GroupWords<kGroup>& groups, const Lane<kLineBytes>& places,
-                                       const Stage& stage, int half) const {
+                                       const GroupWords<kGroup, (kBlocks <= kFewBlocks)>& groups,
+                                       const Lane<kLineBytes>& places, const Stage& stage, int half) const {
     constexpr int32_t kHalfBytes = 32;
 #pragma unroll
     for (int u = 0; u < 2 * kColumnBlocks; ++u) {

@@ -54,13 +54,14 @@ class FewPackedRows {
     groups_.take(part_, 0);
     ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
       // The last step loads once more what it has, instead of branching around what the others do.
+      const auto& stage = ring.stage(place);
+      const uint32_t lines = ptx::as_uniform(descriptor_place(stage.a));  // first, since it takes some forty cycles
       const auto next = Steps::after_or_there(place, more);
       const bool full = ring.looks_full(next);
-      const auto& stage = ring.stage(place);
       uint32_t scales[2 * kColumnBlocks];  // of the step's groups, a word for each of the quad's columns
 #pragma unroll
       for (int u = 0; u < 2 * kColumnBlocks; ++u) scales[u] = groups_.of_column(u);
-      issue<typename Steps::A>(stage);
+      issue<typename Steps::A>(lines);
       const auto rows = RowScales<kBlocks>::of(stage);
       if (!full) track.stall([&] { ring.wait(next); });
       load(places, ring.stage(next));
@@ -94,18 +95,18 @@ class FewPackedRows {
     }
   }
 
-  template <class Rows, class Stage>
-  __device__ __forceinline__ void issue(const Stage& stage) {
+  // Of rows whose lines begin there.
+  template <class Rows>
+  __device__ __forceinline__ void issue(uint32_t lines) {
     constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    const uint32_t rows = ptx::as_uniform(descriptor_place(stage.a));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kGroupsOfStep; ++i) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; ++block) {
         ptx::multiply_e4m3(products_[i][block], columns_[i][block],
-                           ptx::depth_major_descriptor(rows, i * Rows::template kSliceBytes<kDepth>), false);
+                           ptx::depth_major_descriptor(lines, i * Rows::template kSliceBytes<kDepth>), false);
       }
     }
     ptx::commit_products();

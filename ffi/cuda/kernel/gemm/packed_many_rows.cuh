@@ -144,23 +144,19 @@ class ManyPackedRows {
 
  private:
   static constexpr int kColumns = 2 * kColumnBlocks;  // of a quad
-  // Row blocks of an item, and items under way. With 128 rows there are no registers for the products of two items, with
-  // 96 none for two blocks of columns.
+  // Row blocks of an item, and items under way. With 128 rows there are no registers for the products of two items.
   static constexpr int kOfItem = kBlocks <= 8 ? kBlocks : kBlocks == 12 ? 6 : 8;
   static constexpr int kAtATime = kBlocks <= 12 ? 2 : 1;
   static constexpr int kItemsOfBlock = kBlocks / kOfItem, kItems = kItemsOfBlock * kColumnBlocks;
   static_assert(kBlocks % kOfItem == 0);
-  // Whether registers hold what a step has in common with the next, some forty instructions of five hundred, and scales of
+  // Whether registers hold what a step has in common with the next, some forty instructions of five hundred; and scales of
   // rows before products are waited for.
-  static constexpr bool kHolds = kBlocks <= 8;
+  static constexpr bool kHolds = kBlocks <= 8, kHoldsScales = kBlocks <= 12;
 
   static __device__ constexpr int block_of(int item) { return item / kItemsOfBlock; }
   static __device__ constexpr int first_row_block(int item) { return item % kItemsOfBlock * kOfItem; }
   // Whether the next item is begun before this one is waited for.
-  static __device__ constexpr bool is_beside_next(int item) {
-    if (kAtATime == 1 || item + 1 == kItems) return false;
-    return kBlocks <= 8 || block_of(item) == block_of(item + 1);
-  }
+  static __device__ constexpr bool is_beside_next(int item) { return kAtATime > 1 && item + 1 < kItems; }
 
   using Places = PackedPlaces<kLineBytes>;
   struct NoPlaces {
@@ -187,6 +183,7 @@ class ManyPackedRows {
     Columns first, second;
     Products even, odd;
     bool some_left_out;  // groups of the warp's columns
+    uint32_t rows;       // where they lie, for descriptors
 
     template <int kBlock>
     __device__ __forceinline__ Columns& columns() {
@@ -203,6 +200,7 @@ class ManyPackedRows {
   template <class Stage>
   __device__ __forceinline__ void multiply_step(ptx::Accumulators& sums, const Stage& stage) {
     Step step;
+    step.rows = ptx::as_uniform(descriptor_place(stage.a));
     uint32_t outside = look_at_groups<0>(step.first);
     if constexpr (kColumnBlocks > 1) outside |= look_at_groups<1>(step.second);
     step.some_left_out = __any_sync(0xffffffff, outside);
@@ -242,7 +240,6 @@ class ManyPackedRows {
       if constexpr (kAtATime > 1) {
         if constexpr (is_beside_next(kItem)) begin_item<kItem + 1>(step, stage);
         finish_item<kItem>(sums, step, stage);
-        if constexpr (!is_beside_next(kItem)) begin_item<kItem + 1>(step, stage);
       } else if (first_row_block(kItem) == 0 || first_row_block(kItem) < part_.row_blocks) {
         // It always is: that keeps ptxas from beginning with an item before the one before is added up.
         begin_item<kItem>(step, stage);
@@ -264,14 +261,14 @@ class ManyPackedRows {
           decode<false, kBlock>(columns, stage);
         }
       }
-      issue(step.template products<kItem>(), step.template columns<kBlock>(), stage, kFirst);
+      issue<Stage>(step.template products<kItem>(), step.template columns<kBlock>(), step.rows, kFirst);
     }
   }
   template <int kItem, class Stage>
   __device__ __forceinline__ void finish_item(ptx::Accumulators& sums, Step& step, const Stage& stage) const {
     constexpr int kBlock = block_of(kItem), kFirst = first_row_block(kItem);
     RowScales<kOfItem> scales;
-    if constexpr (kHolds) scales = RowScales<kOfItem>::of(stage, kFirst);
+    if constexpr (kHoldsScales) scales = RowScales<kOfItem>::of(stage, kFirst);
     ptx::wait_products<is_beside_next(kItem) ? 1 : 0>();
     auto& products = step.template products<kItem>();
     ptx::own_accumulators(products);
@@ -281,7 +278,7 @@ class ManyPackedRows {
     }
 #pragma unroll
     for (int i = 0; i < kOfItem; ++i) {
-      const float2 of_rows = kHolds ? scales.rows[i] : RowScales<1>::of(stage, kFirst + i).rows[0];
+      const float2 of_rows = kHoldsScales ? scales.rows[i] : RowScales<1>::of(stage, kFirst + i).rows[0];
       float* const of_sums = sums.values + 4 * (16 * kBlock + kFirst + i);
 #pragma unroll
       for (int n = 0; n < 4; ++n) of_sums[n] += (n % 2 == 0 ? of_rows.x : of_rows.y) * products.values[4 * i + n];
@@ -310,17 +307,17 @@ class ManyPackedRows {
 
   // Products of row blocks from `first` on.
   template <class Stage>
-  __device__ __forceinline__ void issue(Products& products, const Columns& columns, const Stage& stage, int first) const {
+  __device__ __forceinline__ void issue(Products& products, const Columns& columns, uint32_t rows, int first) const {
     using Rows = typename Stage::A;
-    constexpr ptx::Major kDepth = ptx::Major::kDepth;
     static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    const uint64_t rows = stage.a.template descriptor<kDepth>(8 * first);
+    constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
     ptx::clear_accumulators(products);
     ptx::wgmma_fence();
 #pragma unroll
     for (int group = 0; group < kGroupsOfStep; ++group) {
       ptx::multiply_e4m3(products, columns.words[group],
-                         ptx::advance_descriptor(rows, group * Rows::template kSliceBytes<kDepth>), group > 0);
+                         ptx::depth_major_descriptor(rows, 8 * first * Rows::kLineBytes + group * kSliceBytes),
+                         group > 0);
     }
     ptx::commit_products();
   }
