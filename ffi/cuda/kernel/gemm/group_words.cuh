@@ -82,8 +82,9 @@ struct GroupsOfLane {
 // is no number reaches this column too.
 //
 // kSlides: there are some more registers, and of such columns the multiples of 16 bytes are loaded, each once: of two
-// neighbours are the groups taken. Else the words from the multiple of four before the groups are, five at a time. Each lane
-// has another line, and L1 looks up one in a cycle, so the first five of all warps took it longer than memory is away.
+// neighbours are the groups taken. None lies behind the matrix: its columns are a multiple of 8. Else the words from the
+// multiple of four before the groups are loaded, five at a time. Each lane has another line, and L1 presumably looks up one
+// in a cycle: the first five of all warps took longer than memory is away.
 template <int kGroup, bool kSlides>
 class GroupWords {
  public:

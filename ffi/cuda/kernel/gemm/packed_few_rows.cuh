@@ -53,9 +53,9 @@ class FewPackedRows {
     decode();
     groups_.take(part_, 0);
     ring.for_each(steps, position, meanwhile, [&](auto place, int32_t step, bool more) __attribute__((always_inline)) {
-      // The last step loads once more what it has, instead of branching around what the others do.
       const auto& stage = ring.stage(place);
       const uint32_t lines = ptx::as_uniform(descriptor_place(stage.a));  // first, since it takes some forty cycles
+      // The last step loads once more what it has, instead of branching around what the others do.
       const auto next = Steps::after_or_there(place, more);
       const bool full = ring.looks_full(next);
       uint32_t scales[2 * kColumnBlocks];  // of the step's groups, a word for each of the quad's columns
