@@ -73,15 +73,15 @@ def read(lines: Iterable[str]) -> list[Instruction]:
     rows = itertools.dropwhile(lambda row: row[:1] != ["Address"], csv.reader(lines))
     names = next(rows, [])
     stalls = [name for name in names if name.startswith(STALL) and "(" not in name]
-    if not stalls:
-        raise ValueError("there are no samples: it needs --section=SourceCounters, and --page=source --csv.")
     found: list[Instruction] = []
     for row in itertools.takewhile(lambda row: len(row) == len(names), rows):
         of = dict(zip(names, row, strict=True))
         counts = Counter({name.removeprefix(STALL): int(of[name] or 0) for name in stalls})
-        counts[UNNAMED] = int(of["# Samples"] or 0) - counts.total()
-        executed = int(of["Instructions Executed"] or 0)
+        counts[UNNAMED] = int(of.get("# Samples") or 0) - counts.total()
+        executed = int(of.get("Instructions Executed") or 0)
         found.append(Instruction(int(of["Address"], 16), of["Source"].strip(), executed, counts))
+    if not any(instruction.samples for instruction in found):
+        raise ValueError("there are no samples: it needs --section=SourceCounters, and --page=source --csv.")
     return found
 
 

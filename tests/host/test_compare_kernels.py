@@ -1,16 +1,13 @@
 """What tools/compare_kernels.py says of kernels; their code is written here, so nothing is compiled."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tests.tool_modules import load_tool
+
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("compare_kernels", ROOT / "tools/compare_kernels.py")
-assert spec is not None
-assert spec.loader is not None
-compare_kernels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compare_kernels)
+compare_kernels = load_tool("compare_kernels")
 
 
 def listing(symbol: str, *instructions: str) -> str:

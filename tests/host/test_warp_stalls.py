@@ -1,16 +1,10 @@
 """What tools/warp_stalls.py says of samples; they are written here, so nothing runs on a GPU."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("warp_stalls", ROOT / "tools/warp_stalls.py")
-assert spec is not None
-assert spec.loader is not None
-warp_stalls = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(warp_stalls)
+from tests.tool_modules import load_tool
+
+warp_stalls = load_tool("warp_stalls")
 
 NAMES = '"Address","Source","# Samples","Instructions Executed","stall_math","stall_selected","stall_math (Not Issued)"'
 # Two warps: an inner loop with a branch to code that seldom runs, in a loop over tasks.
@@ -63,5 +57,6 @@ def test_instructions_outside_of_loops_come_by_their_samples():
 
 
 def test_a_page_without_samples_is_refused_with_what_to_ask_for():
-    with pytest.raises(ValueError, match="--section=SourceCounters"):
-        warp_stalls.read(['"Address","Source"', '"0x1000","EXIT"'])
+    for page in (['"Address","Source"', '"0x1000","EXIT"'], lines()[:2], ["==ERROR== no kernel was found"]):
+        with pytest.raises(ValueError, match="--section=SourceCounters"):
+            warp_stalls.read(page)

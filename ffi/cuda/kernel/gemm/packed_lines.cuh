@@ -1,5 +1,5 @@
 // What all ways to multiply packed weights with rows in 8 bits share (packed_eight_bit.cuh): where a lane finds its part of a
-// stage, the scales of rows, and what becomes of sums before products and after them.
+// stage, the scales of rows, the products of a step, and what becomes of sums before products and after them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,7 @@
 #include "common/tiling.h"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
 
 namespace jaxmoe {
@@ -57,6 +58,22 @@ struct RowScales {
     return scales;
   }
 };
+
+// Multiplies the columns of a step with its rows from row block `first` on, whose lines begin at `rows`: descriptor_place() of
+// the step's, as uniform. `Rows` is their type.
+template <class Rows, class Products>
+__device__ __forceinline__ void issue_step(Products& products, const ptx::FactorWords (&columns)[kGroupsOfStep],
+                                           uint32_t rows, int first) {
+  static_assert(Rows::kSliceDepth == kNumbersOfGroup);
+  constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int group = 0; group < kGroupsOfStep; ++group) {
+    const uint32_t bytes = 8 * first * Rows::kLineBytes + group * kSliceBytes;
+    ptx::multiply_e4m3(products, columns[group], ptx::depth_major_descriptor(rows, bytes), group > 0);
+  }
+  ptx::commit_products();
+}
 
 // The sums of the first kBlocks row blocks, before their products.
 template <int kBlocks>

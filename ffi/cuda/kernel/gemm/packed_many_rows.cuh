@@ -261,7 +261,9 @@ class ManyPackedRows {
           decode<false, kBlock>(columns, stage);
         }
       }
-      issue<Stage>(step.template products<kItem>(), step.template columns<kBlock>(), step.rows, kFirst);
+      auto& products = step.template products<kItem>();
+      ptx::clear_accumulators(products);
+      issue_step<typename Stage::A>(products, step.template columns<kBlock>().words, step.rows, kFirst);
     }
   }
   template <int kItem, class Stage>
@@ -303,23 +305,6 @@ class ManyPackedRows {
         Magnitudes::shifted(above).decode(word, words[half], words[half + 2]);
       }
     }
-  }
-
-  // Products of row blocks from `first` on.
-  template <class Stage>
-  __device__ __forceinline__ void issue(Products& products, const Columns& columns, uint32_t rows, int first) const {
-    using Rows = typename Stage::A;
-    static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
-    ptx::clear_accumulators(products);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int group = 0; group < kGroupsOfStep; ++group) {
-      ptx::multiply_e4m3(products, columns.words[group],
-                         ptx::depth_major_descriptor(rows, 8 * first * Rows::kLineBytes + group * kSliceBytes),
-                         group > 0);
-    }
-    ptx::commit_products();
   }
 
   // What was left out: by products of this warp alone, a group at a time.

@@ -236,17 +236,8 @@ class PackedRowsInTurn {
 
   template <int kItem, class Steps, class Place>
   __device__ __forceinline__ void issue(const Steps& ring, Place place) {
-    using Rows = typename Steps::A;
-    static_assert(Rows::kSliceDepth == kNumbersOfGroup);
-    constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
     const uint32_t rows = ptx::as_uniform(descriptor_place(ring.stage(place_of<kItem>(ring, place)).a));
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int group = 0; group < kGroupsOfStep; ++group) {
-      const uint32_t bytes = 8 * kFirst<kItem> * Rows::kLineBytes + group * kSliceBytes;
-      ptx::multiply_e4m3(products<kItem>(), factor<kItem>()[group], ptx::depth_major_descriptor(rows, bytes), group > 0);
-    }
-    ptx::commit_products();
+    issue_step<typename Steps::A>(products<kItem>(), factor<kItem>(), rows, kFirst<kItem>);
   }
 
   // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item: there are no registers
