@@ -8,6 +8,8 @@
 //   instructions           add half 0          add half 1
 //                                     next step's stage, scales, descriptors
 //
+// Where warpgroups share the steps half 1 is added, and the stage given back, before the next stage is awaited.
+//
 // While one warpgroup adds, the tensor cores have the other one's products. A half takes them 256 cycles, so a warpgroup may
 // be as long without products of its own. What stood between two steps before took longer
 // (docs/performance/eight_bits.md, "What stood between products").
@@ -67,6 +69,14 @@ class Promoted {
       add<0>(sums, next_.rows[0] * next_.columns[0], next_.rows[1] * next_.columns[0]);
       issue<Precision, Stage>(of_all_lanes, first_row, 1);
       const float factors[2] = {next_.rows[0] * next_.columns[1], next_.rows[1] * next_.columns[1]};
+      const auto finish = [&]() __attribute__((always_inline)) {
+        ptx::wait_products<0>();
+        ring.release(position, ptx::read_lane());
+        add<1>(sums, factors[0], factors[1]);
+      };
+      // Of few rows loads are the limit: the stage is given back before the next two are awaited. Otherwise up to half of
+      // the ring is empty meanwhile (docs/performance/eight_bits.md, "Few rows in 8 bits").
+      if constexpr (kEvery > 1) finish();
       if (step + kEvery < steps) {
         // In a recording this wait counts as one, though products of this step run beside it.
         load_scales(step + kEvery);
@@ -76,9 +86,7 @@ class Promoted {
         });
         place = descriptor_place(ring.stage(position.after(kEvery)).a);
       }
-      ptx::wait_products<0>();
-      ring.release(position, ptx::read_lane());
-      add<1>(sums, factors[0], factors[1]);
+      if constexpr (kEvery == 1) finish();
       position = position.after(kEvery);
     };
     // Where something is due the registers of the products are free. Recording leaves too few.
