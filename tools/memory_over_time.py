@@ -60,18 +60,20 @@ def read(lines: Iterable[str]) -> list[Series]:
         raise ValueError("there is no launch: it needs --page=raw --csv.")
     names, units, values = rows[0], rows[1], rows[-1]
     of, unit_of = dict(zip(names, values, strict=True)), dict(zip(names, units, strict=True))
-    # The value of the launch and those of its passes, which are the same.
-    between = re.search(r"[\d.]+", of.get(INTERVAL, ""))
-    found = [
-        Series(name.removeprefix(SAMPLED), float(between[0]) * MICROSECONDS[unit_of[INTERVAL]], samples)
-        for name in names
-        if name.startswith(SAMPLED) and between and (samples := _instances(of[name]))
-    ]
-    if not found:
+    samples_of = {name: _instances(value) for name, value in of.items() if name.startswith(SAMPLED)}
+    if not any(samples_of.values()):
         raise ValueError(
             f"there are no samples over time: it needs --metrics={SAMPLED}METRIC, and --print-metric-instances=values."
         )
-    return found
+    # The value of the launch and those of its passes, which are the same.
+    between = re.search(r"[\d.]+", of.get(INTERVAL, ""))
+    unit = unit_of.get(INTERVAL, "")
+    if between is None or unit not in MICROSECONDS:
+        raise ValueError(
+            f"{INTERVAL} is {of.get(INTERVAL)!r} in {unit!r}: it needs --page=raw, in {' or '.join(MICROSECONDS)}."
+        )
+    interval_us = float(between[0]) * MICROSECONDS[unit]
+    return [Series(name.removeprefix(SAMPLED), interval_us, each) for name, each in samples_of.items() if each]
 
 
 def _instances(value: str) -> tuple[float, ...]:

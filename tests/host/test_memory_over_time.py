@@ -54,7 +54,13 @@ def test_a_launch_that_reads_nothing_is_said_to_be_idle():
     assert line.endswith("never above 2 %")
 
 
-@pytest.mark.parametrize("lines", [[], ["==ERROR== no kernel was found"], page("30.5"), page("(1; 2)", interval="")])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        *([], ["==ERROR== no kernel was found"], page("30.5")),
+        *(page("(1; 2)", interval=""), page("(1; 2)", unit="cycle")),
+    ],
+)
 def test_a_page_without_samples_is_refused_with_what_to_ask_for(lines: list[str]):
     with pytest.raises(ValueError, match="it needs --"):
         memory_over_time.read(lines)
