@@ -69,6 +69,7 @@ def test_what_it_writes_with_a_cache_in_one_program_is_what_transformers_writes(
     np.testing.assert_array_equal(new, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_its_logits_are_as_near_as_those_of_transformers_in_bfloat16(family):
     wanted = expected(family)["logits"]
@@ -123,6 +124,7 @@ def test_on_meshes_it_writes_the_same(family, axes, experts, sequences):
     assert model.embedding.get_value().sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_a_sequence_is_over_behind_an_end_and_all_of_them_stop_when_the_last_is():
     wanted = expected("mixtral")["continuations"][:, :8]
     ends = (int(wanted[0, 3]), int(wanted[1, 1]))
@@ -177,6 +179,7 @@ def test_configurations_as_they_were_before_transformers_5_say_the_same(tmp_path
     assert checkpoint.activation_of(settings) == jaxmoe.SwiGLU.gpt_oss()
 
 
+@pytest.mark.slow
 def test_attention_in_fp8_has_the_numbers_of_its_blocks(tmp_path):
     def narrow(_: Any, tensors: dict[str, Any]) -> None:
         for name in [name for name in tensors if "_proj" in name and "self_attn" in name]:

@@ -97,6 +97,7 @@ def test_parameters_and_moments_stay_split_as_declared(where):
             assert {shard.data.size for shard in kernel.addressable_shards} == {kernel.size // 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [AUTO, EXPLICIT], ids=["Auto", "Explicit"])
 def test_no_device_ever_has_a_whole_matrix_of_all_experts_neither_as_weight_nor_as_gradient(where):
     text = trainer_on(*where).step.as_text()

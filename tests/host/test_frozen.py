@@ -109,6 +109,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantised_experts_with_frozen_biases_are_differentiated_by_compiled_code(kind):
     wide = make_inputs(1, tokens=48, hidden=128, intermediate=256, num_experts=4, top_k=2, biases=True)

@@ -115,6 +115,7 @@ def test_gradients_checkpoints_and_scans_name_devices_too():
     assert numbers(text, "devices") == [[4, 5, 6, 7]] * len(numbers(text, "groups"))
 
 
+@pytest.mark.slow
 def test_calls_that_name_devices_give_the_bits_of_calls_that_do_not(monkeypatch):
     def gradients() -> Any:
         jax.clear_caches()

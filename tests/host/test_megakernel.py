@@ -406,6 +406,7 @@ def test_float32_routing_weights_serve_float64_tokens():
         assert relative_error(call(arguments), dense(arguments)) < 1e-14
 
 
+@pytest.mark.slow
 def test_flax_layers_take_it_with_its_plan():
     x = make_inputs(9, tokens=16, hidden=8).x
 

@@ -149,6 +149,7 @@ def test_a_rank_that_is_killed_by_a_signal_fails_the_launch_with_the_name_of_the
     assert f"rank 1 was ended by {name}" in error.reason
 
 
+@pytest.mark.slow
 def test_a_silent_rank_fails_the_launch_by_name_and_shows_where_it_hangs():
     started = time.monotonic()
     error = failure_of("sleep", silence_s=1.5)
@@ -159,12 +160,14 @@ def test_a_silent_rank_fails_the_launch_by_name_and_shows_where_it_hangs():
     assert re.search(r'misbehave\.py", line \d+ in print_until_killed', error.outputs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["stop", "ignore signals"])
 def test_a_silent_rank_that_does_not_react_to_signals_is_killed_all_the_same(what, monkeypatch):
     monkeypatch.setattr("tests.multiprocess.launcher.STACKS_S", 0.1)
     assert failure_of(what, silence_s=1.5).ranks == (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["flood", "flood without lines"])
 def test_a_rank_that_prints_for_ever_fails_at_the_time_limit_and_does_not_fill_the_memory(what):
     started = time.monotonic()
@@ -226,6 +229,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_ends_while_others_wait_for_it_in_a_collective_ends_the_job(how):
     with pytest.raises(LaunchError) as caught:

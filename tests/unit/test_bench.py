@@ -158,6 +158,7 @@ def test_every_plan_of_a_sweep_has_a_line_and_the_bits_of_the_default_plan(tmp_p
     assert capsys.readouterr().out.count("same bits") == 4
 
 
+@pytest.mark.slow
 def test_copies_from_each_device_to_the_next_one_run_while_a_layer_is_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(layer, "CompetingCopies", functools.partial(CompetingCopies, size=2**16))
     status, results = run(options(copies=True, seconds=0.3), tmp_path / "results")

@@ -22,6 +22,7 @@ def measured() -> list[exchange.Result]:
     return list(exchange.measure(options, CASE, 16, make_mesh(2)))
 
 
+@pytest.mark.slow
 def test_every_line_of_a_cpu_is_checked_and_timed():
     results = measured()
     assert [result.line for result in results] == ["wide", "fp8"]

@@ -58,6 +58,7 @@ def test_a_layer_in_8_bits_has_its_error_beside_that_of_rounding(dtype, tmp_path
     assert [line.split()[7] for line in lines] == [f"{result['unrounded_error']:.1e}" for result in results]
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_8_bits_and_their_scales(tmp_path):
     _, (result,) = run(options("fp8-block", "megakernel"), tmp_path / "results")
     # Of each expert three matrices with a scale for 128 x 128; of each row one for 128.
@@ -69,6 +70,7 @@ def test_bytes_are_those_of_8_bits_and_their_scales(tmp_path):
     assert result["hbm_bytes"]["y_written"] == TOKENS * 2 * 256
 
 
+@pytest.mark.slow
 def test_what_an_implementation_cannot_do_in_8_bits_is_its_line(tmp_path, capsys):
     status, [result] = run(options("w8a16", "xla", BASELINE), tmp_path / "results")
     assert status == 1
@@ -77,6 +79,7 @@ def test_what_an_implementation_cannot_do_in_8_bits_is_its_line(tmp_path, capsys
     assert f" {BASELINE} - cannot run: {BASELINE} has no experts in 8 bits" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rounding"), [("w8a16", 0.03), ("mxfp4-a16", 0.2), ("nvfp4-a16", 0.17)])
 def test_where_weights_alone_are_rounded_the_error_beside_it_is_theirs(dtype, rounding, tmp_path):
     status, [result] = run(options(dtype, "megakernel"), tmp_path / "results")
@@ -92,6 +95,7 @@ def test_where_weights_alone_are_rounded_the_error_beside_it_is_theirs(dtype, ro
     assert result["hbm_bytes"]["weights"] == experts * 3 * 256 * 128 * bits / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mxfp4-a8", "mxfp4-a8-registers", "nvfp4-a8"])
 def test_4_bits_beside_rows_in_8_have_the_error_of_sums_in_float32(dtype, tmp_path):
     status, [result] = run(options(dtype, "megakernel"), tmp_path / "results")
@@ -125,6 +129,7 @@ def test_gradients_of_tokens_beside_frozen_experts_are_checked_and_timed(dtype, 
     assert terms["weight_gradients_written"] == terms["h_written"] == 0
 
 
+@pytest.mark.slow
 def test_wrong_gradients_beside_frozen_experts_get_no_time(monkeypatch, tmp_path):
     right = layer.program
 
@@ -141,6 +146,7 @@ def test_wrong_gradients_beside_frozen_experts_get_no_time(monkeypatch, tmp_path
     assert result["microseconds"] is None
 
 
+@pytest.mark.slow
 def test_experts_are_the_same_in_every_format_and_on_every_number_of_ranks():
     mesh = mesh_of("expert")
     shape = dataclasses.replace(SHAPE, num_experts=mesh.size)

@@ -87,6 +87,7 @@ def test_a_layer_that_is_wrong_in_a_scan_alone_has_no_figures(monkeypatch):
     assert failures == [None, None, "layer 0 does not return what the layer alone does", None]
 
 
+@pytest.mark.slow
 def test_statistics_that_are_wrong_have_no_figures(monkeypatch):
     right = jaxmoe.router_aux
     monkeypatch.setattr(jaxmoe, "router_aux", lambda routing: jax.tree.map(lambda sums: sums + 1, right(routing)))

@@ -203,6 +203,7 @@ def test_the_layers_of_the_model_pass_the_comparison(trained):
     assert all(comparison.passed for comparison in comparisons), report.comparison_table(comparisons)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_wrong_by_a_few_millionths_fails_the_comparison(trained, monkeypatch):
     correct: Callable[..., Any] = jaxmoe.moe_layer
     monkeypatch.setattr(jaxmoe, "moe_layer", lambda *args, **options: correct(*args, **options) * (1 + 5e-6))

@@ -313,6 +313,7 @@ def test_every_group_has_the_scale_of_its_largest_weight_and_values_to_the_neare
             np.testing.assert_array_equal(as_number(found.elements[expert]).reshape(-1, group), values)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 def test_numbers_that_4_bits_can_hold_come_back_as_they_were(seed):
     rng = np.random.default_rng(seed)

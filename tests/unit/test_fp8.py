@@ -329,6 +329,7 @@ def test_scan_over_layers_takes_the_given_scales_of_each():
     np.testing.assert_allclose(y, x, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [{"hidden_axis": "inner"}, {"intermediate_axis": "inner"}])
 def test_experts_with_given_scales_may_be_split_inside(axes, kind):
@@ -351,6 +352,7 @@ def test_experts_with_given_scales_may_be_split_inside(axes, kind):
         assert relative_error(y, one) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_with_input_scales_leaves_experts_on_their_devices(kind):
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(kind,))

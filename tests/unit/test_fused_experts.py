@@ -242,6 +242,7 @@ def test_ranks_that_would_compute_parts_of_halves_are_told_what_to_do():
     assert relative_error(y, layer(arguments)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_flax_layer_and_a_checkpoint_are_made_of_what_they_are_apart():
     apart: Any = make_inputs(5, **SIZES).experts
     router = jax.random.normal(jax.random.key(0), (D, E))

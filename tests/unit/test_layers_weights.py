@@ -67,6 +67,7 @@ def test_a_layer_of_a_checkpoint_computes_what_its_numbers_say(name):
     assert int(aux.stats.rows_per_expert.sum()) == TOKENS * case.router.top_k
 
 
+@pytest.mark.slow
 def test_wide_weights_are_the_parameters_and_are_not_copied():
     weights = weights_of()
     moe = MoE.from_weights(weights, ROUTER, axis_name=None)
@@ -125,6 +126,7 @@ def test_on_a_mesh_experts_are_split_and_compute_what_they_do_on_one_device(bloc
     assert relative_error(y, expected) < (1e-3 if block in ("128x128", "given scales") else 1e-5)
 
 
+@pytest.mark.slow
 def test_over_further_axes_quantised_experts_stay_split_as_they_came_and_wide_ones_are_split():
     case = CASES["deepseek_v3 in FP8"]()
     mesh = make_mesh(AxisType.Auto)
@@ -177,6 +179,7 @@ def test_beside_quantised_experts_everything_else_is_trained():
     assert not np.array_equal(before["shared_w_up"][...], after["shared_w_up"][...])
 
 
+@pytest.mark.slow
 def test_layers_of_equal_weights_have_equal_graphs_and_any_of_them_takes_the_state_of_another():
     layers = [MoE.from_weights(weights_of("mxfp4"), ROUTER, axis_name=None) for _ in range(2)]
     (graph, state), (other, _) = (nnx.split(layer) for layer in layers)

@@ -70,6 +70,7 @@ def sum_of_losses(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array],
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("expert",), ("data", "expert")])
 def test_inside_shard_map_the_axis_makes_losses_and_counts_those_of_the_global_batch(names: tuple[str, ...]) -> None:
     logits = random_logits(16, 12)
@@ -98,6 +99,7 @@ def test_a_gradient_taken_inside_shard_map_is_that_of_the_global_loss() -> None:
     assert_close(jax.jit(inside)(logits), jax.jit(jax.grad(lambda logits: loss(logits, None)))(logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_need_no_axis_name_under_jit(kind: AxisType) -> None:
     mesh = mesh_of((2, 2), ("data", "expert"), kind)
@@ -122,6 +124,7 @@ def test_an_axis_that_the_surrounding_shard_map_leaves_automatic_is_refused() ->
         jax.jit(shard)(jnp.zeros((4, 1), jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many_scores", [0, 2**19])
 @pytest.mark.parametrize("config", [jaxmoe.RouterConfig(top_k=4), GROUPED])
 def test_on_gpus_ids_come_without_top_k_and_are_those_of_top_k(
