@@ -1,7 +1,7 @@
-"""`python -m jaxmoe.profiling timeline [flags]`, or `budget [flags]`: where the time of a layer goes.
+"""`python -m jaxmoe.profiling timeline [flags]`, `ends [flags]`, or `budget [flags]`: where the time of a layer goes.
 
-`timeline` runs a layer or reads a recording and shows all of it; `budget` prints a row for each shape and number of
-tokens, microseconds that add up to the length of the launch.
+`timeline` runs a layer or reads a recording and shows all of it, `ends` when blocks were through the steps of its two
+ends; `budget` prints a row for each shape and number of tokens, microseconds that add up to the length of the launch.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs,
 from jaxmoe.bench.options import DTYPES, NARROW, narrow_of, wide_dtype_of
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
-from jaxmoe.profiling import budget, summary, timeline
+from jaxmoe.profiling import budget, ends, summary, timeline
 from jaxmoe.testing import RoutingKind, use_virtual_devices
 
 _SHAPE = flags.DEFINE_multi_string(
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
     """Runs what the flags ask for; returns the exit status."""
     if argv[1:] == ["budget"]:
         return _print_budgets()
-    if argv[1:] != ["timeline"]:
+    if argv[1:] not in (["timeline"], ["ends"]):
         raise app.UsageError(
-            f"name what to show: python -m jaxmoe.profiling timeline [flags] or budget; got {argv[1:]}"
+            f"name what to show: python -m jaxmoe.profiling timeline [flags], ends or budget; got {argv[1:]}"
         )
     if _READ.value:
         recorded = timeline.load(_READ.value)
@@ -72,6 +72,9 @@ def main(argv: list[str]) -> int:
         recorded, title, _ = _record(*_one_case())
     print(title)
     for each in recorded:
+        if argv[1:] == ["ends"]:
+            print("", *ends.table(each), sep="\n")
+            continue
         print(summary.summarize(each))
         low, high = each.clock_ghz.min(), each.clock_ghz.max()
         print(f"  {len(each.events)} events of {len(each.sms)} blocks; clocks {low:.3f} to {high:.3f} GHz")

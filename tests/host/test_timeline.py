@@ -143,6 +143,11 @@ def test_the_command_records_saves_and_reads_again(tmp_path: Path, pass_name):
     assert f"{pass_name} pass" in drawn
     assert ("weight gradients" in drawn) == ("data gradients" in drawn) == (pass_name == "backward")
 
+    ends = command("ends", f"--read={recording}")
+    assert ends.returncode == 0, ends.stderr
+    steps = [line.split("|")[1].strip() for line in ends.stdout.splitlines() if line.startswith("| ")]
+    assert steps.count("first product begins") == steps.count("answers added up") == 4
+
 
 @pytest.mark.slow
 def test_a_budget_has_a_line_for_each_shape_and_number_of_tokens():
