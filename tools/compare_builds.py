@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 
 CALLS = 32  # of a program, or a few more
-SETS = 4  # of tokens
 INSTALLED = ""
 
 
@@ -90,8 +89,6 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
     # Not before put_in_place().
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     import jaxmoe
     from jaxmoe import native
@@ -100,8 +97,6 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
     from jaxmoe.bench.layer import make_mesh
     from jaxmoe.bench.options import narrow_of, wide_dtype_of
     from jaxmoe.bench.timing import time_blocks
-    from jaxmoe.options import Arguments
-    from jaxmoe.testing import make_ids
 
     dtype, _, numbers = case.partition(":")
     (parsed,) = shapes.parse(numbers)
@@ -111,14 +106,8 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
     mesh = make_mesh(ranks or jax.device_count())
     experts = inputs.random_experts(shape, mesh, wide, narrow.block, through_e4m3=narrow.through_e4m3)
     precision = precisions.resolve(narrow.precision, experts, wide)
-    split = NamedSharding(mesh, P(inputs.AXIS))
-    sets, ids = [], np.empty(0)
-    for seed in reversed(range(SETS)):  # `ids` are those of the first set in the end
-        rng = np.random.default_rng(seed)
-        ids = make_ids(rng, parsed.tokens * mesh.size, shape.num_experts, shape.top_k, "uniform")
-        raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
-        x = inputs.random_tokens(mesh, (len(ids), shape.hidden), wide, seed)
-        sets.insert(0, (x, *jax.device_put((ids, raw / raw.sum(-1, keepdims=True)), split)))
+    made = [inputs.random_arguments(shape, parsed.tokens, "uniform", mesh, wide, seed) for seed in range(inputs.SETS)]
+    sets = [arguments[:3] for arguments, _ in made]
     of_rank = sum(array.nbytes for array in jax.tree.leaves(experts)) // mesh.size
     copies = inputs.copies_of(experts, inputs.weight_copies(of_rank))
     layer = functools.partial(
@@ -128,14 +117,14 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
         precision=precision,
         accumulation=narrow.accumulation,
     )
-    of_turn = max(SETS, len(copies))  # calls until every set and every copy has come
+    of_turn = max(len(sets), len(copies))  # calls until every set and every copy has come
     turns = -(-CALLS // of_turn)
 
     @jax.jit
     def program(sets, copies):
         def turn(_, y):
             for call in range(of_turn):
-                x, ids, weights = sets[call % SETS]
+                x, ids, weights = sets[call % len(sets)]
                 # Each call needs the one before, as layers do. A barrier is not enough: XLA left out all but the last.
                 y = layer(x + 0 * y, ids, weights, copies[call % len(copies)])
             return y
@@ -146,7 +135,7 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
     in_program = (compiled.as_text() or "").count(f'"{native.FORWARD}"')
     if in_program < of_turn:
         raise ValueError(f"XLA has made {in_program} calls of {of_turn}.")
-    first = Arguments(sets[0][0], sets[0][1], sets[0][2], experts)
+    first, ids = made[0][0]._replace(experts=experts), made[0][1]
     y = jax.jit(layer)(*first[:4])
     error = allowed = None
     if check:

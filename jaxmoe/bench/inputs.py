@@ -177,18 +177,25 @@ def make_inputs(
     )
     made, routings, samples = [], [], []
     for seed in range(sets):
-        rng = np.random.default_rng(seed)
-        ids = make_ids(rng, tokens * ranks, shape.num_experts, shape.top_k, routing)
-        raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
-        x = random_tokens(mesh, (tokens * ranks, shape.hidden), dtype, seed)
-        arguments = Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), experts)
-        samples.append(sample_of(arguments, ids, mesh, precision, shape))
-        made.append(arguments._replace(experts=None))
+        arguments, ids = random_arguments(shape, tokens, routing, mesh, dtype, seed)
+        samples.append(sample_of(arguments._replace(experts=experts), ids, mesh, precision, shape))
+        made.append(arguments)
         routings.append(traffic.Routing.of(ids, ranks, shape.num_experts))
     # Of the rank that reads most: it is waited for.
     read = min(max(traffic.weight_bytes(routing, sizes, rank) for rank in range(ranks)) for routing in routings)
     copies = weight_copies(read) if mesh.devices.flat[0].platform == "gpu" else 1
     return Inputs(sizes, experts, tuple(made), tuple(routings), tuple(samples), copies, precision, accumulation)
+
+
+def random_arguments(
+    shape: LayerShape, tokens: int, routing: RoutingKind, mesh: Mesh, dtype: Any, seed: int
+) -> tuple[Arguments, Int[np.ndarray, "all_tokens top_k"]]:
+    """Returns random tokens, `tokens` per rank, and their routing, without experts; and the ids, in every process."""
+    rng = np.random.default_rng(seed)
+    ids = make_ids(rng, tokens * mesh.size, shape.num_experts, shape.top_k, routing)
+    raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
+    x = random_tokens(mesh, (len(ids), shape.hidden), dtype, seed)
+    return Arguments(x, _split(ids, mesh), _split(raw / raw.sum(-1, keepdims=True), mesh), None), ids
 
 
 def weight_copies(read_bytes: int) -> int:
