@@ -8,10 +8,13 @@ per rank, hidden width, intermediate width, experts in all, experts per token.
 
 Every round runs each build in a process of its own: a program of some 32 calls one after the other, in turn with other
 tokens, and other copies of the weights where few would stay in L2. An addition of tokens lies between two calls, as
-between layers. Printed are microseconds of a call, the median over rounds and the medians of the fastest and the
-slowest round, the ratio to the first build, the error of sampled tokens against sums in float32 (of the first round),
-and whether the output has the bits of the first build's, or how far it is from them. The exit status is 1 where a build
-fails, or has a larger error than the same maths in low precision may have.
+between layers. A line is printed when a process ends: its medians, case by case, and how long it took. At last come
+tables: microseconds of a call, the median over rounds and the medians of the fastest and the slowest round, the ratio
+to the first build, the error of sampled tokens against sums in float32 (of the first round), and whether the output
+has the bits of the first build's, or how far it is from them. The exit status is 1 where a build fails, or has a
+larger error than the same maths in low precision may have.
+
+With --results=FOLDER it is a program of one process, as Nsight Compute wants it (tools/warp_stalls.py).
 """
 
 import argparse
@@ -19,10 +22,12 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +35,10 @@ import numpy as np
 
 CALLS = 32  # of a program, or a few more
 INSTALLED = ""
+CACHES_EVERYTHING = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +170,25 @@ def run_here(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- in the process that compares
 
 
-def run_apart(build: Build, arguments: argparse.Namespace, check: bool) -> list[Measured] | str:
-    """Measures all cases with a build in a process of its own; returns what is wrong where it fails."""
+def run_apart(build: Build, arguments: argparse.Namespace, check: bool, compiled: str) -> list[Measured] | str:
+    """Measures all cases with a build in a process of its own; returns what is wrong where it fails.
+
+    `compiled` is a folder for compiled programs. They call kernels by name, so those of one build serve the others: a
+    process after the first takes seconds instead of half a minute.
+    """
     with tempfile.TemporaryDirectory() as results:
         options = [f"--{name}={getattr(arguments, name)}" for name in ("ep", "blocks", "seconds")]
         options += [f"--case={case}" for case in arguments.case] + [f"--results={results}"] + ["--check"] * check
         command = [sys.executable, __file__, f"{build.name}={build.file}", *options]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
+            ended = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=arguments.timeout,
+                check=False,
+                env=os.environ | {"JAX_COMPILATION_CACHE_DIR": compiled} | CACHES_EVERYTHING,
+            )
         except subprocess.TimeoutExpired:
             return f"it ran for more than {arguments.timeout:g} s"
         if ended.returncode != 0:
@@ -212,17 +232,21 @@ def table(case: str, rounds: Sequence[dict[str, Measured]]) -> Iterator[str]:
         yield f"  {name:12} {times}  {describe(found, rounds[0][names[0]])}"
 
 
-def compare(arguments: argparse.Namespace) -> int:
-    """Prints the tables; returns the exit status."""
+def compare(arguments: argparse.Namespace, compiled: str) -> int:
+    """Prints the tables; returns the exit status. `compiled`: as in `run_apart`."""
     rounds: list[dict[str, list[Measured]]] = []
     for nth in range(arguments.rounds):
         found: dict[str, list[Measured]] = {}
         for build in arguments.builds:
-            measured = run_apart(build, arguments, check=nth == 0)
+            start = time.perf_counter()
+            measured = run_apart(build, arguments, nth == 0, compiled)
             if isinstance(measured, str):
                 print(f"{build.name} failed: {measured}")
                 return 1
             found[build.name] = measured
+            # At once: a comparison that is killed has said what it found.
+            times = " ".join(f"{statistics.median(each.microseconds):.1f}" for each in measured)
+            print(f"round {nth + 1}  {build.name:12} {times} us  ({time.perf_counter() - start:.0f} s)", flush=True)
         rounds.append(found)
     for nth, case in enumerate(arguments.case):
         print(*table(case, [{name: cases[nth] for name, cases in each.items()} for each in rounds]), sep="\n")
@@ -238,15 +262,20 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5, help="of a build in a round, whose median counts")
     parser.add_argument("--seconds", type=float, default=0.05, help="of a block")
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a process of a build is killed")
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="measure the one build here, and leave there what is found"
+    )
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.results:
+        arguments.results.mkdir(parents=True, exist_ok=True)
         run_here(arguments)
         return
     if len({build.name for build in arguments.builds}) != len(arguments.builds):
         parser.error("two builds have the same name")
-    sys.exit(compare(arguments))
+    with tempfile.TemporaryDirectory() as compiled:
+        status = compare(arguments, compiled)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

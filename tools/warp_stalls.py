@@ -12,8 +12,11 @@ A loop is what a branch jumps back over; of loops in one another the inner one, 
 often a warp of the launch goes through it, on average over all warps; how many instructions that are and how many
 cycles it takes one; and for how many of these the warp waited for what, by the names of Nsight Compute. 'selected' is
 an issue slot taken, 'unnamed' a wait without a column there, such as a product's for all warps of its warpgroup. Then
-come the instructions outside of these loops that cost most. How often an instruction runs is counted in a launch of
-its own, which is slower: that is wrong for loops that poll.
+come the same of stretches outside of these loops, instructions that lie side by side and run about as often as the
+first of them, such as an epilogue; and the instructions outside of loops that cost most. How often an instruction runs
+is counted in a launch of its own, which is slower: that is wrong for loops that poll.
+
+A program: python tools/compare_builds.py installed --case=mxfp4-a16:64,2880,2880,64,4 --results=FOLDER
 """
 
 import argparse
@@ -54,7 +57,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Instructions `first` to `last`, which all are a pass through the loop."""
+    """Instructions `first` to `last`, which all are a pass through the loop, or through a stretch of code."""
 
     first: int
     last: int
@@ -103,8 +106,21 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
     return [loop for loop in found if not is_part(loop) and not only_holds(loop)]
 
 
-def describe(code: Sequence[Instruction], cycles: int | None, loops: int, others: int) -> Iterator[str]:
-    """The lines to print: that many loops and that many instructions outside of them."""
+def find_stretches(code: Sequence[Instruction], outside: Sequence[int]) -> list[Loop]:
+    """The instructions of `outside`, in pieces that lie side by side and run at most twice, at least half as often."""
+    found: list[Loop] = []
+    for nth in outside:
+        executed = code[nth].executed
+        last = found[-1] if found else None
+        if last and last.last + 1 == nth and last.executed <= 2 * executed <= 4 * last.executed:
+            found[-1] = dataclasses.replace(last, last=nth)
+        elif executed:
+            found.append(Loop(nth, nth, executed))
+    return found
+
+
+def describe(code: Sequence[Instruction], cycles: int | None, loops: int, stretches: int, others: int) -> Iterator[str]:
+    """The lines to print: that many loops, and that many stretches and instructions outside of them."""
     warps = code[0].executed
     samples = sum(instruction.samples for instruction in code)
     # Each warp is sampled equally often, whether it runs or waits.
@@ -118,20 +134,26 @@ def describe(code: Sequence[Instruction], cycles: int | None, loops: int, others
 
     yield f"{len(code)} instructions, {warps} warps, {samples} samples"
 
-    def stalls_of(loop: Loop) -> Counter[str]:
-        return sum((instruction.stalls for instruction in code[loop.first : loop.last + 1]), Counter[str]())
+    def stalls_of(piece: Loop) -> Counter[str]:
+        return sum((instruction.stalls for instruction in code[piece.first : piece.last + 1]), Counter[str]())
 
-    found = sorted(((stalls_of(loop), loop) for loop in find_loops(code)), key=lambda pair: -pair[0].total())[:loops]
-    for stalls, loop in found:
-        instructions = sum(i.executed for i in code[loop.first : loop.last + 1]) / loop.executed
-        length = "" if per_sample is None else f", {stalls.total() * per_sample / loop.executed:.0f} cycles"
-        yield (
-            f"loop {loop.first}-{loop.last}: {stalls.total() / samples:.1%} of samples, "
-            f"{loop.executed / warps:.1f} passes of {instructions:.0f} instructions{length}: "
-            f"{waits(stalls, loop.executed)}"
-        )
-    inside = {nth for _, loop in found for nth in range(loop.first, loop.last + 1)}
-    outside = sorted((nth for nth in range(len(code)) if nth not in inside), key=lambda nth: -code[nth].samples)
+    def lines_of(kind: str, pieces: Iterable[Loop], most: int) -> Iterator[str]:
+        by_samples = sorted(((stalls_of(piece), piece) for piece in pieces), key=lambda pair: -pair[0].total())
+        for stalls, piece in by_samples[:most]:
+            instructions = sum(i.executed for i in code[piece.first : piece.last + 1]) / piece.executed
+            length = "" if per_sample is None else f", {stalls.total() * per_sample / piece.executed:.0f} cycles"
+            yield (
+                f"{kind} {piece.first}-{piece.last}: {stalls.total() / samples:.1%} of samples, "
+                f"{piece.executed / warps:.1f} passes of {instructions:.0f} instructions{length}: "
+                f"{waits(stalls, piece.executed)}"
+            )
+
+    in_loops = find_loops(code)
+    yield from lines_of("loop", in_loops, loops)
+    inside = {nth for loop in in_loops for nth in range(loop.first, loop.last + 1)}
+    outside = [nth for nth in range(len(code)) if nth not in inside]
+    yield from lines_of("stretch", find_stretches(code, outside), stretches)
+    outside.sort(key=lambda nth: -code[nth].samples)
     for nth in outside[:others]:
         one = code[nth]
         if one.samples:
@@ -146,6 +168,7 @@ def main() -> None:
     parser.add_argument("samples", type=Path, help="what ncu has written as CSV")
     parser.add_argument("--cycles", type=int, help="Elapsed Cycles of the launch; without it waits are shares")
     parser.add_argument("--loops", type=int, default=12, help="that are listed at most")
+    parser.add_argument("--stretches", type=int, default=20, help="outside of them that are listed at most")
     parser.add_argument("--others", type=int, default=20, help="instructions outside of them that are listed at most")
     arguments = parser.parse_args()
     try:
@@ -153,7 +176,7 @@ def main() -> None:
             code = read(lines)
     except ValueError as error:
         sys.exit(f"warp_stalls: {arguments.samples}: {error}")
-    for line in describe(code, arguments.cycles, arguments.loops, arguments.others):
+    for line in describe(code, arguments.cycles, arguments.loops, arguments.stretches, arguments.others):
         print(line)
 
 

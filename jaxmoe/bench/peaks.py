@@ -5,6 +5,7 @@ show what the chip sustains; `--seconds=.05 --rest=2` what it does in a burst.
 
 The product in 8 bits has one scale for each matrix. With a scale for each block, as the layer has them, JAX has none
 for Hopper: `jax.nn.scaled_matmul` is for Blackwell, and elsewhere makes wide matrices of its operands (jax 0.12).
+PyTorch has one, which `tools/block_scaled_peak.py` times.
 """
 
 import dataclasses

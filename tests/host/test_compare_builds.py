@@ -57,7 +57,8 @@ def test_a_copy_of_a_build_returns_its_bits_and_both_are_checked(tmp_path):
     copy = shutil.copy(file, tmp_path / "_native.copy.so")
     ended = run_tool("installed", f"copy={copy}")
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
+    of_processes, lines = ended.stdout.splitlines()[:2], ended.stdout.splitlines()[2:]
+    assert [line.split()[:3] for line in of_processes] == [["round", "1", "installed"], ["round", "1", "copy"]]
     assert [line.split()[0] for line in lines[1:]] == ["installed", "copy"]
     assert all("error" in line and line.endswith("same bits") for line in lines[1:])
 
