@@ -79,10 +79,15 @@ def products(size: int) -> list[Product]:
     """Returns those that are timed."""
     recipes = functional.ScalingType
     a, b = (torch.randn(size, size).to(torch.bfloat16) for _ in range(2))
-    one_scale = [Rounded.of(matrix, size, size) for matrix in (a, b)]
     return [
         in_bf16(a, b),
-        in_8_bits("FP8, one scale each", *one_scale, recipes.TensorWise, recipes.TensorWise),
+        in_8_bits(
+            "FP8, one scale each",
+            Rounded.of(a, size, size),
+            Rounded.of(b, size, size),
+            recipes.TensorWise,
+            recipes.TensorWise,
+        ),
         in_8_bits(
             "FP8, scales of 1 x 128 and 128 x 128",
             Rounded.of(a, 1, BLOCK),
