@@ -233,7 +233,7 @@ def table(case: str, rounds: Sequence[dict[str, Measured]]) -> Iterator[str]:
 
 
 def compare(arguments: argparse.Namespace, compiled: str) -> int:
-    """Prints the tables; returns the exit status. `compiled`: as in `run_apart`."""
+    """Prints the tables; returns the exit status. `compiled` is what `run_apart` wants."""
     rounds: list[dict[str, list[Measured]]] = []
     for nth in range(arguments.rounds):
         found: dict[str, list[Measured]] = {}

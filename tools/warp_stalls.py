@@ -56,14 +56,14 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """Instructions `first` to `last`, which all are a pass through the loop, or through a stretch of code."""
+class Piece:
+    """Instructions `first` to `last`: a loop, or a stretch that is none; all of them are a pass through it."""
 
     first: int
     last: int
     executed: int  # passes of all warps
 
-    def holds(self, other: "Loop") -> bool:
+    def holds(self, other: "Piece") -> bool:
         return self != other and self.first <= other.first and other.last <= self.last
 
 
@@ -88,34 +88,37 @@ def read(lines: Iterable[str]) -> list[Instruction]:
     return found
 
 
-def find_loops(code: Sequence[Instruction]) -> list[Loop]:
+def find_loops(code: Sequence[Instruction]) -> list[Piece]:
     """Loops that have run, without those that are only part of one, or only hold one."""
     place = {instruction.address: nth for nth, instruction in enumerate(code)}
-    found = set[Loop]()
+    found = set[Piece]()
     for last, branch in enumerate(code):
         first = None if branch.target is None else place.get(branch.target)
         if first is not None and first <= last < first + LONGEST_LOOP and branch.executed:
-            found.add(Loop(first, last, branch.executed))
+            found.add(Piece(first, last, branch.executed))
 
-    def is_part(loop: Loop) -> bool:
+    def is_part(loop: Piece) -> bool:
         return any(other.holds(loop) and 2 * loop.executed <= other.executed for other in found)
 
-    def only_holds(loop: Loop) -> bool:
+    def only_holds(loop: Piece) -> bool:
         return any(loop.holds(other) and not is_part(other) for other in found)
 
     return [loop for loop in found if not is_part(loop) and not only_holds(loop)]
 
 
-def find_stretches(code: Sequence[Instruction], outside: Sequence[int]) -> list[Loop]:
-    """The instructions of `outside`, in pieces that lie side by side and run at most twice, at least half as often."""
-    found: list[Loop] = []
+def find_stretches(code: Sequence[Instruction], outside: Sequence[int]) -> list[Piece]:
+    """The instructions numbered in `outside`, cut into stretches.
+
+    Those of a stretch lie side by side, and run from half to twice as often as its first one.
+    """
+    found: list[Piece] = []
     for nth in outside:
         executed = code[nth].executed
         last = found[-1] if found else None
         if last and last.last + 1 == nth and last.executed <= 2 * executed <= 4 * last.executed:
             found[-1] = dataclasses.replace(last, last=nth)
         elif executed:
-            found.append(Loop(nth, nth, executed))
+            found.append(Piece(nth, nth, executed))
     return found
 
 
@@ -134,10 +137,10 @@ def describe(code: Sequence[Instruction], cycles: int | None, loops: int, stretc
 
     yield f"{len(code)} instructions, {warps} warps, {samples} samples"
 
-    def stalls_of(piece: Loop) -> Counter[str]:
+    def stalls_of(piece: Piece) -> Counter[str]:
         return sum((instruction.stalls for instruction in code[piece.first : piece.last + 1]), Counter[str]())
 
-    def lines_of(kind: str, pieces: Iterable[Loop], most: int) -> Iterator[str]:
+    def lines_of(kind: str, pieces: Iterable[Piece], most: int) -> Iterator[str]:
         by_samples = sorted(((stalls_of(piece), piece) for piece in pieces), key=lambda pair: -pair[0].total())
         for stalls, piece in by_samples[:most]:
             instructions = sum(i.executed for i in code[piece.first : piece.last + 1]) / piece.executed
