@@ -36,6 +36,12 @@ __device__ __forceinline__ void store_turned_tiles(void* row, const uint32_t (&t
                : "memory");
 }
 
+__device__ __forceinline__ void store_turned_tiles(void* row, const uint32_t (&tiles)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared::cta.b16 [%0], {%1, %2};" ::"r"(shared_address(row)),
+               "r"(tiles[0]), "r"(tiles[1])
+               : "memory");
+}
+
 // The way back, as they lie.
 __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,6 +1,6 @@
 // What becomes of the sums of gate_up of packed weights beside rows in 8 bits: h, rounded to e4m3 with a scale for each
 // row and 128 columns, in the order that gemm/packed_eight_bit.cuh wants. As AcrossH (across.cuh), but that warps find the
-// largest number of a row together first.
+// largest number of a row together first, and each stores what it has by itself: 8 bytes of a row at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,9 +23,21 @@ __device__ __forceinline__ void meet_math_warps() {
   ptx::named_barrier<4, Roles::kMathThreads>();
 }
 
-// The largest magnitude of each row of a pass, as bits, among the columns of each math warp.
-struct LargestOfWarps {
-  uint32_t of[Roles::kMathWarps][Lines::kRows];
+// Behind the lines of a warpgroup: the largest magnitude of each row among the columns of each of its warps, as bits, and where its
+// warps turn numbers of 16 rows.
+struct BehindLines {
+  static constexpr int kRowsAtOnce = 16;
+
+  uint32_t largest[Roles::kWarpgroupWarps][Tiling::kRows];
+  uint4 turned[Roles::kWarpgroupWarps][kRowsAtOnce];
+
+  template <class Variant>
+  static __device__ __forceinline__ BehindLines& of(const Cta<Variant>& cta, int warpgroup) {
+    using Staging = typename GemmShape<Variant>::Staging;
+    constexpr int kLinesBytes = Lines::kRows * Lines::kStride;
+    static_assert(2 * (kLinesBytes + sizeof(BehindLines)) <= sizeof(Staging) && kLinesBytes % alignof(BehindLines) == 0);
+    return *reinterpret_cast<BehindLines*>(cta.shared.gemm.staging.of_warpgroup(warpgroup) + kLinesBytes);
+  }
 };
 
 struct AcrossEightBitH {
@@ -80,69 +92,93 @@ struct AcrossEightBitH {
                                                const ptx::Accumulators& h) {
     using Precision = typename Variant::Precision;
     using Element = typename Precision::Element;
-    using Staging = typename GemmShape<Variant>::Staging;
     constexpr int kBlocks = kGated ? 1 : 2;  // of 16 columns of h, of a warp
-    constexpr int32_t kColumns = Roles::kWarpgroupWarps * 16 * kBlocks;              // of a warpgroup
-    constexpr int kSharing = kGated ? Roles::kMathWarps : Roles::kWarpgroupWarps;  // warps whose columns share a scale
-    constexpr int32_t kLinesBytes = Lines::kRows * Lines::kStride;
-    static_assert(2 * (kLinesBytes + sizeof(LargestOfWarps)) <= sizeof(Staging));
+    constexpr int32_t kColumns = Roles::kWarpgroupWarps * 16 * kBlocks;  // of a warpgroup
+    constexpr int kRowsAtOnce = BehindLines::kRowsAtOnce;
     const auto& p = cta.params;
     const TileColumns tile = h_columns_of(cta, task);
     const int32_t first_column = tile.first + kColumns * thread.warpgroup;
-    const int32_t columns = at_most(tile.count - first_column, kColumns);
-    std::byte* const lines = cta.shared.gemm.staging.of_warpgroup(thread.warpgroup);
-    auto& largest = *reinterpret_cast<LargestOfWarps*>(cta.shared.gemm.staging.of_warpgroup(0) + kLinesBytes);
-    const int first_sharing = kGated ? 0 : Roles::kWarpgroupWarps * thread.warpgroup;
-    const bool notes = thread.warp == first_sharing && columns > 0;
+    const int warp = thread.warp % Roles::kWarpgroupWarps;
+    const bool has_columns = first_column < tile.count;
+    const bool notes = kGated ? thread.warp == 0 : warp == 0 && has_columns;
     const bool even_first = turned::has_even_first(task.rows);
     const int t = thread.lane % 4;
+    auto& own = BehindLines::of(cta, thread.warpgroup);
+
+    meet_math_warps();  // nobody reads the largest of the task before
 #pragma unroll
-    for (int pass = 0; pass < Tiling::kRows / Lines::kRows; ++pass) {
-      const int32_t first_row = pass * Lines::kRows;
+    for (int i = 0; i < Tiling::kRows / 8; ++i) {
+      if (8 * i >= task.rows) break;
+      const uint2 of_rows{largest_of_row<kBlocks>(h.values + 4 * i), largest_of_row<kBlocks>(h.values + 4 * i + 1)};
+      if (thread.lane < 4) *reinterpret_cast<uint2*>(&own.largest[warp][8 * i + 2 * t]) = of_rows;
+    }
+    meet_math_warps();
+#pragma unroll
+    for (int pass = 0; pass < Tiling::kRows / Roles::kWarpThreads; ++pass) {
+      const int32_t first_row = pass * Roles::kWarpThreads;
       if (first_row >= task.rows) break;
-      ptx::wait_stores_read<0>();
-      meet_math_warps();  // nobody reads lines or the largest of the pass before
-#pragma unroll
-      for (int i = 0; i < Lines::kRows / 8; ++i) {
-        if (first_row + 8 * i >= task.rows) break;
-        const float* const numbers = h.values + 4 * (pass * Lines::kRows / 8 + i);
-        const uint2 of_rows{largest_of_row<kBlocks>(numbers), largest_of_row<kBlocks>(numbers + 1)};
-        if (thread.lane < 4) *reinterpret_cast<uint2*>(&largest.of[thread.warp][8 * i + 2 * t]) = of_rows;
-      }
-      meet_math_warps();
       // Each warp finds the scales of all rows, a lane that of one, and hands them round: two divisions are much of the code.
       uint32_t of_row = 0;
 #pragma unroll
-      for (int warp = 0; warp < kSharing; ++warp) of_row = max(of_row, largest.of[first_sharing + warp][thread.lane]);
-      const RowScale scale = RowScale::of_largest(of_row, p.power_of_two_scales, p.scale_of_h());
-#pragma unroll
-      for (int i = 0; i < Lines::kRows / 8; ++i) {
-        if (first_row + 8 * i >= task.rows) break;
-        const float* const numbers = h.values + 4 * (pass * Lines::kRows / 8 + i);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int32_t in_pass = 8 * i + 2 * t + j;
-          const float inverse = __shfl_sync(0xffffffff, scale.inverse, in_pass);
-          std::byte* const line = lines + in_pass * Lines::kStride;
-#pragma unroll
-          for (int n = 0; n < 2 * kBlocks; ++n) {
-            const int32_t column = 16 * kBlocks * (thread.warp % Roles::kWarpgroupWarps) + 8 * n + thread.lane / 4;
-            const float number = numbers[64 * (n / 2) + 2 * (n % 2) + j] * inverse;
-            line[turned::place_of_byte(column, even_first)] = static_cast<std::byte>(Precision::pack(number, 0.0f));
-          }
+      for (int other = 0; other < Roles::kWarpgroupWarps; ++other) {
+        const uint32_t of_own = own.largest[other][first_row + thread.lane];
+        of_row = max(of_row, of_own);
+        if constexpr (kGated) {
+          of_row = max(of_row, BehindLines::of(cta, 1 - thread.warpgroup).largest[other][first_row + thread.lane]);
         }
       }
+      const RowScale scale = RowScale::of_largest(of_row, p.power_of_two_scales, p.scale_of_h());
       if (notes && first_row + thread.lane < task.rows) {
         const int64_t ring_row = ring_row_of<Variant>(task, first_row + thread.lane);
         ring_scales(cta, p.layout.h, p.shape.intermediate)[ring_scale(
             Tiling::kRows, ring_row, scale_blocks(p.shape.intermediate), first_column / kScaleColumns)] = scale.scale;
       }
-      ptx::fence_proxy_async_shared();
-      meet_warpgroup(thread);
-      store_lines_of_warp(task, thread, lines, first_row, first_column, columns, [&](int32_t row) {
-        return cta.template at<Element>(p.layout.h) + ring_row_of<Variant>(task, row) * p.shape.intermediate;
-      });
+#pragma unroll
+      for (int in_pass = 0; in_pass < Roles::kWarpThreads; in_pass += kRowsAtOnce) {
+        if (first_row + in_pass >= task.rows) break;
+        const int32_t row = first_row + in_pass + thread.lane;
+        const bool stores = thread.lane < kRowsAtOnce && row < task.rows && has_columns;
+        auto* const of_row_in_ring =
+            cta.template at<Element>(p.layout.h) + ring_row_of<Variant>(task, row) * p.shape.intermediate;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          uint32_t tiles[kRowsAtOnce / 8];  // columns g and g + 8 of a row, and those of the next one
+#pragma unroll
+          for (int i = 0; i < kRowsAtOnce / 8; ++i) {
+            const float* const numbers = h.values + 64 * block + 4 * ((first_row + in_pass) / 8 + i);
+            const float first = __shfl_sync(0xffffffff, scale.inverse, in_pass + 8 * i + 2 * t);
+            const float second = __shfl_sync(0xffffffff, scale.inverse, in_pass + 8 * i + 2 * t + 1);
+            tiles[i] = __byte_perm(Precision::pack(numbers[0] * first, numbers[2] * first),
+                                   Precision::pack(numbers[1] * second, numbers[3] * second), 0x5410);
+          }
+          __syncwarp();  // all lanes have what lay there
+          ptx::store_turned_tiles(&own.turned[warp][thread.lane % kRowsAtOnce], tiles);
+          __syncwarp();
+          if (stores) {
+            const int32_t column = first_column + 16 * (kBlocks * warp + block);
+            store_columns(own.turned[warp][thread.lane], even_first, of_row_in_ring + column / 32 * 32 + column % 32 / 2);
+          }
+        }
+      }
     }
+  }
+
+  // Stores 16 columns of a row, of which `pairs` has g and g + 8 as neighbours, in their two halves of 8 (gemm/turned.cuh).
+  template <class Element>
+  static __device__ __forceinline__ void store_columns(const uint4& pairs, bool even_first, Element* first_half) {
+    static_assert(sizeof(Element) == 1);
+    uint2 halves[2];
+    if (even_first) {
+      const uint2 even{__byte_perm(pairs.x, pairs.y, 0x5140), __byte_perm(pairs.z, pairs.w, 0x5140)};
+      const uint2 odd{__byte_perm(pairs.x, pairs.y, 0x7362), __byte_perm(pairs.z, pairs.w, 0x7362)};
+      halves[0] = {__byte_perm(even.x, even.y, 0x5410), __byte_perm(even.x, even.y, 0x7632)};
+      halves[1] = {__byte_perm(odd.x, odd.y, 0x5410), __byte_perm(odd.x, odd.y, 0x7632)};
+    } else {
+      halves[0] = {__byte_perm(pairs.x, pairs.y, 0x6420), __byte_perm(pairs.x, pairs.y, 0x7531)};
+      halves[1] = {__byte_perm(pairs.z, pairs.w, 0x6420), __byte_perm(pairs.z, pairs.w, 0x7531)};
+    }
+    *reinterpret_cast<uint2*>(first_half) = halves[0];
+    *reinterpret_cast<uint2*>(first_half + 16) = halves[1];
   }
 
   // Of a row that this thread has numbers of, among all columns of the warp, as bits: in their order NaN is above all
