@@ -155,7 +155,7 @@ template <bool kBytes>
 __device__ __forceinline__ void copy_turned_row(uint4* target, uint4* kept, const uint4* source, int32_t vectors,
                                                 int lane, bool even_first = true) {
   constexpr int kLoadsInFlight = 4;
-  const int place = kBytes ? lane : (lane & ~7) + turned::vector_of(lane);
+  const int place = (lane & ~7) + (kBytes ? turned::vector_of_bytes(lane, even_first) : turned::vector_of(lane));
 #pragma unroll 1
   for (int32_t first = 0; first < vectors; first += 32 * kLoadsInFlight) {
     uint4 values[kLoadsInFlight];  // those behind the last vector are turned too, and stored nowhere

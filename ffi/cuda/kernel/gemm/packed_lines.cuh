@@ -17,6 +17,7 @@ namespace jaxmoe {
 
 // A step is 128 along the depth: four groups, 64 bytes of each column (PackedTile), a line of each row.
 inline constexpr int kGroupsOfStep = 4;
+inline constexpr int kSlicesOfStep = 4;  // of the depth, one to a product of the tensor cores
 inline constexpr int32_t kNumbersOfGroup = 32;
 
 // Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of so many bytes,
@@ -43,6 +44,35 @@ struct PackedPlaces {
   }
 };
 
+// The same where a lane multiplies one group of a step: with t = lane % 4, group t, and word i of it in the product of slice i of
+// the depth. So numbers of a step that have a scale are decoded together, by half of the instructions for their scales and a
+// quarter of the loads.
+template <int kLineBytes>
+struct GroupPlaces {
+  static_assert(kLineBytes == 64 || kLineBytes == 128);
+
+  int32_t columns[2];
+
+  __device__ __forceinline__ explicit GroupPlaces(const PackedPart& part) {
+    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (t ^ (kLineBytes == 64 ? g / 2 : g));
+    }
+  }
+
+  // The lane's group of column g of a block, or of g + 8.
+  template <class Stage>
+  __device__ __forceinline__ uint4 words(const Stage& stage, int block, int half) const {
+    return *reinterpret_cast<const uint4*>(stage.b.at(columns[block]) + half * 8 * kLineBytes);
+  }
+  // One of them, where there are no registers for all.
+  template <class Stage>
+  __device__ __forceinline__ uint32_t word(const Stage& stage, int block, int half, int slice) const {
+    return reinterpret_cast<const uint32_t*>(stage.b.at(columns[block]) + half * 8 * kLineBytes)[slice];
+  }
+};
+
 // Scales of the rows of this thread's columns of products: of each row block two.
 template <int kBlocks>
 struct RowScales {
@@ -62,15 +92,15 @@ struct RowScales {
 // Multiplies the columns of a step with its rows from row block `first` on, whose lines begin at `rows`: descriptor_place() of
 // the step's, as uniform. `Rows` is their type.
 template <class Rows, class Products>
-__device__ __forceinline__ void issue_step(Products& products, const ptx::FactorWords (&columns)[kGroupsOfStep],
+__device__ __forceinline__ void issue_step(Products& products, const ptx::FactorWords (&columns)[kSlicesOfStep],
                                            uint32_t rows, int first) {
   static_assert(Rows::kSliceDepth == kNumbersOfGroup);
   constexpr uint32_t kSliceBytes = Rows::template kSliceBytes<ptx::Major::kDepth>;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int group = 0; group < kGroupsOfStep; ++group) {
-    const uint32_t bytes = 8 * first * Rows::kLineBytes + group * kSliceBytes;
-    ptx::multiply_e4m3(products, columns[group], ptx::depth_major_descriptor(rows, bytes), group > 0);
+  for (int slice = 0; slice < kSlicesOfStep; ++slice) {
+    const uint32_t bytes = 8 * first * Rows::kLineBytes + slice * kSliceBytes;
+    ptx::multiply_e4m3(products, columns[slice], ptx::depth_major_descriptor(rows, bytes), slice > 0);
   }
   ptx::commit_products();
 }

@@ -27,6 +27,10 @@ struct Magnitudes {
 
   uint32_t small, large;
 
+  // For s = kLeastShift + above, that of the lane's group: byte lane % 4 of a word.
+  static __device__ __forceinline__ Magnitudes of_lane(uint32_t above) {
+    return shifted(ptx::permute(above, 0, 0x4440 + ptx::read_lane() % 4));
+  }
   // For s = kLeastShift + above.
   static __device__ __forceinline__ Magnitudes shifted(uint32_t above) {
     // Of 0, 0.5, 1, 1.5 and 2, 3, 4, 6, as they are. An exponent has 3 bits of mantissa behind it; zero has none to add to.
@@ -45,6 +49,14 @@ struct Magnitudes {
     // Not by a shift, before which the compiler would mask once more.
     second = (ptx::permute(word, further_up, 0xbfae) & kSign) |
              ptx::permute(small, large, ptx::permute(magnitudes, 0, 0x4432));
+  }
+
+  // All numbers of a group, as those of a lane's column in the first factor of all slices: the first of the quad's two in a
+  // block (half 0) or the second.
+  __device__ __forceinline__ void decode_group(const uint4& group, ptx::FactorWords (&slices)[kSlicesOfStep], int half) const {
+    const uint32_t words[kSlicesOfStep] = {group.x, group.y, group.z, group.w};
+#pragma unroll
+    for (int slice = 0; slice < kSlicesOfStep; ++slice) decode(words[slice], slices[slice][half], slices[slice][half + 2]);
   }
 };
 
@@ -113,8 +125,8 @@ class ColumnBases {
   uint32_t bytes_ = 0;
 };
 
-// Of a group thread t of a quad has numbers 8 t to 8 t + 7, in 4 bytes, and multiplies the first four in the first half of
-// the depth; rows have theirs in that order (turned.cuh).
+// Thread t of a quad has group t of a step, in 16 bytes, and multiplies 8 numbers of it with each slice of the depth; rows have
+// theirs in that order (turned.cuh).
 //
 // The work of a step is items: a block of columns with a part of the rows. The first item of a block decodes it. Two
 // items are under way at a time, so that one is multiplied while the other is decoded or added up.
@@ -158,7 +170,7 @@ class ManyPackedRows {
   // Whether the next item is begun before this one is waited for.
   static __device__ constexpr bool is_beside_next(int item) { return kAtATime > 1 && item + 1 < kItems; }
 
-  using Places = PackedPlaces<kLineBytes>;
+  using Places = GroupPlaces<kLineBytes>;
   struct NoPlaces {
     __device__ explicit NoPlaces(const PackedPart&) {}
   };
@@ -176,7 +188,7 @@ class ManyPackedRows {
   // and what they decode to.
   struct Columns {
     uint32_t of_groups[2];
-    ptx::FactorWords words[kGroupsOfStep];
+    ptx::FactorWords words[kSlicesOfStep];
   };
   // Both blocks, and the products under way. Not as arrays, which would lie in memory.
   struct Step {
@@ -276,7 +288,7 @@ class ManyPackedRows {
     ptx::own_accumulators(products);
     if constexpr (kFirst + kOfItem == kBlocks) {
 #pragma unroll
-      for (int group = 0; group < kGroupsOfStep; ++group) ptx::own_words(step.template columns<kBlock>().words[group]);
+      for (auto& of_slice : step.template columns<kBlock>().words) ptx::own_words(of_slice);
     }
 #pragma unroll
     for (int i = 0; i < kOfItem; ++i) {
@@ -293,27 +305,34 @@ class ManyPackedRows {
     const Places places = this->places();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      uint32_t above = group_of_lane(columns.of_groups[half]);
+      uint32_t kept = ~0u;
+      if constexpr (kSomeLeftOut) {
+        above -= bases_.of_column(2 * kBlock + half);
+        if (above > ColumnBases::kWindow) above = kept = 0;
+      }
+      const auto magnitudes = Magnitudes::shifted(above);
 #pragma unroll
-      for (int group = 0; group < kGroupsOfStep; ++group) {
-        uint32_t word = places.word(stage, kBlock, group, half);
-        uint32_t above = ptx::permute(columns.of_groups[half], 0, 0x4440 + group);
-        if constexpr (kSomeLeftOut) {
-          above -= bases_.of_column(2 * kBlock + half);
-          if (above > ColumnBases::kWindow) above = word = 0;
-        }
-        auto& words = columns.words[group];
-        Magnitudes::shifted(above).decode(word, words[half], words[half + 2]);
+      for (int slice = 0; slice < kSlicesOfStep; ++slice) {
+        auto& words = columns.words[slice];
+        magnitudes.decode(places.word(stage, kBlock, half, slice) & kept, words[half], words[half + 2]);
       }
     }
   }
 
-  // What was left out: by products of this warp alone, a group at a time.
+  static __device__ __forceinline__ uint32_t group_of_lane(uint32_t word) {
+    return ptx::permute(word, 0, 0x4440 + ptx::read_lane() % 4);
+  }
+
+  // What was left out: by products of this warp alone, a slice of one group at a time, so that all lanes but one of a quad have
+  // zeros.
   template <int kBlock, class Stage>
   __device__ __forceinline__ void add_left_out(ptx::Accumulators& sums, const Stage& stage) const {
     const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
     const auto magnitudes = Magnitudes::shifted(-Magnitudes::kLeastShift);
 #pragma unroll 1
-    for (int group = 0; group < kGroupsOfStep; ++group) {
+    for (int nth = 0; nth < kGroupsOfStep * kSlicesOfStep; ++nth) {
+      const int group = nth / kSlicesOfStep, slice = nth % kSlicesOfStep;
       ptx::FactorWords columns;
       float scales[2];
       uint32_t any = 0;
@@ -322,7 +341,7 @@ class ManyPackedRows {
         const int column = 2 * kBlock + half;
         const int32_t byte = groups_.of_column(column) >> 8 * group & 0xff;
         const bool left_out = static_cast<uint32_t>(byte - bases_.of_column(column)) > ColumnBases::kWindow;
-        const uint32_t word = left_out ? places().word(stage, kBlock, group, half) : 0;
+        const uint32_t word = left_out && t == group ? places().word(stage, kBlock, half, slice) : 0;
         any |= left_out && byte == ColumnBases::kNaN ? 1 : word & 0x77777777;
         magnitudes.decode(word, columns[half], columns[half + 2]);
         scales[half] = left_out ? bases_.of_left_out(byte, column) : 0.0f;
@@ -333,8 +352,8 @@ class ManyPackedRows {
         if (i >= part_.row_blocks) break;
         // Row g of the block, as the copy engine swizzles lines of 128 bytes.
         const auto* const line = reinterpret_cast<const std::byte*>(stage.a.lines[8 * i + g]) + 4 * t;
-        const uint32_t rows[2] = {*reinterpret_cast<const uint32_t*>(line + 16 * (2 * group ^ g)),
-                                  *reinterpret_cast<const uint32_t*>(line + 16 * (2 * group + 1 ^ g))};
+        const uint32_t rows[2] = {*reinterpret_cast<const uint32_t*>(line + 16 * (2 * slice ^ g)),
+                                  *reinterpret_cast<const uint32_t*>(line + 16 * (2 * slice + 1 ^ g))};
         float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         ptx::multiply_e4m3(products, columns, rows);
         const float2 of_rows = RowScales<1>::of(stage, i).rows[0];

@@ -171,7 +171,7 @@ class PackedRowsInTurn {
   template <int kItem>
   static constexpr int kFirst = kItem % kParts * kOfPart;  // row block
 
-  using Factor = ptx::FactorWords[kGroupsOfStep];
+  using Factor = ptx::FactorWords[kSlicesOfStep];
   using Products = ptx::FewAccumulators<8 * kOfPart>;
 
   template <int kItem>
@@ -204,10 +204,7 @@ class PackedRowsInTurn {
   template <int kBlock, class Stage>
   __device__ __forceinline__ void load(const Stage& stage) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int group = 0; group < kGroupsOfStep; ++group) words_[half][group] = places_.word(stage, kBlock, group, half);
-    }
+    for (int half = 0; half < 2; ++half) words_[half] = places_.words(stage, kBlock, half);
   }
   template <class Steps, class Place, class Track>
   __device__ __forceinline__ void load_second(const Steps& ring, Place place, const Track& track) {
@@ -225,12 +222,7 @@ class PackedRowsInTurn {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t above = GroupsOfLane::of_column(groups_.of_lane() - base_, 2 * kBlock + half);
-#pragma unroll
-      for (int group = 0; group < kGroupsOfStep; ++group) {
-        auto& columns = factor[group];
-        Magnitudes::shifted(ptx::permute(above, 0, 0x4440 + group))
-            .decode(words_[half][group], columns[half], columns[half + 2]);
-      }
+      Magnitudes::of_lane(above).decode_group(words_[half], factor, half);
     }
   }
 
@@ -273,10 +265,10 @@ class PackedRowsInTurn {
   }
 
   const PackedPart& part_;
-  const PackedPlaces<kLineBytes> places_;
+  const GroupPlaces<kLineBytes> places_;
   const uint32_t base_;  // of this lane's column
   OneGroupWord<true> groups_;
-  uint32_t words_[2][kGroupsOfStep];
+  uint4 words_[2];  // of the item that is decoded next
   Factor first_, second_;  // of the blocks of a step, or of two steps
   Products even_, odd_;
 };

@@ -156,29 +156,31 @@ struct AcrossEightBitH {
           __syncwarp();
           if (stores) {
             const int32_t column = first_column + 16 * (kBlocks * warp + block);
-            store_columns(own.turned[warp][thread.lane], even_first, of_row_in_ring + column / 32 * 32 + column % 32 / 2);
+            store_columns(own.turned[warp][thread.lane], even_first, of_row_in_ring, column);
           }
         }
       }
     }
   }
 
-  // Stores 16 columns of a row, of which `pairs` has g and g + 8 as neighbours, in their two halves of 8 (gemm/turned.cuh).
+  // Stores the 16 columns of a row from `column` on, of which `pairs` has g and g + 8 as neighbours, at their places
+  // (gemm/turned.cuh).
   template <class Element>
-  static __device__ __forceinline__ void store_columns(const uint4& pairs, bool even_first, Element* first_half) {
+  static __device__ __forceinline__ void store_columns(const uint4& pairs, bool even_first, Element* row, int32_t column) {
     static_assert(sizeof(Element) == 1);
-    uint2 halves[2];
     if (even_first) {
+      Element* const first_half = row + column / 32 * 32 + column % 32 / 2;
       const uint2 even{__byte_perm(pairs.x, pairs.y, 0x5140), __byte_perm(pairs.z, pairs.w, 0x5140)};
       const uint2 odd{__byte_perm(pairs.x, pairs.y, 0x7362), __byte_perm(pairs.z, pairs.w, 0x7362)};
-      halves[0] = {__byte_perm(even.x, even.y, 0x5410), __byte_perm(even.x, even.y, 0x7632)};
-      halves[1] = {__byte_perm(odd.x, odd.y, 0x5410), __byte_perm(odd.x, odd.y, 0x7632)};
+      *reinterpret_cast<uint2*>(first_half) = {__byte_perm(even.x, even.y, 0x5410), __byte_perm(even.x, even.y, 0x7632)};
+      *reinterpret_cast<uint2*>(first_half + 16) = {__byte_perm(odd.x, odd.y, 0x5410), __byte_perm(odd.x, odd.y, 0x7632)};
     } else {
-      halves[0] = {__byte_perm(pairs.x, pairs.y, 0x6420), __byte_perm(pairs.x, pairs.y, 0x7531)};
-      halves[1] = {__byte_perm(pairs.z, pairs.w, 0x6420), __byte_perm(pairs.z, pairs.w, 0x7531)};
+      const uint32_t words[4] = {__byte_perm(pairs.x, pairs.y, 0x6420), __byte_perm(pairs.z, pairs.w, 0x6420),
+                                 __byte_perm(pairs.x, pairs.y, 0x7531), __byte_perm(pairs.z, pairs.w, 0x7531)};
+      Element* const first_word = row + column / 128 * 128 + column % 32 * 4 + column % 128 / 32 * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(first_word + 16 * i) = words[i];
     }
-    *reinterpret_cast<uint2*>(first_half) = halves[0];
-    *reinterpret_cast<uint2*>(first_half + 16) = halves[1];
   }
 
   // Of a row that this thread has numbers of, among all columns of the warp, as bits: in their order NaN is above all
