@@ -54,10 +54,14 @@ struct GemmShape {
   using FewRows = OperandTile<Element, kDeepRows>;
   using DeepRows = std::conditional_t<Rows::kLine == Packed::kLine, FewRows, TwoPanels<FewRows>>;
   using DeepPacked = DeepPackedTile<Tiling::kColumns>;
+  // Where blocks share the columns of a tile each has half of them, and room for more rows. Beside rows of 16 bits that has
+  // not been tried.
+  static constexpr int kDeepRowsOfHalf = kScaledRows ? 64 : kDeepRows;
+  using DeepHalf = ScaledDeepStage<OperandTile<Element, kDeepRowsOfHalf>, DeepPackedTile<Tiling::kColumns / 2>, kDeepRowsOfHalf>;
   using PackedStage =
       std::conditional_t<kScaledRows,
                          StageOfEither<ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,
-                                       ScaledDeepStage<DeepRows, DeepPacked, kDeepRows>>,
+                                       ScaledDeepStage<DeepRows, DeepPacked, kDeepRows>, DeepHalf>,
                          StageOfEither<jaxmoe::Stage<RowsOfPacked, Packed>, DeepStage<DeepRows, DeepPacked>>>;
   using Stage = std::conditional_t<Variant::Precision::kPacked, PackedStage,
                                    jaxmoe::Stage<Rows, OperandTile<Element, Tiling::kColumns>>>;

@@ -87,7 +87,9 @@ struct Cta {
                                                                              static_cast<int32_t>(cta_rank));
     // Told by the rows of the task: a block may have none of its columns, and hands the same stages on.
     if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
-      if (has_own_columns(own) && task.rows <= GemmShape<Variant>::kDeepRows) own.part |= kDeepSteps;
+      using Shape = GemmShape<Variant>;
+      const int32_t most = shares_columns(own) ? Shape::kDeepRowsOfHalf : Shape::kDeepRows;
+      if (has_own_columns(own) && task.rows <= most) own.part |= kDeepSteps;
     }
     return own;
   }

@@ -35,12 +35,11 @@ struct StepOfDeepStage {
   const float* row_scales;  // null where there are none
 };
 
-// kSteps: of a stage.
-template <class Ring, int kSteps_>
+// Kind: of the deep stages, or void where a stage has one step.
+template <class Ring, class Kind>
 class StepsOfStages {
  public:
-  static constexpr int kSteps = kSteps_;
-  static constexpr bool kDeep = kSteps > 1;
+  static constexpr bool kDeep = !std::is_void_v<Kind>;
   using Position = typename Ring::Position;  // of stages
 
   // The step with that number of a stage.
@@ -52,21 +51,18 @@ class StepsOfStages {
   using First = Place<0>;
 
  private:
-  template <bool kIsDeep, class RingStage>
-  struct StageOf {
-    using A = typename RingStage::A;
-    static constexpr int kLineBytes = RingStage::B::kLineBytes;
-  };
-  template <class RingStage>
-  struct StageOf<true, RingStage> {
-    using A = typename RingStage::Deep::A;
-    static constexpr int kLineBytes = RingStage::Deep::B::kLineBytes;
-  };
-  using OfStage = StageOf<kDeep, typename Ring::Stage>;
+  using Stage = std::conditional_t<kDeep, Kind, typename Ring::Stage>;
+  static constexpr int steps_of_stage() {
+    if constexpr (kDeep) return Kind::kSteps;
+    return 1;
+  }
 
  public:
-  using A = typename OfStage::A;  // of a step
-  static constexpr int kLineBytes = OfStage::kLineBytes;  // of weights
+  static constexpr int kSteps = steps_of_stage();
+  using A = typename Stage::A;  // of a step
+  static constexpr int kLineBytes = Stage::B::kLineBytes;  // of weights
+  // Whether stages have half of the columns of a tile.
+  static constexpr bool kHalf = kDeep && Stage::B::kBoxes < Ring::Stage::B::kBoxes;
 
   explicit __device__ StepsOfStages(const Ring& ring) : ring_(ring) {}
 
@@ -92,11 +88,10 @@ class StepsOfStages {
   template <int kNth>
   __device__ __forceinline__ decltype(auto) stage(Place<kNth> place) const {
     if constexpr (kDeep) {
-      auto& deep = ring_.stage(place.stage).deep();
-      using Deep = std::remove_reference_t<decltype(deep)>;
+      auto& deep = ring_.stage(place.stage).template as<Kind>();
       const float* scales = nullptr;
       if constexpr (requires { deep.row_scales; }) scales = deep.row_scales[kNth];
-      return StepOfDeepStage<Deep, kNth>{deep.a[kNth], {deep.b.lines[0]}, scales};
+      return StepOfDeepStage<Kind, kNth>{deep.a[kNth], {deep.b.lines[0]}, scales};
     } else {
       return static_cast<const typename Ring::Stage&>(ring_.stage(place.stage));
     }

@@ -42,8 +42,7 @@ struct PackedPart {
       with_row_blocks<2, kRowBlocks...>(body);
     }
   }
-
- private:
+  // Where it is known how many blocks of columns there are.
   template <int kColumnBlocks, int kRowBlocks, int... kMore, class Body>
   __device__ __forceinline__ void with_row_blocks(const Body& body) const {
     if constexpr (sizeof...(kMore) > 0) {

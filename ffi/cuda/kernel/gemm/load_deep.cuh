@@ -14,12 +14,12 @@
 namespace jaxmoe {
 
 // What a stage of a block's part of a task is given, of both its steps; k: the depth at which it begins.
-template <class Product, class Variant>
+template <class Product, class Deep, class Variant>
 class DeepLoads {
-  using Deep = typename GemmShape<Variant>::Stage::Deep;
   using Rows = typename Product::A::Tensor;
   static constexpr bool kDown = Product::kGemm == Gemm::kDown;
   static constexpr bool kRowScales = requires(Deep& deep) { deep.row_scales; };
+  static constexpr int kSharedBoxes = GemmShape<Variant>::Stage::B::kBoxes / Tiling::kBlocks;
 
  public:
   static constexpr int32_t kDepth = Deep::B::kLine, kStepDepth = kDepth / Deep::kSteps;
@@ -27,7 +27,7 @@ class DeepLoads {
   __device__ __forceinline__ DeepLoads(const Cta<Variant>& cta, const Task& task, uint64_t b_policy, uint64_t a_policy)
       : cta_(cta), task_(task), depth_(kDown ? cta.params.shape.intermediate : cta.params.shape.hidden),
         first_row_(first_row_of<Variant>(task)), row_boxes_(ceil_div(task.rows, kFewRows)),
-        b_boxes_(task.rows == 0 ? 0 : kDown && cta.shares_columns(task) ? Deep::B::kBoxes / 2 : Deep::B::kBoxes),
+        b_boxes_(task.rows == 0 ? 0 : kDown && cta.shares_columns(task) ? kSharedBoxes : Deep::B::kBoxes),
         b_policy_(b_policy), a_policy_(a_policy), b_(Product::DeepB::columns_of(cta.params, task)) {
     if constexpr (kDown) b_.first = cta.first_answer_column(task);
   }
@@ -92,18 +92,18 @@ class DeepLoads {
 
 // Has the weights of a task's first stages on their way before its rows are waited for, `most` at most, and as far as stages
 // are empty. Returns of how many: load_deep_tile() goes on from there.
-template <class Product, class Variant>
+template <class Product, class Deep, class Variant>
 __device__ __forceinline__ int32_t load_deep_weights_first(const Cta<Variant>& cta,
                                                            const typename GemmShape<Variant>::Ring& ring,
                                                            typename GemmShape<Variant>::Ring::Position position,
                                                            const Task& task, uint64_t b_policy, int32_t most) {
-  const DeepLoads<Product, Variant> loads(cta, task, b_policy, b_policy);
+  const DeepLoads<Product, Deep, Variant> loads(cta, task, b_policy, b_policy);
   const int32_t stages = at_most(loads.stages(), most);
   int32_t begun = 0;
 #pragma unroll 1
   for (; begun < stages && ring.is_empty(position); ++begun) {
     ring.expect(position, loads.weight_bytes());
-    loads.load_weights(ring.stage(position).deep(), ring.full(position), begun * loads.kDepth);
+    loads.load_weights(ring.stage(position).template as<Deep>(), ring.full(position), begun * loads.kDepth);
     position.advance();
   }
   return begun;
@@ -111,18 +111,18 @@ __device__ __forceinline__ int32_t load_deep_weights_first(const Cta<Variant>& c
 
 // As load_tile(), near_end() before the last kDeepStagesLeft stages.
 inline constexpr int32_t kDeepStagesLeft = 2;
-template <class Product, class Variant, class Track, class NearEnd>
+template <class Product, class Deep, class Variant, class Track, class NearEnd>
 __device__ __forceinline__ bool load_deep_tile(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                                typename GemmShape<Variant>::Ring::Position& position, const Task& task,
                                                uint64_t b_policy, uint64_t a_policy, int32_t begun, const Track& track,
                                                const NearEnd& near_end) {
-  const DeepLoads<Product, Variant> loads(cta, task, b_policy, a_policy);
+  const DeepLoads<Product, Deep, Variant> loads(cta, task, b_policy, a_policy);
   const int32_t stages = loads.stages();
 #pragma unroll 1
   for (int32_t nth = 0; nth < stages; ++nth) {
     if (nth == stages - kDeepStagesLeft) near_end();
     const int32_t k = nth * loads.kDepth;
-    auto& stage = ring.stage(position).deep();
+    auto& stage = ring.stage(position).template as<Deep>();
     uint64_t* const full = ring.full(position);
     if (nth < begun) {
       ring.commit(position, loads.row_bytes(k));

@@ -95,12 +95,19 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
                                                                      meanwhile, track);
     };
     if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
+      using Stage = typename Ring::Stage;
       if (in_deep()) {
-        multiply_steps(StepsOfStages<Ring, Ring::Stage::Deep::kSteps>(ring));
+        if constexpr (kHasDeepHalf<Stage>) {
+          if (scales.one_block) {
+            multiply_steps(StepsOfStages<Ring, typename Stage::DeepHalf>(ring));
+            return true;
+          }
+        }
+        multiply_steps(StepsOfStages<Ring, typename Stage::Deep>(ring));
         return true;
       }
     }
-    multiply_steps(StepsOfStages<Ring, 1>(ring));
+    multiply_steps(StepsOfStages<Ring, void>(ring));
   } else if constexpr (Factors::Accumulate::kTakesTiles) {
     accumulate.template multiply_tile<typename Variant::Precision>(sums, ring, position, first_row, depth_steps, meanwhile,
                                                                    track);

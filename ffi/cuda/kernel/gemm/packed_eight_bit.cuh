@@ -55,8 +55,10 @@ class EightBitFromPacked {
     };
     // A tile with as few rows as a deep stage has room for is in deep stages, but for what is left of a larger one, and where
     // a kernel records and has none.
-    if constexpr (Steps::kDeep) {
-      part_.template with_blocks<1, 2, 4>(multiply);
+    if constexpr (Steps::kHalf) {
+      part_.template with_row_blocks<1, 1, 2, 4, 6, 8>(multiply);
+    } else if constexpr (Steps::kDeep) {
+      part_.template with_row_blocks<2, 1, 2, 4>(multiply);
     } else if constexpr (Track::kRecords) {
       part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>(multiply);
     } else {

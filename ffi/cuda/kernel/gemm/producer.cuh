@@ -157,13 +157,19 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
   return one_tile && !exchanges ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
 
-// Returns body(deep), a constant: whether the steps of a block's part of a task come two to a stage.
+// Returns body(kind): std::type_identity of the deep stages in which the steps of a block's part of a task come, or of void.
 template <class Variant, class Body>
 __device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body) {
   if constexpr (GemmShape<Variant>::kTakesDeepSteps) {
-    if (own.part & kDeepSteps) return body(std::true_type{});
+    using Stage = typename GemmShape<Variant>::Stage;
+    if (own.part & kDeepSteps) {
+      if constexpr (kHasDeepHalf<Stage>) {
+        if (Cta<Variant>::shares_columns(own)) return body(std::type_identity<typename Stage::DeepHalf>{});
+      }
+      return body(std::type_identity<typename Stage::Deep>{});
+    }
   }
-  return body(std::false_type{});
+  return body(std::type_identity<void>{});
 }
 
 // Weights on their way before the rows of their task are waited for. Tasks are known as soon as rows are counted; the first rows
@@ -176,12 +182,13 @@ __device__ __forceinline__ int32_t begin_weights(const Cta<Variant>& cta, const 
   using Products = ProductsOf<Variant>;
   using First = typename Products::template FirstOf<AllOf>;
   const Task own = cta.own_part(task);
-  return with_steps_of<Variant>(own, [&](auto deep) {
-    if constexpr (decltype(deep)::value) {
+  return with_steps_of<Variant>(own, [&](auto kind) {
+    using Deep = typename decltype(kind)::type;
+    if constexpr (!std::is_void_v<Deep>) {
       const uint64_t policy = weights_policy(cta, own);
       return Products::template with<AllOf>(own.gemm, [&](auto product) {
-        return load_deep_weights_first<decltype(product)>(cta, ring, position, own, policy,
-                                                          first ? Variant::config.stages : 1);
+        return load_deep_weights_first<decltype(product), Deep>(cta, ring, position, own, policy,
+                                                                first ? Variant::config.stages : 1);
       });
     } else {
       if (!first || task.gemm != First::kGemm) return 0;
@@ -253,9 +260,10 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     ProductsOf<Variant>::template with<AllOf>(own.gemm, [&](auto product) {
       using Product = decltype(product);
       const auto draw = [&] { numbers.draw(); };
-      drawn = with_steps_of<Variant>(own, [&](auto deep) {
-        if constexpr (decltype(deep)::value) {
-          return load_deep_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
+      drawn = with_steps_of<Variant>(own, [&](auto kind) {
+        using Deep = typename decltype(kind)::type;
+        if constexpr (!std::is_void_v<Deep>) {
+          return load_deep_tile<Product, Deep>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
         } else {
           return load_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
         }

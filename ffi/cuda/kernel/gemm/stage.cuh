@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/tiling.h"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -122,18 +123,27 @@ struct ScaledDeepStage : DeepStage<A, B> {
   alignas(1024) float row_scales[DeepStage<A, B>::kSteps][kRows];
 };
 
-// A stage that holds one step, or the two of a deep one in its place.
+// A stage that holds one step, or the two of a deep one in its place: of a kind of its own where blocks share the columns of a
+// tile.
 template <std::size_t kBytes>
 struct RoomBehind {
   std::byte bytes[kBytes];
 };
 template <>
 struct RoomBehind<0> {};
-template <class One, class Deep_>
+template <class One, class Deep_, class DeepHalf_ = Deep_>
 struct StageOfEither : One, RoomBehind<(sizeof(Deep_) > sizeof(One) ? sizeof(Deep_) - sizeof(One) : 0)> {
   using Deep = Deep_;
+  using DeepHalf = DeepHalf_;
+  static_assert(sizeof(DeepHalf) <= sizeof(One) || sizeof(DeepHalf) <= sizeof(Deep));
 
-  __device__ __forceinline__ Deep& deep() { return *reinterpret_cast<Deep*>(this); }
+  template <class Kind>
+  __device__ __forceinline__ Kind& as() {
+    return *reinterpret_cast<Kind*>(this);
+  }
 };
+
+template <class Stage>
+inline constexpr bool kHasDeepHalf = !std::is_same_v<typename Stage::DeepHalf, typename Stage::Deep>;
 
 }  // namespace jaxmoe
