@@ -66,6 +66,22 @@ __device__ __forceinline__ void multiply_e4m3(FewAccumulators<32>& products, con
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(static_cast<int>(add))
       : "memory");
 }
+__device__ __forceinline__ void multiply_e4m3(FewAccumulators<40>& products, const FactorWords& a, uint64_t rows,
+                                              bool add) {
+  float(&d)[20] = products.values;
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %25, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n40k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19"
+      "}, {%20, %21, %22, %23}, %24, accumulate, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(static_cast<int>(add))
+      : "memory");
+}
 __device__ __forceinline__ void multiply_e4m3(FewAccumulators<48>& products, const FactorWords& a, uint64_t rows,
                                               bool add) {
   float(&d)[24] = products.values;

@@ -31,42 +31,70 @@ class EightBitFromPacked {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Steps& ring,
                                                 typename Steps::Position& position, int first_row, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
-    constexpr int kLineBytes = Steps::kLineBytes;
-    // Inlined whatever its size: of a call, sums would lie in memory.
-    const auto multiply = [&](auto columns, auto rows) __attribute__((always_inline)) {
-      constexpr int kColumnBlocks = decltype(columns)::value, kBlocks = decltype(rows)::value;
-      if constexpr (turned::has_even_first(8 * kBlocks)) {
-        FewPackedRows<kColumnBlocks, kBlocks>(part_).multiply(sums, ring, position, steps, meanwhile, track);
+    constexpr bool kRecords = Track::kRecords;
+    // Inlined whatever their size: of a call, sums would lie in memory.
+    if (part_.row_blocks <= kFewBlocks) {
+      const auto few = [&](auto columns, auto rows) __attribute__((always_inline)) {
+        FewPackedRows<decltype(columns)::value, decltype(rows)::value>(part_).multiply(sums, ring, position, steps,
+                                                                                       meanwhile, track);
+      };
+      if constexpr (kRecords) {
+        part_.template with_blocks<1, kFewBlocks>(few);
+      } else if constexpr (Steps::kHalf) {
+        part_.template with_row_blocks<1, 1, kFewBlocks>(few);
+      } else if constexpr (Steps::kDeep) {
+        part_.template with_row_blocks<2, 1, kFewBlocks>(few);
       } else {
-        // With more rows there are no registers for that, and a recording takes some.
-        if constexpr (kBlocks <= (Track::kRecords ? 4 : 8)) {
-          using InTurn = PackedRowsInTurn<kColumnBlocks, kBlocks, kLineBytes>;
-          if (InTurn::takes(steps)) {
-            const OneBase base(part_);
-            constexpr int kThreads = Roles::kWarpgroupWarps * Roles::kWarpThreads;
-            if (ptx::all_at_barrier<kThreads>(first_row / Roles::kWarpgroupRows, base.fits())) {
-              InTurn(part_, base).multiply(sums, ring, position, steps, meanwhile, track);
-              return;
-            }
-          }
-        }
-        ManyPackedRows<kColumnBlocks, kBlocks, kLineBytes>(part_).multiply(sums, ring, position, steps, meanwhile, track);
+        part_.template with_row_blocks<2, kFewBlocks>(few);  // what is left of a larger tile
       }
+      return;
+    }
+    // With more rows there are no registers for that, and a recording takes some.
+    if (part_.row_blocks <= (kRecords ? 4 : kMostInTurn)) {
+      // Looked at in one place for all numbers of rows: with a copy of this for each of them math warps spilled.
+      const OneBase base(part_);
+      const bool takes = (!part_.one_block || steps % 2 == 0) && base.fits();
+      constexpr int kThreads = Roles::kWarpgroupWarps * Roles::kWarpThreads;
+      if (ptx::all_at_barrier<kThreads>(first_row / Roles::kWarpgroupRows, takes)) {
+        const auto in_turn = [&](auto columns, auto rows) __attribute__((always_inline)) {
+          PackedRowsInTurn<decltype(columns)::value, decltype(rows)::value, Steps::kLineBytes>(part_, base)
+              .multiply(sums, ring, position, steps, meanwhile, track);
+        };
+        if constexpr (kRecords) {
+          part_.template with_blocks<4>(in_turn);
+        } else if constexpr (Steps::kHalf) {
+          part_.template with_row_blocks<1, 4, 6, 8>(in_turn);
+        } else if constexpr (Steps::kDeep) {
+          part_.template with_row_blocks<2, 4>(in_turn);
+        } else if (part_.one_block) {
+          part_.template with_row_blocks<1, kMostInTurn>(in_turn);  // fewer are in stages of halves
+        } else {
+          part_.template with_row_blocks<2, 6, 8, kMostInTurn>(in_turn);
+        }
+        return;
+      }
+    }
+    const auto many = [&](auto columns, auto rows) __attribute__((always_inline)) {
+      ManyPackedRows<decltype(columns)::value, decltype(rows)::value, Steps::kLineBytes>(part_).multiply(
+          sums, ring, position, steps, meanwhile, track);
     };
-    // A tile with as few rows as a deep stage has room for is in deep stages, but for what is left of a larger one, and where
-    // a kernel records and has none.
-    if constexpr (Steps::kHalf) {
-      part_.template with_row_blocks<1, 1, 2, 4, 6, 8>(multiply);
+    if constexpr (kRecords) {
+      part_.template with_blocks<4, 8, 12, 16>(many);
+    } else if constexpr (Steps::kHalf) {
+      part_.template with_row_blocks<1, 8>(many);
     } else if constexpr (Steps::kDeep) {
-      part_.template with_row_blocks<2, 1, 2, 4>(multiply);
-    } else if constexpr (Track::kRecords) {
-      part_.template with_blocks<1, 2, 4, 6, 8, 12, 16>(multiply);
+      part_.template with_row_blocks<2, 4>(many);
+    } else if (part_.one_block) {
+      part_.template with_row_blocks<1, 12, 16>(many);
     } else {
-      part_.template with_blocks<2, 6, 8, 12, 16>(multiply);
+      part_.template with_row_blocks<2, 8, 12, 16>(many);
     }
   }
 
  private:
+  static constexpr int kFewBlocks = 2, kMostInTurn = 10;  // of rows
+  static_assert(turned::has_even_first(8 * kFewBlocks) && !turned::has_even_first(8 * kFewBlocks + 1));
+
   const Scales& part_;
 };
 

@@ -92,10 +92,7 @@ class OneBase {
 template <int kColumnBlocks, int kBlocks, int kLineBytes>
 class PackedRowsInTurn {
  public:
-  // An even number of them, of one block of columns.
-  static __device__ __forceinline__ bool takes(int32_t steps) { return steps % kSteps == 0; }
-
-  // `base` fits in all lanes of the warpgroup.
+  // `base` fits in all lanes of the warpgroup. Of one block of columns steps are an even number.
   __device__ PackedRowsInTurn(const PackedPart& part, const OneBase& base)
       : part_(part), places_(part), base_(base.bytes()) {}
 
@@ -123,10 +120,10 @@ class PackedRowsInTurn {
       }();
       const bool full = ring.looks_full(next);
       issue<0>(ring, place);
-      if constexpr (kParts > 1) issue<1>(ring, place);
+      if constexpr (!kInPairs && kParts > 1) issue<1>(ring, place);
       if constexpr (kSteps > 1) groups_.take(part_, step + 1);
       decode<kColumnBlocks - 1>(second_);
-      if constexpr (kParts == 1) issue<1>(ring, place);
+      if constexpr (kInPairs || kParts == 1) issue<1>(ring, place);
       if (!full) track.stall([&] { ring.wait(next); });
       load<0>(ring.stage(next));
       groups_.take(part_, step + kSteps);
@@ -163,13 +160,15 @@ class PackedRowsInTurn {
  private:
   static constexpr int kSteps = 3 - kColumnBlocks;  // of a round
   // A factor is multiplied with so many parts of the rows, one after the other, as there are registers for two products.
-  static constexpr int kParts = kBlocks <= 6 ? 1 : kBlocks / 4, kOfPart = kBlocks / kParts;
+  static constexpr int kParts = kBlocks <= 6 ? 1 : 2, kOfPart = kBlocks / kParts;
+  // Both factors of a step one after the other, part by part of the rows, whose scales they share.
+  static constexpr bool kInPairs = kSteps == 1 && kBlocks <= 8;
   static constexpr int kItems = 2 * kParts;  // of a round: those of the first factor and those of the second
   static_assert(kParts * kOfPart == kBlocks);
   template <int kItem>
-  static constexpr int kFactor = kItem / kParts;
+  static constexpr int kFactor = kInPairs ? kItem % 2 : kItem / kParts;
   template <int kItem>
-  static constexpr int kFirst = kItem % kParts * kOfPart;  // row block
+  static constexpr int kFirst = (kInPairs ? kItem / 2 : kItem % kParts) * kOfPart;  // row block
 
   using Factor = ptx::FactorWords[kSlicesOfStep];
   using Products = ptx::FewAccumulators<8 * kOfPart>;
@@ -235,11 +234,13 @@ class PackedRowsInTurn {
   // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item: there are no registers
   // to hold them.
   template <int kItem, class Steps, class Place, class Next>
-  __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Steps& ring, Place place, Next next) {
-    constexpr bool kLastOfFactor = kItem % kParts == kParts - 1;
+  __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Steps& ring, Place place, Next next,
+                                                 const RowScales<kOfPart>& of_last = {}) {
+    constexpr bool kLastOfFactor = kFirst<kItem> == kBlocks - kOfPart;
     constexpr int kBlock = kFactor<kItem> * (kColumnBlocks - 1);  // of columns
     const auto of_item = place_of<kItem>(ring, place);
-    const auto rows = RowScales<kOfPart>::of(ring.stage(of_item), kFirst<kItem>);
+    const auto rows =
+        kInPairs && kItem % 2 != 0 ? of_last : RowScales<kOfPart>::of(ring.stage(of_item), kFirst<kItem>);
     ptx::wait_products<kItem + 1 < kItems ? 1 : 0>();
     auto& products = this->products<kItem>();
     ptx::own_accumulators(products);
@@ -257,11 +258,11 @@ class PackedRowsInTurn {
     }
     if constexpr (kItem + 2 < kItems) issue<kItem + 2>(ring, place);
     if constexpr (kLastOfFactor && (kSteps > 1 || kFactor<kItem> == 1)) ring.release(of_item, ptx::read_lane());
-    if constexpr (kItem == kParts - 1) {
+    if constexpr (kLastOfFactor && kFactor<kItem> == 0) {
       decode<0>(first_);
       if constexpr (kSteps == 1) load<kColumnBlocks - 1>(ring.stage(next));
     }
-    if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, place, next);
+    if constexpr (kItem + 1 < kItems) add_items_from<kItem + 1>(sums, ring, place, next, rows);
   }
 
   const PackedPart& part_;
