@@ -57,7 +57,8 @@ struct GemmShape {
   // Where blocks share the columns of a tile each has half of them, and room for more rows. Beside rows of 16 bits that has
   // not been tried.
   static constexpr int kDeepRowsOfHalf = kScaledRows ? 64 : kDeepRows;
-  using DeepHalf = ScaledDeepStage<OperandTile<Element, kDeepRowsOfHalf>, DeepPackedTile<Tiling::kColumns / 2>, kDeepRowsOfHalf>;
+  using MoreRows = OperandTile<Element, kDeepRowsOfHalf>;
+  using DeepHalf = ScaledDeepStage<MoreRows, DeepPackedTile<Tiling::kColumns / 2>, kDeepRowsOfHalf>;
   using PackedStage =
       std::conditional_t<kScaledRows,
                          StageOfEither<ScaledStage<RowsOfPacked, Packed, Tiling::kRows>,

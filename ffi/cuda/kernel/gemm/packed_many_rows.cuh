@@ -27,10 +27,6 @@ struct Magnitudes {
 
   uint32_t small, large;
 
-  // For s = kLeastShift + above, that of the lane's group: byte lane % 4 of a word.
-  static __device__ __forceinline__ Magnitudes of_lane(uint32_t above) {
-    return shifted(ptx::permute(above, 0, 0x4440 + ptx::read_lane() % 4));
-  }
   // For s = kLeastShift + above.
   static __device__ __forceinline__ Magnitudes shifted(uint32_t above) {
     // Of 0, 0.5, 1, 1.5 and 2, 3, 4, 6, as they are. An exponent has 3 bits of mantissa behind it; zero has none to add to.
@@ -318,10 +314,6 @@ class ManyPackedRows {
         magnitudes.decode(places.word(stage, kBlock, half, slice) & kept, words[half], words[half + 2]);
       }
     }
-  }
-
-  static __device__ __forceinline__ uint32_t group_of_lane(uint32_t word) {
-    return ptx::permute(word, 0, 0x4440 + ptx::read_lane() % 4);
   }
 
   // What was left out: by products of this warp alone, a slice of one group at a time, so that all lanes but one of a quad have

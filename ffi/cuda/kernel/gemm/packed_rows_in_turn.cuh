@@ -1,4 +1,4 @@
-// Products of 17 to 64 rows in 8 bits with packed weights (packed_eight_bit.cuh), where all groups of a column fit one base
+// Products of 17 to 80 rows in 8 bits with packed weights (packed_eight_bit.cuh), where all groups of a column fit one base
 // (packed_many_rows.cuh). A warpgroup sees that before the first step, so that steps have no branch for other groups: in one
 // ptxas would wait for the products that are under way (C7518).
 //
@@ -161,7 +161,8 @@ class PackedRowsInTurn {
   static constexpr int kSteps = 3 - kColumnBlocks;  // of a round
   // A factor is multiplied with so many parts of the rows, one after the other, as there are registers for two products.
   static constexpr int kParts = kBlocks <= 6 ? 1 : 2, kOfPart = kBlocks / kParts;
-  // Both factors of a step one after the other, part by part of the rows, whose scales they share.
+  // Both factors of a step one after the other, part by part of the rows, whose scales they share. With 80 rows there is a
+  // register too few for that.
   static constexpr bool kInPairs = kSteps == 1 && kBlocks <= 8;
   static constexpr int kItems = 2 * kParts;  // of a round: those of the first factor and those of the second
   static_assert(kParts * kOfPart == kBlocks);
@@ -221,7 +222,7 @@ class PackedRowsInTurn {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t above = GroupsOfLane::of_column(groups_.of_lane() - base_, 2 * kBlock + half);
-      Magnitudes::of_lane(above).decode_group(words_[half], factor, half);
+      Magnitudes::shifted(group_of_lane(above)).decode_group(words_[half], factor, half);
     }
   }
 
@@ -231,8 +232,8 @@ class PackedRowsInTurn {
     issue_step<typename Steps::A>(products<kItem>(), factor<kItem>(), rows, kFirst<kItem>);
   }
 
-  // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item: there are no registers
-  // to hold them.
+  // Adds up what is under way, and issues the others. Scales of rows are loaded anew for each item, or each pair of them
+  // (`of_last`: those of the item before): there are no registers to hold all.
   template <int kItem, class Steps, class Place, class Next>
   __device__ __forceinline__ void add_items_from(ptx::Accumulators& sums, const Steps& ring, Place place, Next next,
                                                  const RowScales<kOfPart>& of_last = {}) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ void meet_math_warps() {
   ptx::named_barrier<4, Roles::kMathThreads>();
 }
 
-// Behind the lines of a warpgroup: the largest magnitude of each row among the columns of each of its warps, as bits, and where its
-// warps turn numbers of 16 rows.
+// Behind the lines of a warpgroup: the largest magnitude of each row among the columns of each of its warps, as bits, and
+// where its warps turn numbers of 16 rows.
 struct BehindLines {
   static constexpr int kRowsAtOnce = 16;
 
