@@ -73,7 +73,7 @@ class TestMegakernel(OnGpu):
     )
 
     @pytest.mark.parametrize("plan", [plans[-1], SHARES_COLUMNS], ids=["columns of its own", "shared columns"])
-    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 160, 192, 193, 257])
+    @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 48, 64, 65, 80, 81, 96, 128, 129, 160, 192, 193, 257])
     @pytest.mark.parametrize(("kind", "precision"), [("mxfp4", "w4a16"), ("nvfp4", "w4a16"), ("mxfp4", "fp8")])
     def test_tiles_of_any_number_of_rows_are_as_exact(self, kind, precision, rows, plan):
         arguments = every_token_everywhere(self.inputs_in_4_bits(30, kind, tokens=rows))
@@ -103,12 +103,12 @@ class TestMegakernel(OnGpu):
         np.testing.assert_array_equal(np.delete(y, 17, 1), np.delete(clean, 17, 1))
 
     @pytest.mark.parametrize("plan", [plans[-1], SHARES_COLUMNS], ids=["columns of its own", "shared columns"])
-    @pytest.mark.parametrize("rows", [16, 24, 40, 64])
+    @pytest.mark.parametrize("rows", [16, 24, 40, 64, 72, 80])
     def test_beside_rows_in_8_bits_wide_experts_are_as_exact(self, rows, plan):
         arguments = every_token_everywhere(self.inputs_in_4_bits(39, tokens=rows, hidden=1024, intermediate=1536))
         assert_as_exact(self.small_run(arguments, precision="fp8", plan=plan), arguments, "fp8")
 
-    @pytest.mark.parametrize("rows", [16, 32, 48, 64, 120, 128, 250])
+    @pytest.mark.parametrize("rows", [16, 32, 48, 64, 80, 120, 128, 250])
     def test_beside_rows_in_8_bits_groups_far_smaller_than_their_neighbours_are_exact(self, rows):
         arguments = every_token_everywhere(self.inputs_in_4_bits(35, tokens=rows))
         matrices = {name: with_large_zeros(getattr(arguments.experts, name)) for name in MATRICES}
@@ -117,7 +117,7 @@ class TestMegakernel(OnGpu):
         assert_as_exact(y, arguments, "fp8")
         assert np.asarray(y).any()
 
-    @pytest.mark.parametrize("rows", [16, 32, 48, 64, 96, 128, 160, 250])
+    @pytest.mark.parametrize("rows", [16, 32, 48, 64, 80, 96, 128, 160, 250])
     def test_beside_rows_in_8_bits_groups_that_grow_along_the_depth_are_exact(self, rows):
         arguments = every_token_everywhere(self.inputs_in_4_bits(38, tokens=rows))
         matrices = {name: with_growing_scales(getattr(arguments.experts, name)) for name in MATRICES}

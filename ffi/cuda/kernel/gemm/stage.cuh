@@ -61,8 +61,8 @@ struct TwoPanels {
 // `kWidth` columns of B with two numbers of 4 bits in a byte, as deep as two lines of 16-bit rows. A line is 64 bytes
 // of one column. Beside rows of 16 bits nothing is swizzled: half a warp reads 32 bytes of 4 lines at a time, which
 // costs two turns at shared memory instead of one. A swizzle of 64 bytes would not change that, since it leaves the
-// halves together. Beside rows of 8 bits a warp reads 16 bytes of 8 lines, and with that swizzle in one turn instead of
-// four.
+// halves together. Beside rows of 8 bits a warp reads 16 bytes of 8 lines (of few rows), and with that swizzle in one turn
+// instead of four, or whole lines.
 //
 // With 128 bytes to a line it has two steps, swizzled as others of that length. The copy engine takes about as long for a
 // line of 64 bytes, and of few rows it is such lines that math warps waited for (docs/performance/four_bits.md, "Two steps to
