@@ -20,56 +20,56 @@ inline constexpr int kGroupsOfStep = 4;
 inline constexpr int kSlicesOfStep = 4;  // of the depth, one to a product of the tensor cores
 inline constexpr int32_t kNumbersOfGroup = 32;
 
-// Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of so many bytes,
-// group 0 of the first step in it; those of others have its address with 16 times their number changed.
+// Where this lane finds its part of column g of each block, in a stage: as the copy engine swizzles lines of so many bytes, of
+// the first step in a line. With g = lane / 4 and t = lane % 4.
 template <int kLineBytes>
-struct PackedPlaces {
+struct PlacesOfLane {
   static_assert(kLineBytes == 64 || kLineBytes == 128);
 
   int32_t columns[2];
 
-  __device__ __forceinline__ explicit PackedPlaces(const PackedPart& part) {
-    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
+  // `vector` of the line, of 16 bytes, and so many bytes in it.
+  __device__ __forceinline__ PlacesOfLane(const PackedPart& part, int vector, int bytes) {
+    const int g = ptx::read_lane() / 4;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (kLineBytes == 64 ? g / 2 : g) + 4 * t;
+      columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (vector ^ (kLineBytes == 64 ? g / 2 : g)) + bytes;
     }
   }
+};
 
-  // The lane's 8 numbers of a group, of column g of a block, or of g + 8.
+// Where a lane multiplies 8 numbers of each group, in 4 bytes: those of group 0 have these places, those of others the same
+// with 16 times their number changed.
+template <int kLineBytes>
+struct PackedPlaces : PlacesOfLane<kLineBytes> {
+  __device__ __forceinline__ explicit PackedPlaces(const PackedPart& part)
+      : PlacesOfLane<kLineBytes>(part, 0, 4 * (ptx::read_lane() % 4)) {}
+
+  // Of column g of a block, or of g + 8.
   template <class Stage>
   __device__ __forceinline__ uint32_t word(const Stage& stage, int block, int group, int half) const {
-    const std::byte* const of_column = stage.b.at(columns[block] ^ 16 * group);
+    const std::byte* const of_column = stage.b.at(this->columns[block] ^ 16 * group);
     return *reinterpret_cast<const uint32_t*>(of_column + half * 8 * kLineBytes);
   }
 };
 
-// The same where a lane multiplies one group of a step: with t = lane % 4, group t, and word i of it in the product of slice i
-// of the depth. So a scale is made a table of magnitudes (packed_many_rows.cuh) once for 32 numbers of a lane and not for 8,
-// and these come in one load instead of four.
+// Where a lane multiplies one group of a step: group t, and word i of it in the product of slice i of the depth. So a scale is
+// made a table of magnitudes (packed_many_rows.cuh) once for 32 numbers of a lane and not for 8, and these come in one load
+// instead of four.
 template <int kLineBytes>
-struct GroupPlaces {
-  static_assert(kLineBytes == 64 || kLineBytes == 128);
+struct GroupPlaces : PlacesOfLane<kLineBytes> {
+  __device__ __forceinline__ explicit GroupPlaces(const PackedPart& part)
+      : PlacesOfLane<kLineBytes>(part, ptx::read_lane() % 4, 0) {}
 
-  int32_t columns[2];
-
-  __device__ __forceinline__ explicit GroupPlaces(const PackedPart& part) {
-    const int lane = ptx::read_lane(), g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      columns[block] = (part.lines[block] + g) * kLineBytes + 16 * (t ^ (kLineBytes == 64 ? g / 2 : g));
-    }
-  }
-
-  // The lane's group of column g of a block, or of g + 8.
+  // Of column g of a block, or of g + 8.
   template <class Stage>
   __device__ __forceinline__ uint4 words(const Stage& stage, int block, int half) const {
-    return *reinterpret_cast<const uint4*>(stage.b.at(columns[block]) + half * 8 * kLineBytes);
+    return *reinterpret_cast<const uint4*>(stage.b.at(this->columns[block]) + half * 8 * kLineBytes);
   }
   // One of them, where there are no registers for all.
   template <class Stage>
   __device__ __forceinline__ uint32_t word(const Stage& stage, int block, int half, int slice) const {
-    return reinterpret_cast<const uint32_t*>(stage.b.at(columns[block]) + half * 8 * kLineBytes)[slice];
+    return reinterpret_cast<const uint32_t*>(stage.b.at(this->columns[block]) + half * 8 * kLineBytes)[slice];
   }
 };
 
