@@ -1,6 +1,6 @@
 // What becomes of the sums of gate_up of packed weights beside rows in 8 bits: h, rounded to e4m3 with a scale for each
 // row and 128 columns, in the order that gemm/packed_eight_bit.cuh wants. As AcrossH (across.cuh), but that warps find the
-// largest number of a row together first, and each stores what it has by itself: 8 bytes of a row at a time.
+// largest number of a row together first, and each stores what it has by itself: 8 or 4 bytes of a row at a time.
 #pragma once
 
 #include <cuda_runtime.h>
