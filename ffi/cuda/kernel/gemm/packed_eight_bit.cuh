@@ -31,16 +31,13 @@ class EightBitFromPacked {
   __device__ __forceinline__ void multiply_tile(ptx::Accumulators& sums, const Steps& ring,
                                                 typename Steps::Position& position, int first_row, int32_t steps,
                                                 const Meanwhile& meanwhile, const Track& track) const {
-    constexpr bool kRecords = Track::kRecords;
     // Inlined whatever their size: of a call, sums would lie in memory.
     if (part_.row_blocks <= kFewBlocks) {
       const auto few = [&](auto columns, auto rows) __attribute__((always_inline)) {
         FewPackedRows<decltype(columns)::value, decltype(rows)::value>(part_).multiply(sums, ring, position, steps,
                                                                                        meanwhile, track);
       };
-      if constexpr (kRecords) {
-        part_.template with_blocks<1, kFewBlocks>(few);
-      } else if constexpr (Steps::kHalf) {
+      if constexpr (Steps::kHalf) {
         part_.template with_row_blocks<1, 1, kFewBlocks>(few);
       } else if constexpr (Steps::kDeep) {
         part_.template with_row_blocks<2, 1, kFewBlocks>(few);
@@ -49,8 +46,8 @@ class EightBitFromPacked {
       }
       return;
     }
-    // With more rows there are no registers for that, and a recording takes some.
-    if (part_.row_blocks <= (kRecords ? 4 : kMostInTurn)) {
+    // With more rows there are no registers for that.
+    if (part_.row_blocks <= kMostInTurn) {
       // Looked at in one place for all numbers of rows: with a copy of this for each of them math warps spilled.
       const OneBase base(part_);
       const bool takes = (!part_.one_block || steps % 2 == 0) && base.fits();
@@ -60,9 +57,7 @@ class EightBitFromPacked {
           PackedRowsInTurn<decltype(columns)::value, decltype(rows)::value, Steps::kLineBytes>(part_, base)
               .multiply(sums, ring, position, steps, meanwhile, track);
         };
-        if constexpr (kRecords) {
-          part_.template with_blocks<4>(in_turn);
-        } else if constexpr (Steps::kHalf) {
+        if constexpr (Steps::kHalf) {
           part_.template with_row_blocks<1, 4, 6, 8>(in_turn);
         } else if constexpr (Steps::kDeep) {
           part_.template with_row_blocks<2, 4>(in_turn);
@@ -78,9 +73,7 @@ class EightBitFromPacked {
       ManyPackedRows<decltype(columns)::value, decltype(rows)::value, Steps::kLineBytes>(part_).multiply(
           sums, ring, position, steps, meanwhile, track);
     };
-    if constexpr (kRecords) {
-      part_.template with_blocks<4, 8, 12, 16>(many);
-    } else if constexpr (Steps::kHalf) {
+    if constexpr (Steps::kHalf) {
       part_.template with_row_blocks<1, 8>(many);
     } else if constexpr (Steps::kDeep) {
       part_.template with_row_blocks<2, 4>(many);
