@@ -24,7 +24,7 @@ inline constexpr int kMaxResults = 8;
 struct LaunchParams : RankParams, LayerArrays<void, float> {
   bool gated;  // experts have an up projection
   int32_t weight_scale_rows;  // of weights with scales: Format::scale_rows
-  int32_t weight_group_columns;  // of weights in 4 bits: Format::group_columns; else 0
+  int32_t weight_group_columns;  // of weights in 4 bits: Format::group_columns, 16 or 32; else 0
 
   // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128. So they are of
   // packed ones, with boxes of {128, 128, 1}.
@@ -35,6 +35,12 @@ struct LaunchParams : RankParams, LayerArrays<void, float> {
   Result results[kMaxResults];  // all that the launch writes for its caller; those that are not there have no bytes
 
   std::byte* timeline;  // timeline_bytes() of common/timeline.h; null where the kernel is compiled without
+
+  // Of weights in 4 bits: groups of a column that is so deep. A division by what the compiler does not know is a long row of
+  // instructions, for which every math warp would wait in every task.
+  __device__ __forceinline__ int32_t groups_of_column(int32_t depth) const {
+    return depth >> (weight_group_columns == 16 ? 4 : 5);
+  }
 };
 
 struct ForwardParams : LaunchParams {

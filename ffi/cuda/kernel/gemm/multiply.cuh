@@ -72,10 +72,15 @@ __device__ __forceinline__ bool multiply(const typename GemmShape<Variant>::Ring
   bool idle = rows <= 0 && !shared;
   if constexpr (Variant::Precision::kPacked) {
     idle |= scales.no_columns;
-    if (idle) ptx::clear_accumulators(sums);
+    if (idle && Factors::Accumulate::kBeginsWithZeros) ptx::clear_accumulators(sums);
   }
   if (idle) {
     hand_on<Variant>(ring, position, thread, depth_steps, meanwhile, in_deep());
+    // Of policies that do not begin with zeros not before that, where the compiler made 128 selects of it, for every task; of
+    // others not here, where math warps spilled (docs/performance/four_bits.md).
+    if constexpr (Variant::Precision::kPacked) {
+      if constexpr (!Factors::Accumulate::kBeginsWithZeros) ptx::clear_accumulators(sums);
+    }
     return rows > 0;
   }
   typename Factors::Accumulate accumulate(scales, thread.lane);

@@ -89,6 +89,7 @@ class FromPacked {
  public:
   using Scales = PackedPart;
   static constexpr bool kTakesTiles = true;
+  static constexpr bool kBeginsWithZeros = true;  // all sums
   static constexpr float kToSums = GroupScales::kToSums;  // of a sum
 
   __device__ FromPacked(const Scales& part, int) : part_(part) {}

@@ -20,6 +20,7 @@ class EightBitFromPacked {
  public:
   using Scales = PackedPart;
   static constexpr bool kTakesTiles = true;
+  static constexpr bool kBeginsWithZeros = false;  // but the sums of rows that a tile has
   static constexpr float kToSums = 0x1p6f;  // of a sum
 
   __device__ EightBitFromPacked(const Scales& part, int) : part_(part) {}

@@ -97,7 +97,7 @@ __device__ __forceinline__ void prefetch_group_scales(const Cta<Variant>& cta, c
   const bool down = own.gemm == Gemm::kDown, halves = p.gated && !down;
   const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
   const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
-  const int32_t row_bytes = depth / p.weight_group_columns;
+  const int32_t row_bytes = p.groups_of_column(depth);
   if constexpr (!Variant::Precision::kTokens.is_scaled()) {
     if (PackedPart::lanes_ask(p.weight_group_columns == 16, row_bytes, ceil_div(own.rows, 8))) return;
   }

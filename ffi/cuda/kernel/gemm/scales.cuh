@@ -19,29 +19,29 @@ namespace jaxmoe {
 
 static __device__ const float kNoScale = 1.0f;
 
-// The columns of a task's product that a warp decodes, and where the scales of their groups lie.
+// The columns of a task's product that a warp decodes, and where the scales of their groups lie. By a lane for each block of
+// columns.
 template <class Variant>
-__device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& task, int warp, PackedPart& noted) {
+__device__ __forceinline__ void find_part(const Cta<Variant>& cta, const Task& task, int warp, int block,
+                                          PackedPart& noted) {
   const auto& p = cta.params;
   constexpr int32_t kBlock = 16, kHalf = Tiling::kColumns / 2;
   const bool one_block = cta.shares_columns(task);
   const bool down = task.gemm == Gemm::kDown;
   const int32_t depth = down ? p.shape.intermediate : p.shape.hidden;
   const int32_t width = down ? p.shape.hidden : p.shape.intermediate;
-  const int32_t row_bytes = depth / p.weight_group_columns;
+  const int32_t row_bytes = p.groups_of_column(depth);
   const uint8_t* const first = down ? p.w_down_group_scales : p.w_gate_group_scales;
   const bool halves = p.gated && !down;  // gate and up of the same columns
   const int32_t first_column =
       down ? cta.first_answer_column(task) : task.column_tile * (halves ? kHalf : Tiling::kColumns);
-#pragma unroll
-  for (int block = 0; block < 2; ++block) {
-    const int32_t in_tile = halves || one_block ? kBlock * warp : kBlock * (2 * warp + block);
-    const int32_t column = first_column + in_tile;
-    const uint8_t* const matrix = halves && block > 0 ? p.w_up_group_scales : first;
-    noted.groups[block] = matrix + (int64_t{task.expert} * width + column) * row_bytes;
-    noted.columns[block] = width - column;
-    noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
-  }
+  const int32_t in_tile = halves || one_block ? kBlock * warp : kBlock * (2 * warp + block);
+  const int32_t column = first_column + in_tile;
+  const uint8_t* const matrix = halves && block > 0 ? p.w_up_group_scales : first;
+  noted.groups[block] = matrix + (int64_t{task.expert} * width + column) * row_bytes;
+  noted.columns[block] = width - column;
+  noted.lines[block] = halves ? kHalf * block + in_tile : in_tile;
+  // The same from both lanes.
   const int32_t first_of_warpgroup = warp / Roles::kWarpgroupWarps * (halves || one_block ? kHalf / 2 : kHalf);
   noted.no_columns = first_column + first_of_warpgroup >= width;
   noted.row_bytes = row_bytes;
@@ -59,7 +59,7 @@ __device__ __forceinline__ const Scales& find_scales(const Cta<Variant>& cta, co
   auto& noted = cta.shared.scales[thread.warp];
   if constexpr (std::is_same_v<Scales, PackedPart>) {
     __syncwarp();  // nobody reads those of the task before
-    if (thread.lane == 0) find_part(cta, task, thread.warp, noted);
+    if (thread.lane < 2) find_part(cta, task, thread.warp, thread.lane, noted);
     __syncwarp();
   } else if constexpr (!std::is_empty_v<Scales>) {
     const auto& p = cta.params;
