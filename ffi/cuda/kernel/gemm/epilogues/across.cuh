@@ -43,48 +43,52 @@ __device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
   }
 }
 
-// Stores this warp's lines of the pass that begins with a row: of each `columns` go to target(row) + first_column, where
-// there is one.
-template <class Target>
-__device__ __forceinline__ void store_lines_of_warp(const Task& task, const MathThread& thread, const std::byte* lines,
-                                                    int32_t first_row, int32_t first_column, int32_t columns,
-                                                    const Target& target) {
-  const int32_t row = first_row + Lines::row_of(thread);
-  if (thread.lane < Lines::kRowsOfWarp && row < task.rows && columns > 0) {
-    if (auto* const to = target(row); to != nullptr) {
-      ptx::store_bytes(to + first_column, lines + (row - first_row) * Lines::kStride, columns * sizeof(*to));
-    }
+// Stores this warp's lines, of each `columns` where `to` of the lane with its number says; nothing of lines where that is null.
+// By ordinary stores: of the copy engine lanes ask for their lines one after the other, some 80 cycles each, and the next pass
+// would wait until it has read them.
+template <class Element>
+__device__ __forceinline__ void store_lines_of_warp(const std::byte* lines, int lane, int32_t columns, Element* to) {
+  constexpr int kOfLane = sizeof(uint4) / sizeof(Element);
+  constexpr int kLanesOfLine = Lines::kColumns / kOfLane, kLinesAtOnce = Roles::kWarpThreads / kLanesOfLine;
+  const int32_t column = lane % kLanesOfLine * kOfLane;
+#pragma unroll
+  for (int first = 0; first < Lines::kRowsOfWarp; first += kLinesAtOnce) {
+    const int line = first + lane / kLanesOfLine;
+    Element* const of_line = row_of_lane(to, line);
+    if (of_line == nullptr || column >= columns) continue;
+    *reinterpret_cast<uint4*>(of_line + column) =
+        *reinterpret_cast<const uint4*>(lines + line * Lines::kStride + column * sizeof(Element));
   }
-  ptx::commit_stores();
 }
 
 // For each 32 rows of the tile: fill(lines, first row block, rows left) fills lines, and of each `columns`, turned
-// (gemm/turned.cuh) if so, go where store_lines_of_warp() brings them.
+// (gemm/turned.cuh) if so, go to target(row) + first_column, where there is one.
 template <bool kTurned, class Variant, class Fill, class Target>
 __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              int32_t first_column, int32_t columns, const Fill& fill,
                                              const Target& target) {
   static_assert(2 * Lines::kRows * Lines::kStride <= sizeof(typename GemmShape<Variant>::Staging));
   std::byte* const lines = cta.shared.gemm.staging.of_warpgroup(thread.warpgroup);
+  const int32_t first_of_warp = Lines::kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps);
+  std::byte* const of_warp = lines + first_of_warp * Lines::kStride;
 #pragma unroll
   for (int pass = 0; pass < Tiling::kRows / Lines::kRows; ++pass) {
     const int32_t first_row = pass * Lines::kRows;
     if (first_row >= task.rows) break;
-    ptx::wait_stores_read<0>();
-    meet_warpgroup(thread);
+    // Looked up before lines are filled, which hides how long that takes.
+    const int32_t row = first_row + Lines::row_of(thread);
+    auto* to = row < task.rows && columns > 0 ? target(row) : nullptr;
+    if (to != nullptr) to += first_column;
+    meet_warpgroup(thread);  // all have stored what lay there
     fill(lines, pass * (Lines::kRows / 8), task.rows - first_row);
+    meet_warpgroup(thread);
+    const int32_t rows = at_most(task.rows - first_row - first_of_warp, Lines::kRowsOfWarp);
+    if (rows <= 0) continue;
     if constexpr (kTurned) {
-      meet_warpgroup(thread);
-      const int32_t first_of_warp = Lines::kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps);
-      const int32_t rows = at_most(task.rows - first_row - first_of_warp, Lines::kRowsOfWarp);
-      turned::turn_rows(lines + first_of_warp * Lines::kStride, rows, Lines::kStride, columns, thread.lane);
-      ptx::fence_proxy_async_shared();
+      turned::turn_rows(of_warp, rows, Lines::kStride, columns, thread.lane);
       __syncwarp();
-    } else {
-      ptx::fence_proxy_async_shared();
-      meet_warpgroup(thread);
     }
-    store_lines_of_warp(task, thread, lines, first_row, first_column, columns, target);
+    store_lines_of_warp(of_warp, thread.lane, columns, to);
   }
 }
 
