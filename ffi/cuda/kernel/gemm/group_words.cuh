@@ -218,7 +218,6 @@ class OneGroupWord {
     load(part, step + 1);
   }
   __device__ __forceinline__ uint32_t of_column(int column) const { return GroupsOfLane::of_column(now_, column); }
-  __device__ __forceinline__ uint32_t of_lane() const { return now_; }
 
  private:
   static constexpr int32_t kBytes = sizeof(uint32_t);

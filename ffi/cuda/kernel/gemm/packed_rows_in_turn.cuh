@@ -23,7 +23,7 @@
 
 namespace jaxmoe {
 
-// The base of this lane's column, in each byte of a word.
+// The base of this lane's column.
 class OneBase {
  public:
   // By all lanes: looks at all groups of its column.
@@ -41,11 +41,11 @@ class OneBase {
     const int32_t base = max(largest - ColumnBases::kWindow, 0);
     // A column behind the last one has no groups, and any base.
     fits_ = source.bytes == 0 || (smallest >= base && largest < ColumnBases::kNaN && base <= ColumnBases::kMost);
-    bytes_ = static_cast<uint32_t>(base) * 0x01010101;
+    base_ = base;
   }
 
   __device__ __forceinline__ bool fits() const { return fits_; }
-  __device__ __forceinline__ uint32_t bytes() const { return bytes_; }
+  __device__ __forceinline__ int32_t base() const { return base_; }
 
  private:
   static constexpr uint32_t kEven = 0x00ff00ff;  // bytes of a word
@@ -84,8 +84,42 @@ class OneBase {
 
   // So far, of the even byte of each half of a word; and of halves, whose upper byte is the odd one.
   uint32_t smallest_even_ = kEven, largest_even_ = 0, smallest_odd_ = ~0u, largest_odd_ = 0;
-  uint32_t bytes_;
+  int32_t base_;
   bool fits_;
+};
+
+// How far the groups of a step lie above the base of this lane's column, a byte each; those of the next step are on their way.
+class GroupsAboveBase {
+ public:
+  __device__ __forceinline__ void begin(const PackedPart& part, const OneBase& base) {
+    const GroupsOfLane source(part);
+    groups_ = source.groups;
+    left_and_base_ = (source.bytes << kBaseBits) + base.base();
+    load();
+  }
+  // Those of the next step, at first of the first one.
+  __device__ __forceinline__ void take() {
+    now_ = next_ - ptx::permute(left_and_base_, 0, 0x0000);
+    load();
+  }
+  __device__ __forceinline__ uint32_t of_column(int column) const { return GroupsOfLane::of_column(now_, column); }
+  // Of the quad's column.
+  __device__ __forceinline__ int32_t base_of(int column) const {
+    return GroupsOfLane::of_column(left_and_base_, column) & ((1 << kBaseBits) - 1);
+  }
+
+ private:
+  static constexpr int32_t kBytes = sizeof(uint32_t), kBaseBits = 8;
+
+  __device__ __forceinline__ void load() {
+    ptx::load_if(left_and_base_ >= 1 << kBaseBits, next_, reinterpret_cast<const uint32_t*>(groups_));
+    groups_ += kBytes;
+    left_and_base_ -= kBytes << kBaseBits;
+  }
+
+  const uint8_t* groups_;  // those of the step behind the next one
+  int32_t left_and_base_;  // bytes from there on, none or negative: nothing is loaded; the base. For two there is no register
+  uint32_t now_ = 0, next_ = 0;
 };
 
 // `kLineBytes`: of packed columns in a stage.
@@ -93,21 +127,20 @@ template <int kColumnBlocks, int kBlocks, int kLineBytes>
 class PackedRowsInTurn {
  public:
   // `base` fits in all lanes of the warpgroup. Of one block of columns steps are an even number.
-  __device__ PackedRowsInTurn(const PackedPart& part, const OneBase& base)
-      : part_(part), places_(part), base_(base.bytes()) {}
+  __device__ PackedRowsInTurn(const PackedPart& part, const OneBase& base) : part_(part), places_(part), base_(base) {}
 
   template <class Steps, class Meanwhile, class Track>
   __device__ __forceinline__ void multiply(ptx::Accumulators& sums, const Steps& ring,
                                            typename Steps::Position& position, int32_t steps,
                                            const Meanwhile& meanwhile, const Track& track) {
-    groups_.begin(part_);
+    groups_.begin(part_, base_);
     begin_sums<kBlocks>(sums);
     ptx::clear_accumulators(even_);
     ptx::clear_accumulators(odd_);
     using First = typename Steps::First;
     const First first{position};
     track.stall([&] { ring.wait(first); });
-    groups_.take(part_, 0);
+    groups_.take();
     load<0>(ring.stage(first));
     decode<0>(first_);
     load_second(ring, first, track);
@@ -121,12 +154,12 @@ class PackedRowsInTurn {
       const bool full = ring.looks_full(next);
       issue<0>(ring, place);
       if constexpr (!kInPairs && kParts > 1) issue<1>(ring, place);
-      if constexpr (kSteps > 1) groups_.take(part_, step + 1);
+      if constexpr (kSteps > 1) groups_.take();
       decode<kColumnBlocks - 1>(second_);
       if constexpr (kInPairs || kParts == 1) issue<1>(ring, place);
       if (!full) track.stall([&] { ring.wait(next); });
       load<0>(ring.stage(next));
-      groups_.take(part_, step + kSteps);
+      groups_.take();
       add_items_from<0>(sums, ring, place, next);
       if constexpr (kSteps > 1) {
         if (more) load_second(ring, next, track);
@@ -153,7 +186,7 @@ class PackedRowsInTurn {
     end_sums<kBlocks>(sums);
 #pragma unroll
     for (int column = 0; column < 2 * kColumnBlocks; ++column) {
-      scale_column<kBlocks>(sums, column, ColumnBases::scale_of(GroupsOfLane::of_column(base_, column) & 0xff));
+      scale_column<kBlocks>(sums, column, ColumnBases::scale_of(groups_.base_of(column)));
     }
   }
 
@@ -161,9 +194,8 @@ class PackedRowsInTurn {
   static constexpr int kSteps = 3 - kColumnBlocks;  // of a round
   // A factor is multiplied with so many parts of the rows, one after the other, as there are registers for two products.
   static constexpr int kParts = kBlocks <= 6 ? 1 : 2, kOfPart = kBlocks / kParts;
-  // Both factors of a step one after the other, part by part of the rows, whose scales they share. With 80 rows there is a
-  // register too few for that.
-  static constexpr bool kInPairs = kSteps == 1 && kBlocks <= 8;
+  // Both factors of a step one after the other, part by part of the rows, whose scales they share.
+  static constexpr bool kInPairs = kSteps == 1;
   static constexpr int kItems = 2 * kParts;  // of a round: those of the first factor and those of the second
   static_assert(kParts * kOfPart == kBlocks);
   template <int kItem>
@@ -221,7 +253,7 @@ class PackedRowsInTurn {
   __device__ __forceinline__ void decode(Factor& factor) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t above = GroupsOfLane::of_column(groups_.of_lane() - base_, 2 * kBlock + half);
+      const uint32_t above = groups_.of_column(2 * kBlock + half);
       Magnitudes::shifted(group_of_lane(above)).decode_group(words_[half], factor, half);
     }
   }
@@ -268,8 +300,8 @@ class PackedRowsInTurn {
 
   const PackedPart& part_;
   const GroupPlaces<kLineBytes> places_;
-  const uint32_t base_;  // of this lane's column
-  OneGroupWord<true> groups_;
+  const OneBase& base_;
+  GroupsAboveBase groups_;
   uint4 words_[2];  // of the item that is decoded next
   Factor first_, second_;  // of the blocks of a step, or of two steps
   Products even_, odd_;
