@@ -44,8 +44,8 @@ __device__ __forceinline__ void meet_warpgroup(const MathThread& thread) {
 }
 
 // Stores this warp's lines, of each `columns` where `to` of the lane with its number says; nothing of lines where that is null.
-// By ordinary stores: of the copy engine lanes ask for their lines one after the other, some 80 cycles each, and the next pass
-// would wait until it has read them.
+// By ordinary stores: of the copy engine lanes ask for their lines one after the other, in a loop that the compiler makes, and
+// the next pass would wait until it has read them.
 template <class Element>
 __device__ __forceinline__ void store_lines_of_warp(const std::byte* lines, int lane, int32_t columns, Element* to) {
   constexpr int kOfLane = sizeof(uint4) / sizeof(Element);
