@@ -15,7 +15,8 @@
 // The last tile of an expert may have few rows. Where two thread blocks share a task, each taking half of the rows, the
 // second one would have none: such a narrow tile is computed two column tiles at a time instead, one for each block. In
 // every pair of columns it comes after the wide tiles, whose weights it uses. Where many workers would then have no down
-// task (share_columns), its answers are computed one column tile at a time, half by each block.
+// task (share_columns), its answers are computed one column tile at a time, half by each block; so is the last column tile
+// of an odd number.
 //
 // Of a last tile with a few rows more than that the second block would have these few alone, and wait for the first one
 // in every task. So where products take longer than loads the two tasks of a pair of columns exchange what they have
@@ -78,10 +79,10 @@ struct Task {
   int32_t column_tile;  // of the result
   // From that one on: 1, or 2 of a narrow tile (1 where it is the last of an odd number, or blocks share its columns).
   int32_t column_tiles;
-  // Of weight gradients alone.
-  int32_t weight_row_tile;  // of the matrix
-  int32_t part;         // kFirstPart | kLastPart (units.h), or one of those below
-  int32_t sums_tile;    // row tile that stands for the segment whose sums lie where this one's will; none: -1
+  int32_t weight_row_tile;  // of the matrix; of weight gradients alone
+  int32_t part;         // of a weight gradient kFirstPart | kLastPart (units.h), of others any of those below
+  // Of weight gradients alone: the row tile that stands for the segment whose sums lie where this one's will; none: -1.
+  int32_t sums_tile;
 };
 
 // Other parts than those of segments (units.h). Of a h_gradient: gate and up of its tile are those that the forward

@@ -76,6 +76,7 @@ struct GemmShape {
     static constexpr int kLines = Variant::Precision::kPacked ? 6 : 8;
     static constexpr int kLineBytes = Tiling::kColumns * sizeof(Wide);
     static constexpr int kLineStride = kMathWarps * kLineBytes + 16;  // from a line of a warp to its next
+    static constexpr int kHalfBytes = kLines * kMathWarps * kLineBytes / Roles::kMathWarpgroups;
     alignas(16) std::byte bytes[kLines * kLineStride - 16];
 
     // The first line.
@@ -83,7 +84,7 @@ struct GemmShape {
 
     // All of it in halves, for warpgroups whose warps fill lines together (epilogues/across.cuh).
     __device__ __forceinline__ std::byte* of_warpgroup(int warpgroup) {
-      return bytes + warpgroup * (kLines * kMathWarps * kLineBytes / Roles::kMathWarpgroups);
+      return bytes + warpgroup * kHalfBytes;
     }
   };
 

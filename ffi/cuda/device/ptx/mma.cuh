@@ -1,6 +1,6 @@
 // mma.sync: one warp multiplies a 16 x 16 slice of A with a 16 x 8 slice of B, all in its registers. Slower than wgmma
 // (wgmma.cuh), but factors can be made by the threads that multiply them, with no barrier between. Used by
-// kernel/gemm/packed.cuh.
+// kernel/gemm/packed.cuh and packed_many_rows.cuh.
 #pragma once
 
 #include <cstdint>

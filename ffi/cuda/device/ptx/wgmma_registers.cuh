@@ -1,6 +1,6 @@
 // Products of warpgroups whose first factor comes from registers: made by the threads that multiply it, and not to be
 // written before the products are done. The second one lies in shared memory, along the depth (wgmma.cuh). Used by
-// kernel/gemm/packed_eight_bit.cuh.
+// kernel/gemm/packed*.cuh.
 #pragma once
 
 #include <cstdint>

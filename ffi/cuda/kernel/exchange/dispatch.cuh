@@ -249,7 +249,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
     track.mark(EventKind::kFindRows, subject);
 
     // The ring slot is free once the tile that had it has left. Pairs with the releases after down tasks in
-    // TaskQueue::announce_stored().
+    // TaskQueue::announce_stored() or releaser::run().
     const Wait freed = wait_before<Cta<Variant>::kFirstHalf>(p.shape, schedule, chunk);
     if (freed.index >= 0) {
       if (lane == 0) {

@@ -1,5 +1,6 @@
-// The consumers' half of a GEMM: two warpgroups multiply the stages of one output tile, 64 rows each. load.cuh has the
-// half that fills the stages, epilogues/ what becomes of the accumulators.
+// The consumers' half of a GEMM: two warpgroups multiply the stages of one output tile, 64 rows each or, where they decode
+// weights, half of its columns each. load.cuh has the half that fills the stages, epilogues/ what becomes of the
+// accumulators.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@ namespace jaxmoe {
 
 // Which part of the tiles this thread computes; all fields but `lane` are the same in a whole warp.
 struct MathThread {
-  int warpgroup;  // 0 or 1: rows 64 * warpgroup and on
-  int warp;       // 0 .. 7: rows 16 * warp and on
+  int warpgroup;  // 0 or 1: rows 64 * warpgroup and on; of packed weights, that half of the columns
+  int warp;       // 0 .. 7: rows 16 * warp and on; of packed weights, its columns (PackedPart)
   int lane;
 
   // The row of the tile whose address this thread has to know in the epilogue; lanes 16 and on repeat it, unused.
@@ -52,10 +53,10 @@ __device__ __forceinline__ void hand_on(const typename GemmShape<Variant>::Ring&
 }
 
 // Multiplies the next `depth_steps` steps; `position` moves on by their stages. A warpgroup whose `rows` of this tile are
-// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, and may be negative. One that
-// decodes and has none of the matrix's columns does so too, and its sums are zeros. Where warpgroups share the steps
-// (shared_steps.cuh) both have sums of the first one's rows, which are still to be united. Returns whether there are rows, the
-// same answer in the whole warpgroup.
+// none computes nothing, but takes part in every hand-over: rows is task.rows - 64 * warpgroup, of packed weights
+// task.rows, and may be negative. One that decodes and has none of the matrix's columns does so too, and its sums are
+// zeros. Where warpgroups share the steps (shared_steps.cuh) both have sums of the first one's rows, which are still to be
+// united. Returns whether there are rows, the same answer in the whole warpgroup.
 // meanwhile(step) is called in every step, or at least where something is due (steps.cuh), while its products run. `track`
 // is that of the timeline. Factors (products.cuh) says how they lie in the stages and what becomes of their products;
 // `scales` are those that this takes. in_deep(): whether the steps come two to a stage (deep_stages.cuh), asked where no

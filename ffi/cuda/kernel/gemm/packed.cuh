@@ -35,8 +35,8 @@ struct GroupScales {
   static constexpr float kToSums = 0x1p16f;
 
   // The halves are those of two groups, the first one whose E8M0 byte is number `byte` of a word, 0 or 1, and the one two
-  // bytes further on. Exact from 2^-108 to 2^17; NaN above and where it is NaN; numbers with a smaller one are rounded, at
-  // last to zero.
+  // bytes further on. Exact from 2^-108 to 2^17; infinity where it is 2^18, NaN above and where it is NaN; numbers with a
+  // smaller one are rounded, at last to zero.
   static __device__ __forceinline__ uint32_t of_powers_of_two(uint32_t word, uint32_t byte) {
     constexpr uint32_t kBias = (126 - kLessened) << 7, kNan = 0x7fc0;
     const uint32_t pair = __byte_perm(word, 0, 0x4240 + 0x0101 * byte);

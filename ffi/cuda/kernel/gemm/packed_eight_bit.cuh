@@ -43,7 +43,7 @@ class EightBitFromPacked {
       } else if constexpr (Steps::kDeep) {
         part_.template with_row_blocks<2, 1, kFewBlocks>(few);
       } else {
-        part_.template with_row_blocks<2, kFewBlocks>(few);  // what is left of a larger tile
+        part_.template with_row_blocks<2, kFewBlocks>(few);  // what is left of a larger tile, and all of a recording
       }
       return;
     }
@@ -63,7 +63,7 @@ class EightBitFromPacked {
         } else if constexpr (Steps::kDeep) {
           part_.template with_row_blocks<2, 4>(in_turn);
         } else if (part_.one_block) {
-          part_.template with_row_blocks<1, kMostInTurn>(in_turn);  // fewer are in stages of halves
+          part_.template with_row_blocks<1, kMostInTurn>(in_turn);  // fewer are in stages of halves, but in a recording
         } else {
           part_.template with_row_blocks<2, 6, 8, kMostInTurn>(in_turn);
         }

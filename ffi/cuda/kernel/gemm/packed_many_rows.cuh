@@ -124,8 +124,8 @@ class ColumnBases {
 // Thread t of a quad has group t of a step, in 16 bytes, and multiplies 8 numbers of it with each slice of the depth; rows have
 // theirs in that order (turned.cuh).
 //
-// The work of a step is items: a block of columns with a part of the rows. The first item of a block decodes it. Two
-// items are under way at a time, so that one is multiplied while the other is decoded or added up.
+// The work of a step is items: a block of columns with a part of the rows. The first item of a block decodes it. Of up to 96
+// rows two items are under way at a time, so that one is multiplied while the other is decoded or added up.
 // `kLineBytes`: of packed columns in a stage.
 template <int kColumnBlocks, int kBlocks, int kLineBytes>
 class ManyPackedRows {

@@ -229,7 +229,8 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     const int32_t begun = begin_weights(cta, ring, position, task, queued == 0);
     if constexpr (Variant::Precision::kPacked) prefetch_group_scales(cta, cta.own_part(task));
     // Waits for rows pair with the release at the end of a chunk in dispatch::run(), the others with those after tasks
-    // in TaskQueue::announce_stored(). The fence orders what ordinary and bulk stores wrote before the loads.
+    // in TaskQueue::announce_stored() or, where there is a releaser, in releaser::run(). The fence orders what ordinary and
+    // bulk stores wrote before the loads.
     tiles.find(task);
     // What lies in the caller's array was there before the launch.
     if (!Cta<Variant>::kSecondHalf && (!is_weight || complete_segment != task.row_tile)) {

@@ -10,7 +10,7 @@
 //             Of more, place 4 w + t, in words of 4, of each 128 has the word 8 t + w: a thread has one group of a step
 //
 // Tokens are turned on their way into the ring (exchange/dispatch.cuh), h on its way out of shared memory
-// (epilogues/across.cuh).
+// (epilogues/across.cuh, across_eight_bit_h.cuh).
 #pragma once
 
 #include <cuda_runtime.h>

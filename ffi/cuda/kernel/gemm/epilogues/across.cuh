@@ -67,7 +67,7 @@ template <bool kTurned, class Variant, class Fill, class Target>
 __device__ __forceinline__ void store_across(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
                                              int32_t first_column, int32_t columns, const Fill& fill,
                                              const Target& target) {
-  static_assert(2 * Lines::kRows * Lines::kStride <= sizeof(typename GemmShape<Variant>::Staging));
+  static_assert(Lines::kRows * Lines::kStride <= GemmShape<Variant>::Staging::kHalfBytes);
   std::byte* const lines = cta.shared.gemm.staging.of_warpgroup(thread.warpgroup);
   const int32_t first_of_warp = Lines::kRowsOfWarp * (thread.warp % Roles::kWarpgroupWarps);
   std::byte* const of_warp = lines + first_of_warp * Lines::kStride;

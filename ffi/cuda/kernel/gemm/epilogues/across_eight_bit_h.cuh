@@ -35,7 +35,7 @@ struct BehindLines {
   static __device__ __forceinline__ BehindLines& of(const Cta<Variant>& cta, int warpgroup) {
     using Staging = typename GemmShape<Variant>::Staging;
     constexpr int kLinesBytes = Lines::kRows * Lines::kStride;
-    static_assert(2 * (kLinesBytes + sizeof(BehindLines)) <= sizeof(Staging) && kLinesBytes % alignof(BehindLines) == 0);
+    static_assert(kLinesBytes + sizeof(BehindLines) <= Staging::kHalfBytes && kLinesBytes % alignof(BehindLines) == 0);
     return *reinterpret_cast<BehindLines*>(cta.shared.gemm.staging.of_warpgroup(warpgroup) + kLinesBytes);
   }
 };
@@ -100,7 +100,9 @@ struct AcrossEightBitH {
     const int32_t first_column = tile.first + kColumns * thread.warpgroup;
     const int warp = thread.warp % Roles::kWarpgroupWarps;
     const bool has_columns = first_column < tile.count;
-    const bool notes = kGated ? thread.warp == 0 : warp == 0 && has_columns;
+    // A rehearsal (rehearsal.cuh) has no columns and notes nothing: behind the last scale of a row lie those of other rows,
+    // which may be multiplied by now, if this block came late.
+    const bool notes = has_columns && (kGated ? thread.warp : warp) == 0;
     const bool even_first = turned::has_even_first(task.rows);
     const int t = thread.lane % 4;
     auto& own = BehindLines::of(cta, thread.warpgroup);
