@@ -1,7 +1,8 @@
 """jaxmoe: an expert-parallel Mixture-of-Experts layer for JAX.
 
 `moe_layer` computes the layer for tokens that `route` has assigned to `Experts`. Flax layers are in `jaxmoe.nnx` and
-`jaxmoe.linen`, which are imported on demand; `jaxmoe.convert` reads and writes checkpoints.
+`jaxmoe.linen`, `jaxmoe.convert` reads and writes checkpoints, `jaxmoe.testing` makes devices of a CPU: all are imported
+when they are first used.
 """
 
 import importlib
@@ -95,10 +96,14 @@ __all__ = [
 ]
 
 
+# What is not needed by all, and imports more: Flax, or libraries that read checkpoints.
+_LATER = ("convert", "linen", "nnx", "testing")
+
+
 def __getattr__(name: str) -> Any:
-    """Imports `jaxmoe.convert` when it is first used."""
-    if name == "convert":
-        return importlib.import_module("jaxmoe.convert")
+    """Imports a module of `_LATER` when it is first used."""
+    if name in _LATER:
+        return importlib.import_module(f"jaxmoe.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

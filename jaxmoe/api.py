@@ -102,7 +102,8 @@ def moe_layer(
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
       mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it only says which devices share experts, which
-        `implementation=None` asks where they are of several hosts.
+        `implementation=None` asks where they are of several hosts. With Explicit axes take gradients under `jax.jit` or
+        `jax.set_mesh`: JAX refuses others.
       implementation: `"megakernel"` (one call of compiled code per rank for each of the two passes), `"xla"`
         (portable), `"reference"` (dense, float32: the truth, slow), or `None` to choose: the megakernel on GPUs that
         can run the call and, as far as JAX and the driver say, reach each other's memory where they share experts; else

@@ -27,6 +27,7 @@ from jaxmoe.network.levels import Levels
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, Residuals
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.wording import a_type
 
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
@@ -149,9 +150,7 @@ def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
 def _levels(options: CallOptions, placement: sharding.Placement, shape: Shape) -> Levels | None:
     """Returns what travels between hosts; `None` where the experts are on one, or nothing says that they are not."""
     if options.network is not None and not isinstance(options.network, NetworkPlan):
-        raise TypeError(
-            f"moe_layer: network is a {type(options.network).__name__}; it must be a jaxmoe.NetworkPlan or None."
-        )
+        raise TypeError(f"moe_layer: network is {a_type(options.network)}; it must be a jaxmoe.NetworkPlan or None.")
     group, stated = placement.group, options.network and options.network.ranks_per_host
     of_host = levels.ranks_per_host(group, options.mesh, stated)
     if of_host == group.size:
@@ -191,12 +190,12 @@ def _plan_for(implementation: Implementation, options: CallOptions) -> AnyPlan |
     for other in IMPLEMENTATIONS.values():
         if options.implementation is None and isinstance(plan, other.plan_type):
             raise TypeError(
-                f"moe_layer: plan is a {type(plan).__name__}, and implementation=None chooses {implementation.name!r}, "
+                f"moe_layer: plan is {a_type(plan)}, and implementation=None chooses {implementation.name!r}, "
                 f"which takes a jaxmoe.{wanted.__name__}. Name the implementation that the plan is for: "
                 f"implementation={other.name!r}."
             )
     raise TypeError(
-        f"moe_layer: plan is a {type(plan).__name__}; implementation={implementation.name!r} takes a "
+        f"moe_layer: plan is {a_type(plan)}; implementation={implementation.name!r} takes a "
         f"jaxmoe.{wanted.__name__}, or None for its default."
     )
 
@@ -204,7 +203,7 @@ def _plan_for(implementation: Implementation, options: CallOptions) -> AnyPlan |
 def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise TypeError(f"moe_layer: {name} is a {type(array).__name__}; it must be an array.")
+            raise TypeError(f"moe_layer: {name} is {a_type(array)}; it must be an array.")
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
         raise ValueError(f"moe_layer: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
@@ -301,9 +300,10 @@ def _shape(
 def uneven_experts(caller: str, num_experts: int, ranks: int, names: tuple[str, ...]) -> str:
     """Returns the error of experts that are not equally many on every rank."""
     axis = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
-    fitting = " or ".join(str(size) for size in range(1, max(ranks, 2)) if num_experts % size == 0)
+    *fewer, most = [str(size) for size in range(1, max(ranks, 2)) if num_experts % size == 0]
+    fitting = f"{', '.join(fewer)} or {most} ranks" if fewer else f"{most} rank"
     return (
         f"{caller}: num_experts={num_experts} cannot be spread over the {ranks} ranks of mesh {axis} "
         f"({num_experts} % {ranks} = {num_experts % ranks}). Use {-(-num_experts // ranks) * ranks} experts, "
-        f"or {fitting} ranks."
+        f"or a mesh axis of {fitting}."
     )

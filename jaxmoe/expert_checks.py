@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.wording import a_type
 
 
 def takes_experts(dtype: Any, token_dtype: Any) -> bool:
@@ -31,7 +32,7 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
     """
     if not isinstance(experts, Experts | FusedExperts):
         raise TypeError(
-            f"moe_layer: experts is a {type(experts).__name__}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...), "
+            f"moe_layer: experts is {a_type(experts)}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...), "
             "or jaxmoe.Experts.from_fused(w_gate_up, w_down, layout=...)."
         )
     fused = isinstance(experts, FusedExperts)
@@ -45,7 +46,7 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
             raise TypeError(_values_and_scales_of_another_library(name, array))
         for leaf in _leaves(array):
             if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                raise TypeError(f"moe_layer: experts.{name} is a {type(leaf).__name__}; it must be an array.")
+                raise TypeError(f"moe_layer: experts.{name} is {a_type(leaf)}; it must be an array.")
     said, hidden = f"x has hidden={hidden}", hidden // hidden_ranks
     if hidden_ranks > 1:
         said += f", so a shard over the {hidden_ranks} ranks of hidden_axis must have {hidden}"
@@ -137,7 +138,7 @@ def _values_and_scales_of_another_library(name: str, array: Any) -> str:
             "jaxmoe.BlockScaled(values, scales), values as [experts, out, in], has float8_e4m3fn alone: decode this "
             "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
         )
-    return f"moe_layer: experts.{name} is a {type(array).__name__} with qvalue {values} and scale {scales}. {todo}"
+    return f"moe_layer: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {todo}"
 
 
 def _leaves(array: Any) -> list[Any]:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.routing.router import Routing
+from jaxmoe.wording import a_type
 
 ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
@@ -48,6 +50,12 @@ class Arguments(NamedTuple):
                     "experts)."
                 )
             topk_ids, topk_weights = routing.topk_ids, routing.topk_weights
+        if experts is None and isinstance(topk_weights, Experts | FusedExperts):
+            raise TypeError(
+                f"moe_layer: the third argument is {a_type(topk_weights)} and the second one is {a_type(topk_ids)}, no "
+                "Routing. Call moe_layer(x, jaxmoe.route(logits, config), experts), or moe_layer(x, topk_ids, "
+                "topk_weights, experts)."
+            )
         if experts is None:
             raise TypeError(
                 "moe_layer: there are no experts. Call moe_layer(x, routing, experts), or moe_layer(x, topk_ids, "

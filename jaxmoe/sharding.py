@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxmoe.array_layout import AxesOfDims, axes_of_type, known_axes, names_in, same_axes
+from jaxmoe.wording import a_type
 
 try:  # JAX's own name of it: jax.sharding.get_mesh, which is public, has no answer inside of jit
     from jax._src.mesh import get_concrete_mesh
@@ -231,7 +232,7 @@ def place(
         )
     context = jax.sharding.get_abstract_mesh()
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh or None.")
+        raise TypeError(f"{caller}: mesh is {a_type(mesh)}; it must be a jax.sharding.Mesh or None.")
     if context.manual_axes:
         return Placement(_group_inside(expert_axes, context, caller), stats_axes=expert_axes)
     if mesh is not None and not context.empty and mesh.abstract_mesh != context:
@@ -247,8 +248,9 @@ def place(
     if chosen.empty:
         needing = f"axis_name={axis_name!r}" if expert_axes else f"mesh axis {(*data_axes, *inner_axes)[0]!r}"
         raise ValueError(
-            f"{caller}: {needing} needs a mesh and none is set. Call it inside shard_map, "
-            "under `with jax.set_mesh(mesh):`, or pass mesh=; axis_name=None runs without expert parallelism."
+            f"{caller}: {needing} needs a mesh and none is set. Call it inside shard_map, under "
+            "`with jax.set_mesh(mesh):` (`with mesh:` does not set it), or pass mesh=; axis_name=None runs without "
+            "expert parallelism."
         )
     _check_in_mesh((*data_axes, *expert_axes), chosen, caller)
     known = known_axes(x, chosen)

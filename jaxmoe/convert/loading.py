@@ -23,6 +23,7 @@ from jaxmoe.convert.safetensors_files import open_safetensors
 from jaxmoe.convert.tensors import Block
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
+from jaxmoe.wording import a_type
 
 I64 = np.dtype(np.int64)
 
@@ -101,9 +102,7 @@ def from_hf(
     if isinstance(tensors, str | os.PathLike):
         tensors = open_safetensors(tensors)
     if not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"from_hf: tensors is a {type(tensors).__name__}; it must be a path, or a mapping of names to arrays."
-        )
+        raise TypeError(f"from_hf: tensors is {a_type(tensors)}; it must be a path, or a mapping of names to arrays.")
     block = Block(tensors, stem_of(tensors, family, layer, prefix), lambda: other_families(tensors, family, layer))
     weights = _described(block, table, dtype)
     _check_all_read(block, tensors, family, layer)

@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from jaxmoe.wording import a_type
+
 # What a dimension of an array counts, and so over which mesh axes it is split.
 Dimension = Literal["experts", "hidden", "intermediate"] | None
 # Rows of a matrix that are written to columns together. On a CPU this halves the time of the transposition, to 1.6 ns
@@ -67,7 +69,7 @@ class Placing:
         if mesh is None and not (of_context := jax.sharding.get_mesh()).empty:
             mesh = of_context
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise TypeError(f"from_hf: mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh or None.")
+            raise TypeError(f"from_hf: mesh is {a_type(mesh)}; it must be a jax.sharding.Mesh or None.")
         named = {kind: (names,) if isinstance(names, str) else tuple(names or ()) for kind, names in axes.items()}
         for kind, names in named.items():
             for name in names:

@@ -17,6 +17,7 @@ from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts, split
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.wording import a_type
 
 
 def to_hf(
@@ -57,7 +58,7 @@ def to_hf(
 
 def _check(weights: Any, table: Family, family: str) -> None:
     if not isinstance(weights, MoEWeights):
-        raise TypeError(f"to_hf: weights is a {type(weights).__name__}; pass the MoEWeights that from_hf returns.")
+        raise TypeError(f"to_hf: weights is {a_type(weights)}; pass the MoEWeights that from_hf returns.")
     for leaf in jax.tree.leaves(weights):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(

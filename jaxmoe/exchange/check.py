@@ -29,6 +29,7 @@ from jaxmoe.integers import integer
 from jaxmoe.options import ImplementationName
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import check_token_valid
+from jaxmoe.wording import a_type
 
 # Multiprocessors of a kernel beside other work: so few that collectives find some, whatever it waits for itself
 # (kMostWorkersBeside in ffi/cuda/host/call_checks.h).
@@ -148,7 +149,7 @@ def check_multiprocessors(caller: str, given: Any) -> int | None:
 def _num_matrices(caller: str, x: Any, matrices: Any, placement: sharding.Placement) -> int:
     """Returns the matrices of all ranks together, after all checks of them."""
     if not _is_array(matrices):
-        raise TypeError(f"{caller}: matrices is a {type(matrices).__name__}; it must be an array.")
+        raise TypeError(f"{caller}: matrices is {a_type(matrices)}; it must be an array.")
     if len(matrices.shape) != 3 or 0 in matrices.shape or matrices.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{caller}: matrices has shape {matrices.shape}; it must be [experts, {x.shape[-1]}, width], a matrix for "
@@ -192,7 +193,7 @@ def _is_array(array: Any) -> bool:
 def _check_tokens(caller: str, x: Any, topk_ids: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("token_valid", token_valid)):
         if not _is_array(array) and not (name == "token_valid" and array is None):
-            raise TypeError(f"{caller}: {name} is a {type(array).__name__}; it must be an array.")
+            raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
         raise ValueError(f"{caller}: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
@@ -283,7 +284,7 @@ def check_combine(
     """Returns the call of the handle, or raises what is wrong with it or with the arrays."""
     if not isinstance(handle, Handle):
         raise TypeError(
-            f"{caller}: handle is a {type(handle).__name__}; it must be the handle that jaxmoe.dispatch returned, "
+            f"{caller}: handle is {a_type(handle)}; it must be the handle that jaxmoe.dispatch returned, "
             "dispatched.handle."
         )
     call = handle.call
@@ -295,7 +296,7 @@ def check_combine(
         places = (shards * experts, room.capacity_per_expert)
     for name, array in ((name_of_rows, outputs), ("topk_weights", topk_weights)):
         if not _is_array(array) and not (name == "topk_weights" and array is None):
-            raise TypeError(f"{caller}: {name} is a {type(array).__name__}; it must be an array.")
+            raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
     if len(outputs.shape) != len(places) + 1 or outputs.shape[:-1] != places or outputs.shape[-1] == 0:
         raise ValueError(
             f"{caller}: {name_of_rows} has shape {outputs.shape}; it must be [{', '.join(map(str, places))}, width]: a "
@@ -325,7 +326,7 @@ def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: An
     call = check_combine(rows, topk_weights, handle, caller, "rows")
     experts = call.shape.local_experts * (1 if call.placement.mesh is None else call.group.size)
     if not _is_array(matrices):
-        raise TypeError(f"{caller}: matrices is a {type(matrices).__name__}; it must be an array.")
+        raise TypeError(f"{caller}: matrices is {a_type(matrices)}; it must be an array.")
     expected = (experts, rows.shape[-1])
     if len(matrices.shape) != 3 or matrices.shape[:2] != expected or matrices.shape[2] == 0:
         raise ValueError(

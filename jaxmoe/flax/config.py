@@ -21,6 +21,7 @@ from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.routing import RouterConfig, route
 from jaxmoe.routing.router import preset_with_selection_bias
 from jaxmoe.sharding import axis_tuple
+from jaxmoe.wording import a_type
 
 EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
 Initializer = Callable[..., Any]
@@ -67,8 +68,13 @@ class LayerConfig(CallOptions):
                 raise ValueError(f"MoE: {name}={value!r} must be an integer of at least 1.")
         if not isinstance(self.router, RouterConfig):
             raise TypeError(
-                f"MoE: router is a {type(self.router).__name__}; pass jaxmoe.RouterConfig(top_k=...) or one of its "
+                f"MoE: router is {a_type(self.router)}; pass jaxmoe.RouterConfig(top_k=...) or one of its "
                 "presets, such as jaxmoe.RouterConfig.mixtral()."
+            )
+        if self.router.top_k > self.num_experts:
+            raise ValueError(
+                f"MoE: router.top_k={self.router.top_k} exceeds num_experts={self.num_experts}. Choose top_k of at "
+                "most num_experts."
             )
         if self.shared_activation is not None and self.shared_intermediate is None:
             raise ValueError(

@@ -37,6 +37,7 @@ from jaxmoe.routing import MoEAux, MoEStats, router_aux, update_selection_bias
 from jaxmoe.routing.router import choose
 from jaxmoe.routing.stats import check_token_valid
 from jaxmoe.sharding import names_of_tokens
+from jaxmoe.wording import a_type
 
 
 def forward(
@@ -132,7 +133,7 @@ def _experts_for(dtype: Any, arrays: Mapping[str, Any]) -> Experts:
 
 def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"MoE: x is a {type(x).__name__}; it must be an array [..., tokens, hidden].")
+        raise TypeError(f"MoE: x is {a_type(x)}; it must be an array [..., tokens, hidden].")
     if len(x.shape) < 2 or x.shape[-1] != config.hidden:
         raise ValueError(
             f"MoE: x has shape {x.shape}; it must be [..., tokens, hidden] with hidden={config.hidden}, the width this "
@@ -141,7 +142,7 @@ def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"MoE: x is {x.dtype}; it must be a float array.")
     if token_valid is not None and not (hasattr(token_valid, "shape") and hasattr(token_valid, "dtype")):
-        raise TypeError(f"MoE: token_valid is a {type(token_valid).__name__}; it must be a bool array.")
+        raise TypeError(f"MoE: token_valid is {a_type(token_valid)}; it must be a bool array.")
     check_token_valid("MoE", token_valid, x.shape[:-1], "x")
 
 

@@ -12,6 +12,7 @@ from jaxmoe.experts import split
 from jaxmoe.flax.config import EXPERT_ARRAYS, Parameter
 from jaxmoe.quantization import dequantize
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.wording import a_type
 
 
 def arguments_of(weights: Any) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def arguments_of(weights: Any) -> dict[str, Any]:
     """
     if not isinstance(weights, MoEWeights):
         raise TypeError(
-            f"MoE.from_weights: weights is a {type(weights).__name__}; pass what jaxmoe.convert.from_hf returned, or "
+            f"MoE.from_weights: weights is {a_type(weights)}; pass what jaxmoe.convert.from_hf returned, or "
             "jaxmoe.convert.MoEWeights(experts, router_kernel)."
         )
     if weights.token_table is not None:

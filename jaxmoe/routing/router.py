@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.largest import largest
 from jaxmoe.routing.stats import check_token_valid, int32_ids
+from jaxmoe.wording import a_type
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -315,7 +316,7 @@ def _check(
     topk_ids: jax.Array | None,
 ) -> None:
     if not isinstance(config, RouterConfig):
-        raise TypeError(f"route: config is a {type(config).__name__}; pass jaxmoe.RouterConfig(top_k=...).")
+        raise TypeError(f"route: config is {a_type(config)}; pass jaxmoe.RouterConfig(top_k=...).")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"route: logits are {logits.dtype}; they must be a float array, best float32.")
     if logits.ndim < 1:

@@ -152,7 +152,7 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
         ["multiplies two projections", "w_up is None"],
     ),
     "an unknown implementation": lambda: ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
-    "a plan that is none": lambda: ({"plan": 128}, TypeError, ["plan is a int", "jaxmoe.Plan"]),
+    "a plan that is none": lambda: ({"plan": 128}, TypeError, ["plan is an int", "jaxmoe.Plan"]),
     "a mask of integers": lambda: ({"token_valid": IDS[:, 0]}, TypeError, ["token_valid is int32", "bool"]),
     "a mask of other tokens": lambda: (
         {"token_valid": jnp.ones(4, bool)},
@@ -183,7 +183,13 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
     "experts that the axis does not divide": lambda: (
         {"experts": experts_of(6), "axis_name": "expert", "mesh": mesh_of("data", "expert")},
         ValueError,
-        ["num_experts=6", "4 ranks of mesh axis 'expert'", "6 % 4 = 2", "Use 8 experts", "or 1 or 2 or 3 ranks"],
+        [
+            "num_experts=6",
+            "4 ranks of mesh axis 'expert'",
+            "6 % 4 = 2",
+            "Use 8 experts",
+            "or a mesh axis of 1, 2 or 3 ranks",
+        ],
     ),
 }
 

@@ -262,7 +262,7 @@ def test_a_layer_of_a_checkpoint_makes_its_sums_as_it_is_told():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_no_weights_and_a_precision_that_does_not_fit_them_are_refused():
-    with pytest.raises(TypeError, match=r"weights is a Experts; pass what jaxmoe.convert.from_hf returned"):
+    with pytest.raises(TypeError, match=r"weights is an Experts; pass what jaxmoe.convert.from_hf returned"):
         MoE.from_weights(weights_of().experts, ROUTER, axis_name=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="precision='w8a16' decodes experts in 8 bits"):
         MoE.from_weights(weights_of("mxfp4"), ROUTER, axis_name=None, precision="w8a16")

@@ -1,6 +1,8 @@
 """What users see of the package before they call anything."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,14 @@ from tests.documents import ROOT
 def test_what_the_package_lists_is_what_users_need():
     assert set(dir(jaxmoe)) == {*jaxmoe.__all__, "__version__"}
     assert all(getattr(jaxmoe, name) is not None for name in dir(jaxmoe))
+
+
+def test_modules_that_not_all_need_are_there_without_an_import_of_their_own():
+    program = (
+        "import jaxmoe; print([getattr(jaxmoe, name).__name__ for name in ('convert', 'linen', 'nnx', 'testing')])"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["['jaxmoe.convert',", "'jaxmoe.linen',", "'jaxmoe.nnx',", "'jaxmoe.testing']"]
 
 
 def test_the_reference_has_what_the_package_lists():

@@ -63,5 +63,7 @@ def test_missing_experts_and_weights_beside_a_routing_are_refused():
         jaxmoe.moe_layer(X, ROUTING, axis_name=None)
     with pytest.raises(TypeError, match="there are no experts"):
         jaxmoe.moe_layer(X, ROUTING.topk_ids, ROUTING.topk_weights, axis_name=None)
+    with pytest.raises(TypeError, match=r"third argument is an Experts and the second one is an Array\w*, no Routing"):
+        jaxmoe.moe_layer(X, ROUTING.topk_ids, EXPERTS, axis_name=None)
     with pytest.raises(TypeError, match="topk_weights come beside a Routing"):
         jaxmoe.moe_layer(X, ROUTING, ROUTING.topk_weights, EXPERTS, axis_name=None)
