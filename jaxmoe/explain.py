@@ -35,6 +35,7 @@ def explain(
     precision: Precision | None = None,
     accumulation: Accumulation = "promoted",
     network: NetworkPlan | None = None,
+    return_stats: bool = False,
 ) -> Explanation:
     """Says what `moe_layer` does with these arguments: the implementation and plan it takes, why, and the bytes.
 
@@ -56,6 +57,7 @@ def explain(
       precision: as for `moe_layer`.
       accumulation: as for `moe_layer`.
       network: as for `moe_layer`.
+      return_stats: as for `moe_layer`; it changes nothing of what is said.
 
     Raises:
       ValueError: as `moe_layer` would.

@@ -76,6 +76,10 @@ class LayerConfig(CallOptions):
                 f"MoE: router.top_k={self.router.top_k} exceeds num_experts={self.num_experts}. Choose top_k of at "
                 "most num_experts."
             )
+        for name in ("dtype", "param_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"MoE: {name}={jnp.dtype(dtype)} must be a float dtype, such as bfloat16.")
         if self.shared_activation is not None and self.shared_intermediate is None:
             raise ValueError(
                 f"MoE: shared_activation={self.shared_activation!r} is given, but there is no shared expert. Set "

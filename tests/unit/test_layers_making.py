@@ -55,6 +55,7 @@ class Behaviours:
             ({"shared_intermediate": -1}, ValueError, "MoE: shared_intermediate=-1 must be"),
             ({"router": 2}, TypeError, r"MoE: router is an int; pass jaxmoe.RouterConfig\(top_k=...\)"),
             ({"router": RouterConfig(top_k=9)}, ValueError, "MoE: router.top_k=9 exceeds num_experts=8"),
+            ({"dtype": jnp.int8}, TypeError, "MoE: dtype=int8 must be a float dtype, such as bfloat16"),
             ({"router": RouterConfig(top_k=1, num_groups=3)}, ValueError, "num_experts=8 cannot be split"),
             ({"activation": "swish"}, ValueError, "activation='swish' is not known. Use one of 'silu'"),
             ({"shared_activation": "silu"}, ValueError, "there is no shared expert. Set shared_intermediate="),

@@ -24,7 +24,7 @@ def test_it_is_the_same_as_its_ids_and_weights():
         jaxmoe.moe_layer(X, ROUTING, experts=EXPERTS, axis_name=None),
     ):
         np.testing.assert_array_equal(y, BY_HAND())
-    told = jaxmoe.explain(X, ROUTING, EXPERTS, axis_name=None)
+    told = jaxmoe.explain(X, ROUTING, EXPERTS, axis_name=None, return_stats=True)
     assert told.call == jaxmoe.explain(X, ROUTING.topk_ids, ROUTING.topk_weights, EXPERTS, axis_name=None).call
 
 

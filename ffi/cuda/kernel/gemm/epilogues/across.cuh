@@ -115,6 +115,22 @@ struct ColumnTerms {
   __device__ __forceinline__ float complete(float sum, int i) const { return sum * scale + bias[i / 2]; }
 };
 
+// Of a gate_up task those of gate and up of this thread's columns, or, of experts without up, of both of its blocks of
+// columns.
+struct GateUpTerms {
+  ColumnTerms first, second;
+
+  template <class Variant>
+  static __device__ __forceinline__ GateUpTerms of(const Cta<Variant>& cta, const Task& task, const MathThread& thread,
+                                                   const TileColumns& tile, bool gated) {
+    const auto& p = cta.params;
+    const int32_t column = tile.first + (gated ? 16 : 32) * thread.warp + thread.lane / 4;
+    return {ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, column, tile.count),
+            gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, column, tile.count)
+                  : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, column + 16, tile.count)};
+  }
+};
+
 // Fills lines from row block `i` of the pass on with two row blocks of 16 columns of each warp: pair(row block, half) has
 // two neighbours of column g + 8 * half, packed.
 template <class Pair>
@@ -211,11 +227,7 @@ struct AcrossH {
     };
     const int32_t columns = p.gated ? Lines::kColumns / 2 : Lines::kColumns;  // of the warpgroup
     const int32_t first = tile.first + columns * thread.warpgroup;
-    const int32_t first_of_thread = tile.first + (p.gated ? 16 : 32) * thread.warp + thread.lane / 4;
-    const ColumnTerms gate = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread, tile.count);
-    const ColumnTerms second =
-        p.gated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first_of_thread, tile.count)
-                : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread + 16, tile.count);
+    const GateUpTerms terms = GateUpTerms::of(cta, task, thread, tile, p.gated);
     with_activation_kind(p.activation.kind, [&](auto kind) {
       const auto activate = [&](float gate_value, float up_value) {
         return activate_as<decltype(kind)::value>(p.activation, gate_value, up_value);
@@ -223,7 +235,7 @@ struct AcrossH {
       const auto fill = [&](std::byte* lines, int first_block, int32_t rows) {
         if (!p.gated) {
           fill_whole<Variant>(sums, thread, lines, first_block, rows, [&](float sum, int i, int block) {
-            return activate((block == 0 ? gate : second).complete(sum, i), 1.0f);
+            return activate((block == 0 ? terms.first : terms.second).complete(sum, i), 1.0f);
           });
           return;
         }
@@ -233,8 +245,8 @@ struct AcrossH {
           fill_16_columns(thread, lines, i, [&](int row_block, int half) {
             const float* const gates = sums.values + 4 * (first_block + row_block) + 2 * half;
             const float* const ups = gates + 4 * 16;
-            return Wide::pack(activate(gate.complete(gates[0], 2 * half), second.complete(ups[0], 2 * half)),
-                              activate(gate.complete(gates[1], 2 * half), second.complete(ups[1], 2 * half)));
+            return Wide::pack(activate(terms.first.complete(gates[0], 2 * half), terms.second.complete(ups[0], 2 * half)),
+                              activate(terms.first.complete(gates[1], 2 * half), terms.second.complete(ups[1], 2 * half)));
           });
         }
       };

@@ -65,12 +65,7 @@ struct AcrossEightBitH {
   static __device__ __forceinline__ void activate_all(const Cta<Variant>& cta, const Task& task,
                                                       const MathThread& thread, ptx::Accumulators& sums) {
     const auto& p = cta.params;
-    const TileColumns tile = h_columns_of(cta, task);
-    const int32_t first_of_thread = tile.first + (kGated ? 16 : 32) * thread.warp + thread.lane / 4;
-    const ColumnTerms first = ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread, tile.count);
-    const ColumnTerms second =
-        kGated ? ColumnTerms::of(cta, p.b_up, p.w_up_scales, task.expert, first_of_thread, tile.count)
-               : ColumnTerms::of(cta, p.b_gate, p.w_gate_scales, task.expert, first_of_thread + 16, tile.count);
+    const auto [first, second] = GateUpTerms::of(cta, task, thread, h_columns_of(cta, task), kGated);
 #pragma unroll
     for (int i = 0; i < Tiling::kRows / 8; ++i) {
       if (8 * i >= task.rows) break;
