@@ -122,7 +122,7 @@ def test_a_plan_that_cannot_be_is_refused(fields, told):
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_network_that_is_no_plan_is_refused():
     arguments = make_inputs(0, tokens=8, hidden=8, intermediate=8, num_experts=8, top_k=2)
-    with pytest.raises(TypeError, match=r"network is a int; it must be a jaxmoe\.NetworkPlan"):
+    with pytest.raises(TypeError, match=r"network is an int; it must be a jaxmoe\.NetworkPlan"):
         jaxmoe.moe_layer(*arguments[:4], axis_name=None, network=4)  # pyright: ignore[reportArgumentType]
 
 
