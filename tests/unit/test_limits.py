@@ -423,7 +423,7 @@ def test_a_cpu_group_of_several_processes_is_refused_and_one_rank_of_many_proces
         ({"plan": PLAN, "implementation": "xla"}, ["plan is a KernelPlan", "implementation='xla' takes a jaxmoe.Plan"]),
         ({"plan": PLAN, "implementation": "reference"}, ["plan is a KernelPlan", "takes a jaxmoe.Plan"]),
         ({"plan": PLAN, "implementation": None}, ["Name the implementation", "implementation='megakernel'"]),
-        ({"plan": 7}, ["plan is a int", "jaxmoe.KernelPlan"]),
+        ({"plan": 7}, ["plan is an int", "jaxmoe.KernelPlan"]),
     ],
 )
 def test_a_plan_of_the_other_kind_is_refused_and_the_right_kind_named(options, parts):
