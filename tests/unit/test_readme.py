@@ -69,7 +69,7 @@ def test_the_layer_with_transformer_engine_s_arguments_is_the_dense_one():
 
 
 @pytest.mark.slow
-def test_the_recipe_s_gradients_lie_as_its_parameters_do():
+def test_the_recipe_s_gradients_and_what_it_restores_lie_as_its_parameters_do():
     names = run_page("docs/recipe.md")
     assert names["mesh"].size == 8
     assert np.all(names["rows"].sum(-1) == 8 * 16 * 2)
@@ -77,6 +77,8 @@ def test_the_recipe_s_gradients_lie_as_its_parameters_do():
     assert gate.shape == (2, 8, 64, 96)
     assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 4, 32, 48)}
     assert np.any(gate)
+    restored, made = (names[each]["w_gate"].get_value() for each in ("at", "parameters"))
+    assert (restored.shape, restored.dtype, restored.sharding) == (made.shape, made.dtype, made.sharding)
 
 
 @pytest.mark.parametrize(
