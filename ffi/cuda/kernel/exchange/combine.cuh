@@ -78,16 +78,24 @@ struct SharedTokens {
   int32_t item;
 };
 
-// Adds them up when wait() has seen all answered. What does not depend on answers is asked for before.
+// Adds them up when wait() has seen all answered. What does not depend on answers is asked for before, and a sum rehearsed, as
+// epilogues are (gemm/rehearsal.cuh): the first one of a launch took several times as long as one way to memory
+// (docs/performance/scans.md).
 template <int kGroups, class Variant, class Wait>
 __device__ __forceinline__ void share_tokens(const Cta<Variant>& cta, int math_warp, int lane, const Wait& wait) {
   SharedTokens<kGroups, Variant> own(cta, math_warp);
   SlotOfLane of_lane = SlotOfLane::of(cta, own.token(), lane);
-  wait();
-  while (own.has_more(cta)) {
-    sum_token<kGroups>(cta, own.token(), of_lane, own.part(), own.parts, lane);
-    own.advance(cta);
-    of_lane = SlotOfLane::of(cta, own.token(), lane);
+  // By the same code: the compiler does not know that there are parts, or it would make a copy of it.
+#pragma unroll 1
+  for (bool rehearses = kRehearsesSums<Variant> && own.parts > 0;; rehearses = false) {
+    if (!rehearses) wait();
+    while (own.has_more(cta)) {
+      sum_token<kGroups>(cta, own.token(), of_lane, own.part(), own.parts, lane, rehearses);
+      if (rehearses) break;
+      own.advance(cta);
+      of_lane = SlotOfLane::of(cta, own.token(), lane);
+    }
+    if (!rehearses) return;
   }
 }
 

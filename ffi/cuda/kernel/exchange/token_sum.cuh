@@ -22,6 +22,11 @@ inline constexpr int kGroupsFor = kRegisters >= 160 ? 4 : kRegisters >= 96 ? 2 :
 template <int kGroups>
 inline constexpr int32_t kVectorsAtOnce = 32 * kGroups;
 
+// Whether the sum of a token is rehearsed before answers are there, as if it had no columns (combine.cuh): beside weights that
+// math warps decode, whose launches are short.
+template <class Variant>
+inline constexpr bool kRehearsesSums = Variant::kPass == Pass::kForward && Variant::Precision::kPacked;
+
 // Which rows are added up, by number: one behind the other, or those that lanes have. All lanes ask for one together.
 struct RowsInOrder {
   __device__ __forceinline__ int32_t operator()(int32_t number) const { return number; }
@@ -35,13 +40,15 @@ struct RowsOfLanes {
 };
 
 // y = sum over `count` rows of weight * row, every `stride` vectors the kVectorsAtOnce from `begin` on. Rows are numbered
-// from `first_row` on; `weight` is that of the row of each lane, `used` has a bit for each row that is there.
+// from `first_row` on; `weight` is that of the row of each lane, `used` has a bit for each row that is there. Where
+// that is rehearsed a row of no vectors goes through the loops too, once.
 template <int kGroups, class Variant, class Rows>
 __device__ __forceinline__ void add_up(const uint4* first_row, const Rows& rows, uint4* y, int32_t begin,
                                        int32_t stride, int32_t vectors, int32_t count, float weight, uint32_t used,
                                        int lane) {
   using Precision = typename Variant::Precision::Wide;
-  for (int32_t start = begin; start < vectors; start += stride) {
+  constexpr bool kOnce = kRehearsesSums<Variant>;
+  for (int32_t start = begin; kOnce || start < vectors;) {
     const int32_t first = start + lane;
     float sums[kGroups][8];
 #pragma unroll
@@ -87,6 +94,8 @@ __device__ __forceinline__ void add_up(const uint4* first_row, const Rows& rows,
                              Precision::pack(sums[g][4], sums[g][5]), Precision::pack(sums[g][6], sums[g][7])};
       }
     }
+    start += stride;
+    if (kOnce && start >= vectors) break;
   }
 }
 
@@ -123,12 +132,12 @@ struct SlotOfLane {
   }
 };
 
-// Part `part` of `parts` of the columns of a token. All lanes of a warp.
+// Part `part` of `parts` of the columns of a token, or of none where it `rehearses`. All lanes of a warp.
 template <int kGroups, class Variant>
 __device__ __forceinline__ void sum_token(const Cta<Variant>& cta, int32_t token, const SlotOfLane& of_lane,
-                                          int32_t part, int32_t parts, int lane) {
+                                          int32_t part, int32_t parts, int lane, bool rehearses = false) {
   const auto& p = cta.params;
-  const int32_t vectors = p.shape.hidden / 8;
+  const int32_t vectors = rehearses ? 0 : p.shape.hidden / 8;
   const int32_t top_k = p.shape.top_k;
   const uint32_t used = __ballot_sync(0xffffffff, of_lane.is_used);
   if constexpr (Cta<Variant>::kBackward) {

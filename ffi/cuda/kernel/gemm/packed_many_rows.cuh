@@ -142,6 +142,7 @@ class ManyPackedRows {
       track.stall([&] { ring.wait(place); });
       groups_.take(part_, step);
       multiply_step(sums, ring.stage(place));
+      __syncwarp();  // all lanes have read their last scales of rows
       ring.release(place, ptx::read_lane());
     };
     ring.template for_each<kAtATime == 1>(steps, position, meanwhile, take_step);
