@@ -247,7 +247,7 @@ def quantize_rows(
         finite &= (scale >= GIVEN_SCALES[0]) & (scale <= GIVEN_SCALES[1])
         scales = jnp.where(finite, scale, jnp.nan)
     inverses = jnp.where(finite, 1 / scales, jnp.nan)
-    values = (groups * inverses[..., None]).reshape(rows.shape[0], -1)[:, : rows.shape[1]]
+    values = _rows(groups * inverses[..., None])[:, : rows.shape[1]]
     if scale is not None:
         # JAX makes NaN of what is too large. Chosen, not clipped: that keeps NaN.
         values = jnp.where(jnp.abs(values) > LARGEST, jnp.copysign(LARGEST, values), values)
@@ -263,9 +263,13 @@ def dequantize_rows(
     [[3.0, 3.0, 3.0]]
     """
     wide = _groups(values.astype(jnp.float32)) * scales[..., None]
-    return wide.reshape(values.shape[0], -1)[:, : values.shape[1]].astype(dtype)
+    return _rows(wide)[:, : values.shape[1]].astype(dtype)
 
 
 def _groups(rows: Float[Array, "rows columns"]) -> Float[Array, "rows groups group"]:
     padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK)))
-    return padded.reshape(rows.shape[0], -1, BLOCK)
+    return padded.reshape(rows.shape[0], padded.shape[1] // BLOCK, BLOCK)
+
+
+def _rows(groups: Float[Array, "rows groups group"]) -> Float[Array, "rows columns"]:
+    return groups.reshape(groups.shape[0], groups.shape[1] * BLOCK)

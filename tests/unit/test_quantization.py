@@ -194,6 +194,12 @@ def rows_by_hand(rows: np.ndarray, power_of_two: bool) -> tuple[np.ndarray, np.n
     return values.reshape(rows.shape), scales
 
 
+def test_no_rows_are_quantized_to_none():
+    values, scales = quantize_rows(jnp.zeros((0, 200)))
+    assert (values.shape, scales.shape) == ((0, 200), (0, 2))
+    assert dequantize_rows(values, scales, jnp.bfloat16).shape == (0, 200)
+
+
 jitted_rows = jax.jit(quantize_rows, static_argnums=1)
 
 

@@ -94,9 +94,9 @@ __device__ __forceinline__ void muster(Crew& shared, const Signals& signals, uin
   __syncthreads();
 }
 
-// By one thread, once it has seen tasks_done of the whole crew, so that no task is left to be taken: how many workers
-// there are whose tasks_done counts. Who starts from now on finds no task.
-__device__ inline uint32_t workers_with_tasks(Control* control) {
+// By one thread, once it has seen tasks_done of the whole crew, so that no task is left to be taken: how many workers have
+// started so far, latecomers among them. Each of them counts in tasks_done when it is done, whether it had tasks or not.
+__device__ inline uint32_t workers_started(Control* control) {
   return ptx::load_acquire_gpu(&control->workers_started) % kComplete;
 }
 

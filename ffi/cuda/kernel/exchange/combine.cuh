@@ -21,15 +21,20 @@ template <class Variant>
 using TokensToAddUp =
     std::conditional_t<Cta<Variant>::kSumsAtExperts, sums_at_experts::TokensOfPeers<Variant>, OwnTokens<Variant>>;
 
-// One thread. All answers of this rank's experts are written.
+// One thread. All answers of this rank's experts are written: as many workers are done as have started.
+//
+// Latecomers count too, with tasks or without. So who starts after the others were counted could stand for one of them that
+// still multiplies: they are counted again, until no one has come meanwhile. Each has counted itself as started before it is
+// done, so then all that were counted are. Who starts still later finds no task. tests/unit/test_crew.py is a model of it.
 template <class Variant>
 __device__ __forceinline__ void wait_for_all_tasks(const Cta<Variant>& cta, Site site) {
-  const uint32_t workers = cta.shared.crew.workers;
-  // Pairs with the release of every math warp in TaskQueue::finish().
-  cta.signals.wait_for_tasks({Signal::kTasksDone, 0, workers}, site);
-  // The same of latecomers, some of whose tasks may not be done.
-  const uint32_t all_workers = crew::workers_with_tasks(cta.signals.control());
-  if (all_workers > workers) cta.signals.wait_for_tasks({Signal::kTasksDone, 0, all_workers}, site);
+  for (uint32_t counted = cta.shared.crew.workers;;) {
+    // Pairs with the release of every math warp in TaskQueue::finish().
+    cta.signals.wait_for_tasks({Signal::kTasksDone, 0, counted}, site);
+    const uint32_t started = crew::workers_started(cta.signals.control());
+    if (started == counted) return;
+    counted = started;
+  }
 }
 
 // One thread of the rank.

@@ -72,6 +72,7 @@ __device__ __forceinline__ void announce_experts(const Cta<Variant>& cta, int la
     __syncwarp();
     if (cta.signals.given_up()) return;
   }
+  __syncwarp();  // the same for the last ones
   if (lane == 0) cta.signals.tell_experts_answered(local);
   __syncwarp();
 }

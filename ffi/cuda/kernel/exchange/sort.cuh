@@ -128,7 +128,7 @@ __device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots
       const int32_t owner = expert / local;
       if constexpr (kIsExchange<Variant>) {
         tell_place(cta, slot, owner, position);
-      } else {
+      } else if (static_cast<uint32_t>(position) < static_cast<uint32_t>(p.shape.slots())) {  // else a wait was given up
         cta.peers.template at<int32_t>(owner, slots_from_source(p.layout, p.head, cta.peers.rank()))[position] =
             static_cast<int32_t>(slot);
       }

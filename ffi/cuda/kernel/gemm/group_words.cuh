@@ -78,7 +78,7 @@ struct GroupsOfLane {
 //
 // Columns that are no whole number of loads begin at multiples of two bytes, since their numbers are a multiple of 64. Behind
 // the last group of such a column may come the first ones of the next column: numbers there are zeros, so that only a scale
-// that is no number reaches this column too.
+// that becomes none (GroupScales) reaches this column too.
 //
 // kSlides: there are some more registers, and of such columns the multiples of 16 bytes are loaded, each once: of two
 // neighbours are the groups taken. None lies behind the matrix: its columns are a multiple of 8. Else the words from the
