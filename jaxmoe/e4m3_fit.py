@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 from jaxmoe.e4m3_blocks import of_blocks
 from jaxmoe.experts import AnyExperts, present
 from jaxmoe.four_bit import MXFP4, NVFP4, FourBit, marked
+from jaxmoe.wording import a_type
 
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 # E2M1 times 2^s is a number of E4M3 for s from -8 to 6.
@@ -103,7 +104,12 @@ def _misfits(name: str, matrix: MXFP4) -> list[int]:
 
 
 def _matrices(caller: str, experts: AnyExperts, kind: type[FourBit], wanted: str) -> dict[str, Any]:
-    """The matrices by name; raises where one is of another type."""
+    """The matrices by name; raises where one is of another type, or what has them is."""
+    if not isinstance(experts, AnyExperts):
+        raise TypeError(
+            f"{caller}: experts is {a_type(experts)}; it must be jaxmoe.Experts, whose matrices are {wanted}. Pass "
+            "jaxmoe.quantize(experts, 'mxfp4') of wide ones."
+        )
     matrices = {name: matrix for name, matrix in present(experts).items() if name.startswith("w_")}
     for name, matrix in matrices.items():
         if not isinstance(matrix, kind):

@@ -58,7 +58,8 @@ def nvfp4(matrices: Float[Array, "experts in out"]) -> NVFP4:
     of_matrix = jnp.where(finite, largest, 0).max((1, 2))
     # XLA would multiply by the reciprocal of a constant: other bits than those of a division.
     whole = jnp.where(jnp.isfinite(of_matrix), LARGEST_SCALE * e2m1.LARGEST, jnp.nan)
-    global_scales = jnp.maximum(of_matrix, SMALLEST) / whole
+    # Else XLA would make one division of this and the next: other scales under jax.jit than without it, now and then.
+    global_scales = jax.lax.optimization_barrier(jnp.maximum(of_matrix, SMALLEST) / whole)
     sixths = largest / jnp.where(finite, e2m1.LARGEST, jnp.nan)
     wanted = jnp.clip(sixths / global_scales[:, None, None], SMALLEST_SCALE, LARGEST_SCALE)
     scales = jax.lax.optimization_barrier(jnp.where(finite, wanted, jnp.nan).astype(NVFP4.scale_dtype))

@@ -228,6 +228,8 @@ def updated_bias(
     selection_bias: Float[Array, "*stack experts"], stats: MoEStats, rate: float | Float[Array, ""]
 ) -> Float[Array, "*stack experts"]:
     """Returns `jaxmoe.update_selection_bias` of one layer, or of layers stacked along leading dimensions."""
+    if not isinstance(stats, MoEStats):
+        raise TypeError(f"update_selection_bias: stats is {a_type(stats)}; it must be jaxmoe.MoEStats, e.g. aux.stats.")
 
     def update(bias: jax.Array, rows: jax.Array) -> jax.Array:
         return update_selection_bias(bias, rows, rate)

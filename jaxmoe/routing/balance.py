@@ -244,6 +244,8 @@ def update_selection_bias(
     >>> jaxmoe.update_selection_bias(jnp.zeros(3), jnp.array([9, 6, 3]), rate=0.5)
     Array([-0.5,  0. ,  0.5], dtype=float32)
     """
+    if isinstance(rows_per_expert, MoEStats):
+        raise TypeError("update_selection_bias: rows_per_expert is a MoEStats; pass its rows_per_expert.")
     if not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
         raise TypeError(
             f"update_selection_bias: rows_per_expert is {rows_per_expert.dtype}; it must hold integer counts, "
@@ -262,7 +264,8 @@ def update_selection_bias(
 
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's probabilities, and one where it has any expert: `_masked`."""
-    valid = any_slot(routing.topk_ids >= 0)
+    ids = routing.topk_ids
+    valid = any_slot((ids >= 0) & (ids < routing.scores.shape[-1]))
     return _masked(routing.scores, valid if token_valid is None else valid & token_valid)
 
 

@@ -304,7 +304,9 @@ def _select(
         group_score = grouped.max(-1) + others.max(-1)
         kept = largest(group_score, config.top_groups)
         is_kept = (kept[..., None] == jnp.arange(config.num_groups)).any(-2)
-        choice = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+        # An expert of a kept group comes before any other, also where its logit or its bias is minus infinity.
+        allowed = jnp.maximum(grouped, jnp.finfo(grouped.dtype).min)
+        choice = jnp.where(is_kept[..., None], allowed, -jnp.inf).reshape(choice.shape)
     return largest(choice, config.top_k)
 
 

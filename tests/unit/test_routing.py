@@ -360,3 +360,15 @@ def test_route_says_what_it_was_given_and_what_it_needs(
     arguments = {"logits": jnp.zeros((3, 8)), "config": config_of(config)} | arguments
     with pytest.raises(error, match=message):
         jaxmoe.route(**arguments)
+
+
+def test_an_expert_of_a_kept_group_comes_before_those_of_others_also_where_its_score_is_minus_infinity():
+    logits = jnp.array([[1.0, 1, 1, 5, 4, -jnp.inf]])
+    config = jaxmoe.RouterConfig(top_k=3, score="topk_softmax", num_groups=2, top_groups=1)
+    routing = jaxmoe.route(logits, config)
+    assert routing.topk_ids.tolist() == [[3, 4, 5]]
+    np.testing.assert_allclose(routing.topk_weights, [[*np.asarray(jax.nn.softmax(jnp.array([5.0, 4]))), 0]], rtol=1e-6)
+    bias = jnp.zeros(6).at[5].set(-jnp.inf)
+    config = jaxmoe.RouterConfig(top_k=3, score="sigmoid", num_groups=2, top_groups=1)
+    chosen = jaxmoe.route(jnp.array([[1.0, 1, 1, 5, 4, 3]]), config, selection_bias=bias).topk_ids
+    assert chosen.tolist() == [[3, 4, 5]]
