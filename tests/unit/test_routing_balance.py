@@ -206,6 +206,6 @@ def test_a_token_whose_ids_name_no_expert_takes_no_part_in_the_balance_loss():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_statistics_in_the_place_of_their_counts_are_an_error_that_says_so():
-    stats = jaxmoe.load_stats(jnp.array([[0], [1]]), 2)
+    stats: Any = jaxmoe.load_stats(jnp.array([[0], [1]]), 2)
     with pytest.raises(TypeError, match="rows_per_expert is a MoEStats; pass its rows_per_expert"):
         jaxmoe.update_selection_bias(jnp.zeros(2), stats)
