@@ -264,8 +264,7 @@ def update_selection_bias(
 
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's probabilities, and one where it has any expert: `_masked`."""
-    ids = routing.topk_ids
-    valid = any_slot((ids >= 0) & (ids < routing.scores.shape[-1]))
+    valid = any_slot(routing.topk_ids >= 0)
     return _masked(routing.scores, valid if token_valid is None else valid & token_valid)
 
 
