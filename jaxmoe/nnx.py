@@ -414,6 +414,7 @@ class MoE(nnx.Module):
           rate: size of the step, see `jaxmoe.update_selection_bias`.
 
         Raises:
+          TypeError: `stats` are none.
           ValueError: the layer has no selection bias.
 
         >>> import jax, jaxmoe

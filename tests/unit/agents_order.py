@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from random import Random
 from typing import Any, NamedTuple
 
@@ -94,3 +94,14 @@ def run(agents: Mapping[str, Agent], words: Words, order: Order) -> None:
     late = [wanted[name] for entries in blocked.values() for _, name in entries]
     if late:
         raise Stuck([(until, words.values[until.word]) for until in late if until])
+
+
+def some_order_fails(model: Callable[[], Any], restlessness: float) -> bool:
+    """Whether an agent of a model reads what is stale in one of 400 interleavings. It has `agents()` and `words`."""
+    for seed in range(400):
+        made = model()
+        try:
+            run(made.agents(), made.words, Order(seed, restlessness))
+        except StaleRead:
+            return True
+    return False

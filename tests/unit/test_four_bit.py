@@ -580,18 +580,12 @@ def test_nvfp4_through_e4m3_is_split_over_ranks_in_whole_blocks_since_what_is_ro
 
 
 def test_nvfp4_has_the_same_bits_with_and_without_jit():
-    def quantized(experts: jaxmoe.Experts) -> Any:
-        return jaxmoe.quantize(experts, "nvfp4").w_gate
-
-    for seed in range(12):  # seed 9 had a scale of its own under jit
-        dtype = np.float16 if seed % 2 else jnp.bfloat16
-        draws = [np.random.default_rng(seed).normal(size=(2, 64, 64)) * 0.02 for seed in range(5 * seed, 5 * seed + 5)]
-        for matrices in draws:
-            experts = jaxmoe.Experts(*[jnp.asarray(matrices.astype(dtype))] * 3)
-            for one, other in zip(
-                *map(jax.tree.leaves, (quantized(experts), jax.jit(quantized)(experts))), strict=True
-            ):
-                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    """With seed 9 the two once differed, by a scale."""
+    for seed in range(60):
+        matrices = np.random.default_rng(seed).normal(size=(2, 64, 64)) * 0.02
+        wide = jaxmoe.Experts(*[jnp.asarray(matrices, jnp.float16)] * 3)
+        one, other = jaxmoe.quantize(wide, "nvfp4"), jitted("nvfp4")(wide)
+        assert jax.tree.all(jax.tree.map(lambda one, other: bool((one == other).all()), one, other))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -178,6 +178,12 @@ class TestNNX(Behaviours):
         with pytest.raises(ValueError, match=r"no selection bias\. Make it with selection_bias=True"):
             moe.update_selection_bias(stats)
 
+    @pytest.mark.usefixtures("unchecked_shapes")
+    def test_counts_in_the_place_of_statistics_are_an_error_that_says_so(self):
+        counts: Any = jaxmoe.load_stats(jnp.zeros((1, 1), int), EXPERTS).rows_per_expert
+        with pytest.raises(TypeError, match=r"it must be jaxmoe\.MoEStats, e\.g\. aux\.stats"):
+            self.layer().make(selection_bias=True).update_selection_bias(counts)
+
 
 class TestLinen(Behaviours):
     layer = LinenLayer

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.unit.agents_order import Agent, Order, StaleRead, Until, Words, orders, run
+from tests.unit.agents_order import Agent, Order, StaleRead, Until, Words, orders, run, some_order_fails
 
 KERNEL = Path(__file__).parents[2] / "ffi" / "cuda" / "kernel"
 WARPS = 8
@@ -150,12 +150,4 @@ def test_tasks_of_one_stage_each_bring_the_producer_no_nearer_to_places_in_use()
 
 @pytest.mark.parametrize("changes", [{"waits": False}, {"places": STAGES + 3}], ids=["no wait", "a place fewer"])
 def test_the_model_finds_a_queue_that_is_not_safe(changes):
-    def fails(seed: int) -> bool:
-        block = Block(short_tasks, **changes)
-        try:
-            run(block.agents(), block.words, Order(seed, 0.02))
-        except StaleRead:
-            return True
-        return False
-
-    assert any(map(fails, range(400)))
+    assert some_order_fails(lambda: Block(short_tasks, **changes), restlessness=0.02)

@@ -103,9 +103,8 @@ def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedF
     dy = dy.astype(inputs.x.dtype)
     if call.freezes and saved.trains_experts:
         if saved.y is not None and saved.y.size:
-            x, ids, weights = _behind(saved.y, (inputs.x, inputs.topk_ids, inputs.topk_weights))
+            x, ids, weights, dy = _behind(saved.y, (inputs.x, inputs.topk_ids, inputs.topk_weights, dy))
             inputs = inputs._replace(x=x, topk_ids=ids, topk_weights=weights)
-            dy = _behind(saved.y, dy)
         dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
     else:
         dx, dweights, dexperts = _backward(call.decoded if call.freezes else call.wide, saved, dy)
