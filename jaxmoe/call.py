@@ -19,7 +19,7 @@ from jaxmoe import expert_split as expert_splits
 from jaxmoe import precision as precisions
 from jaxmoe import token_split as token_splits
 from jaxmoe.experts import AnyExperts, present
-from jaxmoe.formats import Formats
+from jaxmoe.formats import FLOAT_DTYPES, Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
 from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.network import choice, levels
@@ -31,7 +31,6 @@ from jaxmoe.wording import a_type
 
 # Row numbers are int32, and the last pass is padded.
 MOST_SLOTS = 2**30
-FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check(arguments: Arguments, options: CallOptions, routed_experts: int | None = None) -> Call:

@@ -8,9 +8,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 # Of a block: all rows, or columns, that an array has.
 ALL = 2**31 - 1
+# Of tokens, and of wide experts.
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,12 @@ class Format:
 def bits(dtype: Any) -> int:
     """Bits of an element, which are fewer than those of a byte for 4-bit types."""
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+
+
+def check_wide_dtype(caller: str, what_is: str, dtype: DTypeLike) -> None:
+    """Raises where wide experts cannot be in a dtype."""
+    if jnp.dtype(dtype).name not in FLOAT_DTYPES:
+        raise TypeError(f"{caller}: {what_is} {jnp.dtype(dtype)}; it must be one of {', '.join(FLOAT_DTYPES)}.")
 
 
 @dataclasses.dataclass(frozen=True)

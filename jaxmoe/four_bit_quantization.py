@@ -43,10 +43,10 @@ def nvfp4(matrices: Float[Array, "experts in out"]) -> NVFP4:
     """Returns matrices as NVFP4, with the scales of NVIDIA's ModelOpt.
 
     The scale of a matrix is its largest finite magnitude (at least 2^-100) over 448 x 6, so that scales of groups use
-    all of E4M3; that of a group is its largest magnitude over 6 and over the scale of the matrix, rounded to E4M3, and
-    at least 2^-9, its smallest. Values are weights times the reciprocal of the product of both, in float32, rounded to
-    the nearest, ties to even, and to 6 above that. A group of zeros has values of zero; a NaN or an infinity makes the
-    scale of its group NaN.
+    all of E4M3; that of a group is its largest magnitude over 6, times the reciprocal of the scale of the matrix,
+    rounded to E4M3, and at least 2^-9, its smallest. Values are weights times the reciprocal of the product of both, in
+    float32, rounded to the nearest, ties to even, and to 6 above that. A group of zeros has values of zero; a NaN or an
+    infinity makes the scale of its group NaN.
 
     Args:
       matrices: in float32, bfloat16 or float16; `in` a multiple of 16.
@@ -63,7 +63,7 @@ def nvfp4(matrices: Float[Array, "experts in out"]) -> NVFP4:
     sixths = largest / jnp.where(finite, e2m1.LARGEST, jnp.nan)
     wanted = jnp.clip(sixths / global_scales[:, None, None], SMALLEST_SCALE, LARGEST_SCALE)
     scales = jax.lax.optimization_barrier(jnp.where(finite, wanted, jnp.nan).astype(NVFP4.scale_dtype))
-    # XLA divides by what many numbers share with its reciprocal: so does this, on every backend.
+    # XLA divides by what many numbers share with its reciprocal, as `sixths` above: so does this, on every backend.
     inverses = jnp.where(finite, 1 / (scales.astype(jnp.float32) * global_scales[:, None, None]), jnp.nan)
     values = groups * inverses[..., None]
     return NVFP4(_packed(values), scales, global_scales)

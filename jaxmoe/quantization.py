@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.experts import AnyExperts, Experts, split
+from jaxmoe.formats import check_wide_dtype
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 
@@ -31,8 +32,9 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     """Returns the experts with their matrices in 8 or 4 bits; biases stay as they are.
 
     In 8 bits a scale is the largest magnitude of its block over 448, the largest value of `float8_e4m3fn`; with
-    `float8_e8m0fnu` the next power of two above that. Values are rounded to the nearest. A block of zeros has values
-    of zero; a NaN or an infinity makes all of its block NaN. `"mxfp4"` and `"nvfp4"` have the scales that
+    `float8_e8m0fnu` the next power of two above that. Values are weights times the reciprocal of their scale, in
+    float32, rounded to the nearest: a division rounds a few that are nearly ties to the other side. A block of zeros
+    has values of zero; a NaN or an infinity makes all of its block NaN. `"mxfp4"` and `"nvfp4"` have the scales that
     `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`, and leaves
     experts where they are.
 
@@ -44,7 +46,7 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
       scale_dtype: in 8 bits float32, which `None` is, or `float8_e8m0fnu` for powers of two.
 
     Raises:
-      TypeError: the experts are quantised already, or `scale_dtype` is another one.
+      TypeError: the experts are quantised already or no float arrays, or `scale_dtype` is another one.
       ValueError: `block` is another one; in 4 bits, inputs of a matrix that are no multiple of 32 (`"mxfp4"`) or 16.
 
     >>> import jax
@@ -71,6 +73,7 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
             raise TypeError(f"quantize: experts.{name} is {kind} already. Pass dequantize(experts, ...) instead.")
         if matrix is None:
             return None
+        check_wide_dtype("quantize", f"experts.{name} is", matrix.dtype)
         if block not in FOUR_BIT_KINDS:
             return _quantized(matrix, block, scale_dtype)
         _check_groups(name, matrix.shape[1], block)
@@ -148,10 +151,10 @@ def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExp
 
     Args:
       experts: with matrices that are `BlockScaled`, `MXFP4` or `NVFP4`, or wide.
-      dtype: of every array.
+      dtype: of every array: bfloat16, float16, float32 or float64.
 
     Raises:
-      TypeError: values or scales of types that those do not have.
+      TypeError: values or scales of types that those do not have, or a `dtype` that is not wide.
       ValueError: shapes that do not go together.
 
     >>> import jax
@@ -159,6 +162,7 @@ def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExp
     >>> dequantize(quantize(experts)).w_down.shape
     (4, 384, 256)
     """
+    check_wide_dtype("dequantize", "dtype is", dtype)
     return _decoded(experts, dtype, QuantizedMatrix)
 
 
@@ -188,6 +192,7 @@ def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype
     largest = jnp.abs(blocks).max((2, 4))
     finite = jnp.isfinite(blocks).all((2, 4))
     scales = _scales_of(largest, finite, power_of_two=jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu)
+    # XLA makes this division a product with the reciprocal of what many numbers share (a test says so of CPUs).
     scaled = (blocks / scales[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
     scaled = scaled.reshape(padded.shape)[:, :out, :inner]
     return BlockScaled(in_8_bits(scaled), scales.astype(scale_dtype))

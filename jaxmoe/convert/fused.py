@@ -30,7 +30,8 @@ def stacked(block: Block, num_experts: int, hidden: int, dtype: Any) -> Experts:
     Raises:
       TypeError, ValueError: a tensor is missing, or is not what it must be.
     """
-    words = "[experts, 2 * intermediate, hidden]"
+    of_router = f"experts={num_experts} and hidden={hidden}, those of the router, [experts, hidden]"
+    words = f"[experts, 2 * intermediate, hidden] with {of_router}"
     gate_up = block.checked(INTO, WIDE_TYPES, (num_experts, None, hidden), words)
     if gate_up.shape[1] % 2:
         raise ValueError(

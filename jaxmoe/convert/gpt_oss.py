@@ -37,13 +37,14 @@ def stacked(block: Block, num_experts: int, hidden: int, dtype: Any) -> Experts:
       TypeError, ValueError: a tensor is missing, or is not what it must be.
     """
     packed = f"experts.{INTO}" not in block
+    of_router = f" with experts={num_experts} and hidden={hidden}, those of the router, [experts, hidden]"
     if packed:
         types, words = (U8, I8), "[experts, 2 * intermediate, hidden / 32, 16]"
         shape = (num_experts, None, hidden // MXFP4.group, BLOCK_BYTES)
-        twice = block.shape(f"experts.{INTO}_blocks", types, shape, words)[1]
+        twice = block.shape(f"experts.{INTO}_blocks", types, shape, words + of_router)[1]
     else:
         shape, words = (num_experts, hidden, None), "[experts, hidden, 2 * intermediate]"
-        twice = block.shape(f"experts.{INTO}", WIDE_TYPES, shape, words)[2]
+        twice = block.shape(f"experts.{INTO}", WIDE_TYPES, shape, words + of_router)[2]
     if twice % 2:
         raise ValueError(
             f"from_hf: tensor {block.name(f'experts.{INTO}')!r} has {twice} rows for gate and up, which must be even."

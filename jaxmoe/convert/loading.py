@@ -23,6 +23,7 @@ from jaxmoe.convert.safetensors_files import open_safetensors
 from jaxmoe.convert.tensors import Block
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
+from jaxmoe.formats import check_wide_dtype
 from jaxmoe.wording import a_type
 
 I64 = np.dtype(np.int64)
@@ -72,7 +73,8 @@ def from_hf(
         Router and biases of it are replicated.
       hidden_axis: the same for the hidden dimension of experts and shared expert.
       intermediate_axis: the same for their intermediate dimension.
-      dtype: of matrices and biases of experts that are not quantised; `None` leaves what the checkpoint has.
+      dtype: of matrices and biases of experts that are not quantised: bfloat16, float16, float32 or float64; `None`
+        leaves what the checkpoint has.
       prefix: of names, before `layers.`; `None` is found by the name of the router.
       progress: a function, called with the bytes read so far and those of all; `True` for a bar (tqdm); `False` for
         nothing; `None` for a bar where tqdm is installed and stderr is a terminal.
@@ -83,7 +85,7 @@ def from_hf(
     Raises:
       ValueError: a family or mesh axis that is not known; tensors that are missing, misshapen, or more than the family
         has; dimensions that cannot be split.
-      TypeError: tensors of other dtypes than the family has.
+      TypeError: tensors of other dtypes than the family has; a `dtype` that is not wide.
       FileNotFoundError: no checkpoint, or an incomplete one.
 
     >>> import numpy as np
@@ -97,6 +99,8 @@ def from_hf(
     ((2, 4, 8), (4, 2), True)
     """
     table = family_named("from_hf", family)
+    if dtype is not None:
+        check_wide_dtype("from_hf", "dtype is", dtype)
     axes = {"experts": axis_name, "hidden": hidden_axis, "intermediate": intermediate_axis}
     placing = Placing.of(mesh, axes)
     if isinstance(tensors, str | os.PathLike):
@@ -126,8 +130,13 @@ def _described(block: Block, family: Family, dtype: DTypeLike | None) -> MoEWeig
     def experts(field: str, names: Sequence[str], split: bool) -> Experts:
         kind = format_of(block, f"{names[0]}.{family.matrices[0]}", family.formats)
         weight, *_ = kind.parts
+        _, columns = weight.shape(1, hidden)
         of_gate = block.shape(
-            f"{names[0]}.{family.matrices[0]}.{weight.suffix}", weight.types, (None, None), weight.words
+            f"{names[0]}.{family.matrices[0]}.{weight.suffix}",
+            weight.types,
+            (None, columns),
+            f"[out, {columns}], which is {weight.words} with in={hidden}, as tensor {block.name(family.router)!r}, "
+            f"[experts, hidden], has shape {list(router.shape)}",
         )
         sizes = {"hidden": hidden, "intermediate": of_gate[0]}
         fields: dict[str, Any] = {}

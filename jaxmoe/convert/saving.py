@@ -16,6 +16,7 @@ from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts, split
 from jaxmoe.four_bit import NVFP4, FourBit
+from jaxmoe.integers import integer
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
 
@@ -37,16 +38,19 @@ def to_hf(
     Args:
       weights: of the layer. Experts in 8 or 4 bits have to be in a format that the family has.
       family: as of `from_hf`.
-      layer: its number in the names.
+      layer: its number in the names, from 0.
       prefix: of names, before `layers.`; `None` is the one of the family's published checkpoints.
       scale_dtype: of `weight_scale_inv`: bfloat16 for the FP8 checkpoints of Qwen3, float32 for others.
 
     Raises:
-      ValueError: a family that is not known; weights that it has no name for, or lack what it has; scales that
-        `scale_dtype` would round; arrays of which this process has a part only.
+      ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,
+        that lack what it has, or whose router does not fit the experts; scales that `scale_dtype` would round; arrays
+        of which this process has a part only.
       TypeError: experts in a format that the family does not have.
     """
     table = family_named("to_hf", family)
+    if (number := integer(layer)) is None or number < 0:
+        raise ValueError(f"to_hf: layer={layer!r} must be an integer of at least 0, its number in the names.")
     _check(weights, table, family)
     stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
@@ -80,6 +84,12 @@ def _check(weights: Any, table: Family, family: str) -> None:
     needed += [] if table.shared_gate is None or weights.shared is None else ["shared_gate"]
     if absent := [field for field in needed if getattr(weights, field) is None]:
         raise ValueError(f"to_hf: weights.{absent[0]} is None; family={family!r} has {has[absent[0]]!r}.")
+    found, shape = np.shape(weights.router_kernel), (weights.experts.hidden, weights.experts.num_experts)
+    if found != shape:
+        raise ValueError(
+            f"to_hf: weights.router_kernel has shape {list(found)}; it must be {list(shape)}, [hidden, experts], to go "
+            "with weights.experts. Transpose it where it lies as in checkpoints."
+        )
 
 
 def _tensors(

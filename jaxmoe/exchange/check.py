@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxmoe import reach, sharding
-from jaxmoe.call import FLOAT_DTYPES, MOST_SLOTS, uneven_experts
+from jaxmoe.call import MOST_SLOTS, uneven_experts
 from jaxmoe.exchange import IMPLEMENTATIONS, MEGAKERNEL, XLA
 from jaxmoe.exchange.base import (
     MOST_RANKS,
@@ -25,8 +25,10 @@ from jaxmoe.exchange.base import (
     Room,
 )
 from jaxmoe.exchange.handle import Handle
+from jaxmoe.formats import FLOAT_DTYPES
 from jaxmoe.integers import integer
 from jaxmoe.options import ImplementationName
+from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import check_token_valid
 from jaxmoe.wording import a_type
@@ -161,6 +163,11 @@ def _num_matrices(caller: str, x: Any, matrices: Any, placement: sharding.Placem
 
 def check_matrix_dtype(caller: str, matrices: Any, name: str, rows: Any) -> None:
     """Raises where a product would have factors of two dtypes."""
+    if isinstance(matrices, QuantizedMatrix):
+        raise TypeError(
+            f"{caller}: matrices is {a_type(matrices)} and {name} {rows.dtype}; it must be an array of that dtype. "
+            f"Decode it: matrices.wide({name}.dtype)."
+        )
     if matrices.dtype != rows.dtype:
         raise TypeError(
             f"{caller}: matrices is {matrices.dtype} and {name} {rows.dtype}; they are multiplied as they are. Cast "

@@ -19,12 +19,14 @@ from jaxmoe.routing.stats import (
     Counters,
     MoEStats,
     any_slot,
+    check_array,
     check_token_valid,
     manual_axes,
     stats_of,
     sum_over_parts,
     sum_over_tokens,
 )
+from jaxmoe.wording import a_type
 
 
 @pytree
@@ -128,11 +130,6 @@ def router_aux(
     >>> stats.rows_per_expert
     Array([1, 1, 1, 1], dtype=int32)
     """
-    if logits is not None and logits.shape != routing.scores.shape:
-        raise ValueError(
-            f"router_aux: logits have shape {logits.shape}, and routing was made of logits of shape "
-            f"{routing.scores.shape}. Pass those, or none."
-        )
     return _aux("router_aux", routing, logits, token_valid, axis_name)
 
 
@@ -143,6 +140,15 @@ def _aux(
     token_valid: jax.Array | None,
     axis_name: str | Sequence[str] | None,
 ) -> MoEAux:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"{caller}: routing is {a_type(routing)}; it must be the jaxmoe.Routing that route returned.")
+    if logits is not None:
+        check_array(caller, "logits", logits)
+        if logits.shape != routing.scores.shape:
+            raise ValueError(
+                f"{caller}: logits have shape {logits.shape}, and routing was made of logits of shape "
+                f"{routing.scores.shape}. Pass those, or none."
+            )
     check_token_valid(caller, token_valid, routing.scores.shape[:-1], "routing")
     axes, num_experts = manual_axes(caller, axis_name), routing.scores.shape[-1]
     counters = Counters.of(routing.topk_ids.shape, num_experts, axes)
@@ -213,6 +219,7 @@ def router_z_loss(
     >>> round(float(jaxmoe.router_z_loss(jnp.zeros((5, 8)))), 3)  # log(8)^2
     4.324
     """
+    check_array("router_z_loss", "logits", logits)
     check_token_valid("router_z_loss", token_valid, logits.shape[:-1], "logits")
     axes = manual_axes("router_z_loss", axis_name)
     squares, tokens = sum_over_tokens(_squares(logits, token_valid), axes)
@@ -231,13 +238,14 @@ def update_selection_bias(
     signs are exact, so an even load leaves the bias as it is.
 
     Args:
-      selection_bias: `[experts]` float, as passed to `route`.
+      selection_bias: `[experts]`, as passed to `route`, in float32 or float64: narrower floats lose steps of this size
+        to rounding.
       rows_per_expert: `[experts]` integers, `MoEStats.rows_per_expert` of the step, summed over all ranks
         (`load_stats(..., axis_name=...)`).
       rate: size of the step, the scores' own unit.
 
     Raises:
-      TypeError: the load is not counted in integers.
+      TypeError: an argument is no array; the bias is in fewer bits than float32; the load is not counted in integers.
       ValueError: the shapes differ.
 
     >>> import jax.numpy as jnp, jaxmoe
@@ -246,6 +254,13 @@ def update_selection_bias(
     """
     if isinstance(rows_per_expert, MoEStats):
         raise TypeError("update_selection_bias: rows_per_expert is a MoEStats; pass its rows_per_expert.")
+    for name, array in (("selection_bias", selection_bias), ("rows_per_expert", rows_per_expert)):
+        check_array("update_selection_bias", name, array)
+    if jnp.dtype(selection_bias.dtype).name not in ("float32", "float64"):
+        raise TypeError(
+            f"update_selection_bias: selection_bias is {selection_bias.dtype}, in which steps get lost to rounding; it "
+            "must be float32 or float64. Keep it in float32: selection_bias.astype(jnp.float32)."
+        )
     if not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
         raise TypeError(
             f"update_selection_bias: rows_per_expert is {rows_per_expert.dtype}; it must hold integer counts, "

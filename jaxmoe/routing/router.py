@@ -12,7 +12,7 @@ Losses and bias updates that keep the experts balanced are in `balance.py`, load
 
 import dataclasses
 import math
-import operator
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.largest import largest
-from jaxmoe.routing.stats import check_token_valid, int32_ids
+from jaxmoe.routing.stats import check_array, check_token_valid, int32_ids
 from jaxmoe.wording import a_type
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
@@ -72,16 +72,20 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("top_k", "num_groups", "top_groups"):
             value = getattr(self, name)
-            try:
-                positive = not isinstance(value, bool) and operator.index(value) >= 1
-            except TypeError as error:
-                raise TypeError(f"RouterConfig: {name}={value!r} must be a Python integer.") from error
-            if not positive:
+            if not isinstance(value, numbers.Integral):
+                raise TypeError(f"RouterConfig: {name}={value!r} must be a Python integer.")
+            if isinstance(value, bool) or value < 1:
                 raise ValueError(f"RouterConfig: {name}={value!r} must be an integer of at least 1.")
         if self.score not in get_args(Score):
             raise ValueError(
                 f"RouterConfig: score={self.score!r} is not known. Use one of {', '.join(map(repr, get_args(Score)))}."
             )
+        if not isinstance(self.renormalize, bool):
+            raise TypeError(f"RouterConfig: renormalize={self.renormalize!r} must be True or False.")
+        for name in ("scaling_factor", "epsilon"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(f"RouterConfig: {name}={value!r} must be a Python number; float(array) makes one.")
         if self.top_groups > self.num_groups:
             raise ValueError(
                 f"RouterConfig: top_groups={self.top_groups} exceeds num_groups={self.num_groups}. "
@@ -198,7 +202,7 @@ def route(
         which is only weighted here. Slots outside `[0, experts)` get weight 0 and stay as they are.
 
     Raises:
-      TypeError: logits, bias, mask or ids of the wrong dtype.
+      TypeError: logits, bias, mask or ids that are no arrays, or of the wrong dtype.
       ValueError: shapes that do not fit each other or the configuration.
 
     Warns:
@@ -319,6 +323,7 @@ def _check(
 ) -> None:
     if not isinstance(config, RouterConfig):
         raise TypeError(f"route: config is {a_type(config)}; pass jaxmoe.RouterConfig(top_k=...).")
+    check_array("route", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"route: logits are {logits.dtype}; they must be a float array, best float32.")
     if logits.ndim < 1:
@@ -343,6 +348,7 @@ def _check(
                 f"{config.top_groups} groups of {group_size}. Raise top_groups or lower top_k."
             )
     if selection_bias is not None:
+        check_array("route", "selection_bias", selection_bias)
         if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
             raise TypeError(f"route: selection_bias is {selection_bias.dtype}; it must be a float array, best float32.")
         if selection_bias.shape != (num_experts,):
@@ -357,6 +363,7 @@ def _check(
                 "route: topk_ids and selection_bias are both given, but the bias only selects and topk_ids is the "
                 "selection. Leave one out."
             )
+        check_array("route", "topk_ids", topk_ids)
         if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
             raise TypeError(f"route: topk_ids is {topk_ids.dtype}; it must hold integers.")
         if topk_ids.shape != (*batch, config.top_k):

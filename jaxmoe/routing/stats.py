@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxmoe.pytrees import pytree
+from jaxmoe.wording import a_type
 
 # float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
 _MOST_PER_COLUMN = 2**24
@@ -107,7 +108,7 @@ def load_stats(
         inside `shard_map`, all tokens under plain `jit`.
 
     Raises:
-      TypeError: `topk_ids` holds no integers.
+      TypeError: an argument is no array; `topk_ids` holds no integers; `token_valid` is not bool.
       ValueError: shapes do not fit, or `axis_name` is not a manual mesh axis here.
 
     >>> import jax.numpy as jnp, jaxmoe
@@ -115,6 +116,7 @@ def load_stats(
     >>> jaxmoe.load_stats(ids, 3, token_valid=jnp.array([True, False])).rows_per_expert
     Array([1, 0, 1], dtype=int32)
     """
+    check_array("load_stats", "topk_ids", topk_ids)
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(f"load_stats: topk_ids is {topk_ids.dtype}; it must hold integers, e.g. Routing.topk_ids.")
     if num_experts < 1:
@@ -317,10 +319,17 @@ def manual_axes(caller: str, axis_name: str | Sequence[str] | None) -> tuple[str
     return names
 
 
+def check_array(caller: str, name: str, array: Any) -> None:
+    """Raises where an argument is no array."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
+
+
 def check_token_valid(caller: str, token_valid: Any, batch: tuple[int, ...], like: str) -> None:
     """Raises where a token mask is no bool array with one entry per token of the array named `like`."""
     if token_valid is None:
         return
+    check_array(caller, "token_valid", token_valid)
     if token_valid.dtype != jnp.bool_:
         raise TypeError(f"{caller}: token_valid is {token_valid.dtype}; it must be bool. Compare, e.g. mask != 0.")
     if token_valid.shape != batch:

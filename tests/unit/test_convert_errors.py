@@ -77,6 +77,31 @@ def raises(tensors: Any, family: str, error: type[Exception], *told: str) -> Non
             ["has 319 rows for gate and up, which must be even"],
         ),
         ("qwen3_5_moe", "experts.down_proj", lambda a: a[:, :, :80], ValueError, ["[8, 192, 80]", "hidden, inter"]),
+        (
+            "mixtral",
+            "experts.0.w1.weight",
+            np.transpose,
+            ValueError,
+            [
+                "has shape [192, 160]; it must be [out, 192]",
+                "block_sparse_moe.gate.weight', [experts, hidden]",
+                "[8, 192]",
+            ],
+        ),
+        (
+            "mixtral",
+            "gate.weight",
+            np.transpose,
+            ValueError,
+            ["has shape [160, 192]; it must be [out, 8]", "[experts, hidden], has shape [192, 8]"],
+        ),
+        (
+            "deepseek_v4",
+            "gate.weight",
+            np.transpose,
+            ValueError,
+            ["it must be [out, 4], which is [out, ceil(in / 2)] with in=8", "[experts, hidden], has shape [192, 8]"],
+        ),
         # Of another type.
         (
             "mixtral",
@@ -150,6 +175,20 @@ def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, 
     prefix = {"deepseek_v4": "", "qwen3_5_moe": "model.language_model."}.get(made.family, "model.")
     name = f"{prefix}layers.{LAYER}.{BLOCKS.get(made.family, 'mlp')}.{below}"
     raises(changed(made.tensors, name, change), made.family, error, name, *told)
+
+
+@pytest.mark.parametrize(
+    ("case", "router"),
+    [
+        ("qwen3_5_moe", "model.language_model.layers.3.mlp.gate.weight"),
+        ("gpt_oss", f"{MLP}router.weight"),
+        ("gpt_oss in BF16", f"{MLP}router.weight"),
+    ],
+)
+def test_experts_in_one_tensor_beside_a_transposed_router_are_told_its_sizes(case, router):
+    made = CASES[case]()
+    told = "with experts=192 and hidden=8, those of the router, [experts, hidden]"
+    raises(changed(made.tensors, router, np.transpose), made.family, ValueError, "gate_up_proj", told)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +272,27 @@ def weights_of(name: str) -> Any:
 def test_weights_that_a_family_cannot_have_are_not_written(case, family, change, error, told):
     with pytest.raises(error, match=told):
         to_hf(dataclasses.replace(weights_of(case), **change), family, LAYER)
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS, HIDDEN), (HIDDEN, EXPERTS - 1), (HIDDEN,)])
+def test_a_router_that_does_not_fit_the_experts_is_not_written(shape, unchecked_shapes):
+    weights = dataclasses.replace(weights_of("mixtral"), router_kernel=np.ones(shape, np.float32))
+    told = rf"router_kernel has shape \[{', '.join(map(str, shape))}\]; it must be \[192, 8\], \[hidden, experts\]"
+    with pytest.raises(ValueError, match=told):
+        to_hf(weights, "mixtral", LAYER)
+
+
+@pytest.mark.parametrize("layer", [-1, "3", True])
+def test_a_layer_that_is_no_number_from_0_is_not_written(layer, unchecked_shapes):
+    with pytest.raises(ValueError, match=f"to_hf: layer={layer!r} must be an integer of at least 0"):
+        to_hf(weights_of("mixtral"), "mixtral", layer)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, np.int8, bool, E4M3])
+def test_wide_experts_are_not_read_in_a_dtype_that_is_not_wide(dtype):
+    case = CASES["mixtral"]()
+    with pytest.raises(TypeError, match=f"from_hf: dtype is {np.dtype(dtype)}; it must be one of bfloat16, float16"):
+        from_hf(case.tensors, "mixtral", LAYER, dtype=dtype)
 
 
 def test_scales_are_not_rounded_on_their_way_back(unchecked_shapes):

@@ -89,6 +89,11 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         TypeError,
         ["matrices is bfloat16", "x float32", "matrices.astype(x.dtype)"],
     ),
+    "matrices in 8 bits": (
+        {"matrices": jaxmoe.BlockScaled(jnp.ones((8, 12, 8), jnp.float8_e4m3fn), jnp.ones((8, 1, 1)))},
+        TypeError,
+        ["matrices is a BlockScaled and x float32", "matrices.wide(x.dtype)"],
+    ),
     "matrices that are a list": ({"matrices": [1.0]}, TypeError, ["matrices is a list", "array"]),
     "another number than the router's": ({"topk_ids": ROUTING}, ValueError, ["among 4 experts", "num_experts=8"]),
     "per_expert without a capacity": ({"per_expert": True}, ValueError, ["needs capacity=", "capacity=32"]),
@@ -125,6 +130,11 @@ BAD_COMBINE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"matrices": SECOND.astype(jnp.float16)},
         TypeError,
         ["matrices is float16", "rows float32", "matrices.astype(rows.dtype)"],
+    ),
+    "matrices in 8 bits": (
+        {"matrices": jaxmoe.BlockScaled(jnp.ones((8, 5, 12), jnp.float8_e4m3fn), jnp.ones((8, 1, 1)))},
+        TypeError,
+        ["matrices is a BlockScaled and rows float32", "matrices.wide(rows.dtype)"],
     ),
     "matrices that are a number": ({"matrices": 1.0}, TypeError, ["matrices is a float", "array"]),
     "weights in low precision": (

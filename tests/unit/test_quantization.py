@@ -180,6 +180,28 @@ def test_errors_of_quantising_name_the_argument_and_what_to_do():
         quantize(experts).astype(jnp.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool_, jnp.float8_e4m3fn])
+def test_wide_experts_are_in_a_wide_dtype_before_and_after_they_are_quantised(dtype):
+    experts = experts_of(5, 2, 128, 128)
+    told = f"{jnp.dtype(dtype)}; it must be one of bfloat16, float16, float32, float64"
+    for kind in ("128x128", "nvfp4"):
+        with pytest.raises(TypeError, match=f"quantize: experts.w_gate is {told}"):
+            quantize(jax.tree.map(lambda array: array.astype(dtype), experts), kind)
+    for some in (experts, quantize(experts)):
+        with pytest.raises(TypeError, match=f"dequantize: dtype is {told}"):
+            dequantize(some, dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_are_weights_times_the_reciprocal_of_their_scale(compiled):
+    experts = experts_of(6, 4, 256, 384).astype(jnp.bfloat16)
+    found = scaled_in(jitted("channel", jnp.float32)(experts) if compiled else quantize(experts, "channel"))
+    weights, scales = np.asarray(experts.w_gate).swapaxes(1, 2).astype(np.float32), np.asarray(found.scales)
+    wanted = (weights * (np.float32(1) / scales)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert (wanted != (weights / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)).any()
+    np.testing.assert_array_equal(np.asarray(found.values).astype(np.float32), wanted)
+
+
 def rows_by_hand(rows: np.ndarray, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rule of tokens and h, one IEEE operation in float32 after the other, on whole groups of 128."""
     groups = rows.astype(np.float32).reshape(len(rows), -1, 128)

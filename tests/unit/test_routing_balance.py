@@ -177,9 +177,44 @@ def test_narrow_ids_are_counted_like_any_other() -> None:
             "rows_per_expert is float32; it must hold integer counts",
         ),
         (
+            lambda: jaxmoe.update_selection_bias(jnp.zeros(2), [1, 2]),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "update_selection_bias: rows_per_expert is a list; it must be an array",
+        ),
+        (
             lambda: jaxmoe.update_selection_bias(jnp.zeros(4), jnp.zeros(5, jnp.int32)),
             ValueError,
             r"selection_bias has shape \(4,\) and rows_per_expert \(5,\)",
+        ),
+        (
+            lambda: jaxmoe.load_stats([[0]], 4),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "load_stats: topk_ids is a list; it must be an array",
+        ),
+        (
+            lambda: jaxmoe.load_stats(jnp.zeros((1, 1), jnp.int32), 4, token_valid=[True]),  # pyright: ignore
+            TypeError,
+            "load_stats: token_valid is a list; it must be an array",
+        ),
+        (
+            lambda: jaxmoe.router_aux([[0]]),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "router_aux: routing is a list; it must be the jaxmoe.Routing that route returned",
+        ),
+        (
+            lambda: jaxmoe.router_aux(jaxmoe.route(jnp.eye(4), jaxmoe.RouterConfig(top_k=1)), [[0.0] * 4] * 4),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "router_aux: logits is a list; it must be an array",
+        ),
+        (
+            lambda: jaxmoe.load_balancing_loss(jnp.zeros((2, 1), jnp.int32)),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "load_balancing_loss: routing is an ArrayImpl; it must be the jaxmoe.Routing",
+        ),
+        (
+            lambda: jaxmoe.router_z_loss([[0.0]]),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "router_z_loss: logits is a list; it must be an array",
         ),
         (
             lambda: jaxmoe.router_z_loss(jnp.zeros((2, 4)), axis_name="expert"),
@@ -193,6 +228,13 @@ def test_losses_and_stats_say_what_they_were_given_and_what_they_need(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float16])
+def test_a_bias_in_which_steps_get_lost_is_refused(dtype):
+    with pytest.raises(TypeError, match=rf"selection_bias is {jnp.dtype(dtype)}, .* Keep it in float32: .*astype"):
+        jaxmoe.update_selection_bias(jnp.ones(2, dtype), jnp.array([1, 2]))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
