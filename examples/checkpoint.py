@@ -189,7 +189,7 @@ def router_of(settings: Settings) -> jaxmoe.RouterConfig:
         case "mixtral":
             return jaxmoe.RouterConfig.mixtral(top_k=top_k)
         case "qwen3_moe":
-            return jaxmoe.RouterConfig.qwen3_moe(top_k=top_k, renormalize=settings.get("norm_topk_prob", False))
+            return jaxmoe.RouterConfig.qwen3_moe(top_k=top_k, renormalize=bool(settings.get("norm_topk_prob")))
         case _:
             return jaxmoe.RouterConfig.gpt_oss(top_k=top_k)
 

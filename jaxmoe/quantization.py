@@ -192,8 +192,8 @@ def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype
     largest = jnp.abs(blocks).max((2, 4))
     finite = jnp.isfinite(blocks).all((2, 4))
     scales = _scales_of(largest, finite, power_of_two=jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu)
-    # XLA makes this division a product with the reciprocal of what many numbers share (a test says so of CPUs).
-    scaled = (blocks / scales[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
+    # XLA divides by what many numbers share with its reciprocal: so does this, on every backend.
+    scaled = (blocks * (1 / scales)[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
     scaled = scaled.reshape(padded.shape)[:, :out, :inner]
     return BlockScaled(in_8_bits(scaled), scales.astype(scale_dtype))
 
