@@ -80,8 +80,12 @@ def bits(dtype: Any) -> int:
 
 def check_wide_dtype(caller: str, what_is: str, dtype: DTypeLike) -> None:
     """Raises where wide experts cannot be in a dtype."""
-    if jnp.dtype(dtype).name not in FLOAT_DTYPES:
-        raise TypeError(f"{caller}: {what_is} {jnp.dtype(dtype)}; it must be one of {', '.join(FLOAT_DTYPES)}.")
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:  # names no dtype
+        name = repr(dtype)
+    if name not in FLOAT_DTYPES:
+        raise TypeError(f"{caller}: {what_is} {name}; it must be one of {', '.join(FLOAT_DTYPES)}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxmoe import reach, sharding
@@ -252,7 +253,7 @@ def _room(shape: ExchangeShape, options: DispatchOptions) -> Room:
     capacity, alignment = options.capacity, integer(options.alignment)
     if alignment is None or alignment < 1:
         raise ValueError(f"{caller}: alignment={options.alignment!r} must be a positive integer, a number of rows.")
-    if not isinstance(options.per_expert, bool):
+    if not isinstance(options.per_expert, bool | np.bool_):
         raise TypeError(f"{caller}: per_expert={options.per_expert!r} must be True or False.")
     if capacity is not None:
         capacity = integer(capacity)

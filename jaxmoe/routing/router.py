@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxmoe.pytrees import pytree
@@ -80,7 +81,7 @@ class RouterConfig:
             raise ValueError(
                 f"RouterConfig: score={self.score!r} is not known. Use one of {', '.join(map(repr, get_args(Score)))}."
             )
-        if not isinstance(self.renormalize, bool):
+        if not isinstance(self.renormalize, bool | np.bool_):
             raise TypeError(f"RouterConfig: renormalize={self.renormalize!r} must be True or False.")
         for name in ("scaling_factor", "epsilon"):
             value = getattr(self, name)

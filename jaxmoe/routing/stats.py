@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxmoe.integers import integer
 from jaxmoe.pytrees import pytree
 from jaxmoe.wording import a_type
 
@@ -119,11 +120,11 @@ def load_stats(
     check_array("load_stats", "topk_ids", topk_ids)
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(f"load_stats: topk_ids is {topk_ids.dtype}; it must hold integers, e.g. Routing.topk_ids.")
-    if num_experts < 1:
-        raise ValueError(f"load_stats: num_experts={num_experts} must be at least 1.")
+    if (experts := integer(num_experts)) is None or experts < 1:
+        raise ValueError(f"load_stats: num_experts={num_experts!r} must be an integer of at least 1.")
     check_token_valid("load_stats", token_valid, topk_ids.shape[:-1], "topk_ids")
     axes = manual_axes("load_stats", axis_name)
-    counters = Counters.of(topk_ids.shape, num_experts, axes)
+    counters = Counters.of(topk_ids.shape, experts, axes)
     sums = counters.sums(topk_ids, token_valid)
     return counters.stats(jax.lax.psum(sums, axes) if axes else sums)
 

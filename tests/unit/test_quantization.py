@@ -192,6 +192,13 @@ def test_wide_experts_are_in_a_wide_dtype_before_and_after_they_are_quantised(dt
             dequantize(some, dtype)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("dtype", ["bf16", None, 3])
+def test_what_names_no_dtype_is_not_one(dtype):
+    with pytest.raises(TypeError, match=f"dequantize: dtype is {dtype!r}; it must be one of bfloat16"):
+        dequantize(quantize(experts_of(5, 2, 128, 128)), dtype)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_are_weights_times_the_reciprocal_of_their_scale(compiled):
     experts = experts_of(6, 4, 256, 384).astype(jnp.bfloat16)

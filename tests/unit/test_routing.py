@@ -305,6 +305,14 @@ def test_the_selection_bias_has_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("given", [False, True])
+def test_a_boolean_of_numpy_is_one(given: bool) -> None:
+    logits = jnp.arange(12.0).reshape(3, 4)
+    found, wanted = (jaxmoe.route(logits, config_of({"renormalize": kind(given)})) for kind in (np.bool_, bool))
+    np.testing.assert_array_equal(found.topk_weights, wanted.topk_weights)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

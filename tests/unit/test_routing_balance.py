@@ -164,7 +164,15 @@ def test_narrow_ids_are_counted_like_any_other() -> None:
         (
             lambda: jaxmoe.load_stats(jnp.zeros((2, 1), jnp.int32), 0),
             ValueError,
-            "num_experts=0 must be at least 1",
+            "num_experts=0 must be an integer of at least 1",
+        ),
+        *(
+            (
+                lambda experts=experts: jaxmoe.load_stats(jnp.zeros((2, 1), jnp.int32), experts),
+                ValueError,
+                f"num_experts={experts!r} must be an integer of at least 1",
+            )
+            for experts in (8.0, "8", True)
         ),
         (
             lambda: jaxmoe.load_stats(jnp.zeros((2, 1), jnp.int32), 4, token_valid=jnp.ones((2, 1), bool)),
