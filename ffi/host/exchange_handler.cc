@@ -20,47 +20,49 @@ namespace {
 ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(ExchangeAttributes) { return std::make_unique<Instruction>(); }
 
 template <class Precision>
-ffi::Error run(const ExchangeCall& call, const ExchangeAttributes& attributes, const CallSite& site) {
+ffi::Future run(const ExchangeCall& call, const ExchangeAttributes& attributes, const CallSite& site) {
   using Number = typename Precision::Number;
   const Shape shape = shape_of(call, attributes);
   const Schedule schedule = schedule_of(attributes);
   const Formats formats = formats_of(call);
-  const Attendance attendance(site, shape, schedule, formats);
-  Meeting& meeting = attendance.meeting();
-  const Launch launch{.shape = shape,
-                      .schedule = schedule,
-                      .formats = formats,
-                      .head = meeting.arenas->head(),
-                      .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
-                      .activation = {},
-                      .power_of_two_scales = attributes.power_of_two_scales != 0,
-                      .arenas = meeting.arenas->of_ranks(),
-                      .timeout_seconds = attributes.timeout_seconds,
-                      .given_up = &meeting.given_up,
-                      .disturbance = {}};
   const ExchangeArrays<Number> arrays = arrays_of<Number>(call);
-  ArraysOf<Precision> of_layer{};
-  of_layer.x = static_cast<const typename Precision::Storage*>(arrays.x);
-  of_layer.topk_ids = arrays.topk_ids;
+  const bool multiplies = call.multiplies();
   const Room room = room_of(call, attributes);
-  const std::string failure = [&] {
+  const bool power_of_two_scales = attributes.power_of_two_scales != 0;
+  const auto timeout_seconds = attributes.timeout_seconds;
+  return beside_others([=] {
+    const Attendance attendance(site, shape, schedule, formats);
+    Meeting& meeting = attendance.meeting();
+    const Launch launch{.shape = shape,
+                        .schedule = schedule,
+                        .formats = formats,
+                        .head = meeting.arenas->head(),
+                        .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
+                        .activation = {},
+                        .power_of_two_scales = power_of_two_scales,
+                        .arenas = meeting.arenas->of_ranks(),
+                        .timeout_seconds = timeout_seconds,
+                        .given_up = &meeting.given_up,
+                        .disturbance = {}};
+    ArraysOf<Precision> of_layer{};
+    of_layer.x = static_cast<const typename Precision::Storage*>(arrays.x);
+    of_layer.topk_ids = arrays.topk_ids;
     if constexpr (!Precision::kScaled) {
-      if (call.multiplies()) return MatmulRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
+      if (multiplies) return MatmulRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
     }
     return ExchangeRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
-  }();
-  return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
+  });
 }
 
-ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, ExchangeAttributes attributes) {
+ffi::Future execute(Instruction* instruction, ffi::RunId run_id, int32_t device, ffi::RemainingArgs operands,
+                    ffi::RemainingRets results, ExchangeAttributes attributes) {
   std::string error;
   const ExchangeCall call(operands, results, attributes, &error);
   if (error.empty()) error = call_error(call, attributes);
   const int32_t* place = error.empty() ? call.data<const int32_t>(ExchangeArray::kPlace) : nullptr;
   if (error.empty()) error = place_error(place[0], attributes.ranks);
   if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  if (!error.empty()) return refused(ffi::Error::InvalidArgument(error));
   const CallSite site{instruction, run_id.run_id, place[1], place[0], device};
   const Formats formats = formats_of(call);
   return with_wide(formats.answers.element, [&]<class Wide>(Wide) {

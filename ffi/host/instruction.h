@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "common/extension.h"
 #include "common/formats.h"
@@ -18,6 +20,31 @@ struct Instruction {
 };
 StateType instruction_type();
 
+// Runs body() on a thread of its own: it returns what went wrong, or nothing. A call waits for those of its peers, and
+// XLA:CPU may have begun another one on their devices, which waits for one of this device: so none may keep its device
+// from beginning the next. `body` has copies of all that it reads but the arrays, which XLA keeps until then.
+template <class Body>
+xla::ffi::Future beside_others(Body body) {
+  xla::ffi::Promise promise;
+  xla::ffi::Future future(promise);
+  std::thread([promise = std::move(promise), body = std::move(body)]() mutable {
+    const std::string failure = body();
+    if (failure.empty()) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(xla::ffi::Error(xla::ffi::ErrorCode::kDeadlineExceeded, failure));
+    }
+  }).detach();
+  return future;
+}
+// Of a call that does not begin.
+inline xla::ffi::Future refused(xla::ffi::Error error) {
+  xla::ffi::Promise promise;
+  xla::ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
 // What is wrong with the rank in `place`, which only a CPU reads; empty where nothing is.
 inline std::string place_error(int32_t rank, int32_t ranks) {
   if (rank >= 0 && rank < ranks) return "";
@@ -27,7 +54,7 @@ inline std::string place_error(int32_t rank, int32_t ranks) {
 
 // body(policy) with that of the elements of x, y and biases; the checks let no others come here.
 template <class Body>
-xla::ffi::Error with_wide(Element element, const Body& body) {
+xla::ffi::Future with_wide(Element element, const Body& body) {
   switch (element) {
     case Element::kF32: return body(F32{});
     case Element::kF64: return body(F64{});
@@ -38,7 +65,7 @@ xla::ffi::Error with_wide(Element element, const Body& body) {
     case Element::kE2M1:
     case Element::kCount: break;
   }
-  return xla::ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not.");
+  return refused(xla::ffi::Error::Internal("jaxmoe: an element type that the checks know and the executor does not."));
 }
 
 }  // namespace jaxmoe::host

@@ -27,49 +27,54 @@ namespace {
 ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) { return std::make_unique<Instruction>(); }
 
 template <class Precision>
-ffi::Error run(const LayerCall& call, const LayerAttributes& attributes, const Instruction* instruction,
-               int64_t run_id, int32_t device) {
+ffi::Future run(const LayerCall& call, const LayerAttributes& attributes, const Instruction* instruction,
+                int64_t run_id, int32_t device) {
   const Shape shape = shape_of(call, attributes);
   const Schedule schedule = schedule_of(attributes);
   const int32_t* place = call.data<const int32_t>(ArrayName::kPlace);
   const int32_t rank = place[0];
   if (const std::string error = place_error(rank, shape.ranks); !error.empty()) {
-    return ffi::Error::InvalidArgument(error);
+    return refused(ffi::Error::InvalidArgument(error));
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
   const Formats formats = formats_of(call, attributes);
-  const Attendance attendance(site, shape, schedule, formats);
-  Meeting& meeting = attendance.meeting();
-  const Launch launch{.shape = shape,
-                      .schedule = schedule,
-                      .formats = formats,
-                      .head = meeting.arenas->head(),
-                      .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
-                      .activation = activation_of(attributes),
-                      .power_of_two_scales = attributes.power_of_two_scales != 0,
-                      .arenas = meeting.arenas->of_ranks(),
-                      .timeout_seconds = attributes.timeout_seconds,
-                      .given_up = &meeting.given_up,
-                      .disturbance = {}};
-  LaunchTimeline timeline;
-  const bool recorded = timeline_is_on;
   const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number,
                                 typename Precision::Weight::Storage>(call, attributes);
-  const std::string failure = run_rank<Precision>(launch, rank, arrays, recorded ? &timeline : nullptr);
-  if (recorded && failure.empty()) {
-    timeline.device = device;
-    keep_timeline(std::move(timeline));
-  }
-  return failure.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
+  const Activation activation = activation_of(attributes);
+  const bool power_of_two_scales = attributes.power_of_two_scales != 0;
+  const auto timeout_seconds = attributes.timeout_seconds;
+  return beside_others([=] {
+    const Attendance attendance(site, shape, schedule, formats);
+    Meeting& meeting = attendance.meeting();
+    const Launch launch{.shape = shape,
+                        .schedule = schedule,
+                        .formats = formats,
+                        .head = meeting.arenas->head(),
+                        .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
+                        .activation = activation,
+                        .power_of_two_scales = power_of_two_scales,
+                        .arenas = meeting.arenas->of_ranks(),
+                        .timeout_seconds = timeout_seconds,
+                        .given_up = &meeting.given_up,
+                        .disturbance = {}};
+    LaunchTimeline timeline;
+    const bool recorded = timeline_is_on;
+    const std::string failure = run_rank<Precision>(launch, site.rank, arrays, recorded ? &timeline : nullptr);
+    if (recorded && failure.empty()) {
+      timeline.device = site.device;
+      keep_timeline(std::move(timeline));
+    }
+    return failure;
+  });
 }
 
-ffi::Error execute(Instruction* instruction, ffi::RunId run_id, int32_t device, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, LayerAttributes attributes) {
+ffi::Future execute(Instruction* instruction, ffi::RunId run_id, int32_t device, ffi::RemainingArgs operands,
+                    ffi::RemainingRets results, LayerAttributes attributes) {
   std::string error;
   const LayerCall call(operands, results, attributes, &error);
   if (error.empty()) error = call_error(call, attributes);
   if (error.empty() && schedule_of(attributes).workers < 1) error = "jaxmoe: workers must be positive on a CPU.";
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  if (!error.empty()) return refused(ffi::Error::InvalidArgument(error));
   const Formats formats = formats_of(call, attributes);
   const auto run_as = [&]<class Precision>(Precision) {
     return run<Precision>(call, attributes, instruction, run_id.run_id, device);
