@@ -168,7 +168,7 @@ def test_narrow_ids_are_counted_like_any_other() -> None:
         ),
         *(
             (
-                lambda experts=experts: jaxmoe.load_stats(jnp.zeros((2, 1), jnp.int32), experts),
+                lambda experts=experts: jaxmoe.load_stats(jnp.zeros((2, 1), jnp.int32), experts),  # pyright: ignore[reportArgumentType]
                 ValueError,
                 f"num_experts={experts!r} must be an integer of at least 1",
             )
