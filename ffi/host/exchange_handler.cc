@@ -22,35 +22,22 @@ ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(ExchangeAttributes) { ret
 template <class Precision>
 ffi::Future run(const ExchangeCall& call, const ExchangeAttributes& attributes, const CallSite& site) {
   using Number = typename Precision::Number;
-  const Shape shape = shape_of(call, attributes);
-  const Schedule schedule = schedule_of(attributes);
-  const Formats formats = formats_of(call);
+  const Launch launch{.shape = shape_of(call, attributes),
+                      .schedule = schedule_of(attributes),
+                      .formats = formats_of(call),
+                      .power_of_two_scales = attributes.power_of_two_scales != 0,
+                      .timeout_seconds = attributes.timeout_seconds};
   const ExchangeArrays<Number> arrays = arrays_of<Number>(call);
   const bool multiplies = call.multiplies();
   const Room room = room_of(call, attributes);
-  const bool power_of_two_scales = attributes.power_of_two_scales != 0;
-  const auto timeout_seconds = attributes.timeout_seconds;
-  return beside_others([=] {
-    const Attendance attendance(site, shape, schedule, formats);
-    Meeting& meeting = attendance.meeting();
-    const Launch launch{.shape = shape,
-                        .schedule = schedule,
-                        .formats = formats,
-                        .head = meeting.arenas->head(),
-                        .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
-                        .activation = {},
-                        .power_of_two_scales = power_of_two_scales,
-                        .arenas = meeting.arenas->of_ranks(),
-                        .timeout_seconds = timeout_seconds,
-                        .given_up = &meeting.given_up,
-                        .disturbance = {}};
+  return run_beside_others(site, launch, [=](const Launch& whole) {
     ArraysOf<Precision> of_layer{};
     of_layer.x = static_cast<const typename Precision::Storage*>(arrays.x);
     of_layer.topk_ids = arrays.topk_ids;
     if constexpr (!Precision::kScaled) {
-      if (multiplies) return MatmulRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
+      if (multiplies) return MatmulRank<Precision>(whole, site.rank, of_layer, arrays, room).run();
     }
-    return ExchangeRank<Precision>(launch, site.rank, of_layer, arrays, room).run();
+    return ExchangeRank<Precision>(whole, site.rank, of_layer, arrays, room).run();
   });
 }
 

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <thread>
 #include <utility>
 
 #include "common/extension.h"
 #include "common/formats.h"
+#include "host/group.h"
+#include "host/launch.h"
 #include "host/precision.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,19 +23,35 @@ struct Instruction {
 };
 StateType instruction_type();
 
-// Runs body() on a thread of its own: it returns what went wrong, or nothing. A call waits for those of its peers, and
-// XLA:CPU may have begun another one on their devices, which waits for one of this device: so none may keep its device
-// from beginning the next. `body` has copies of all that it reads but the arrays, which XLA keeps until then.
+// Runs body(launch) on a thread of its own, with what the ranks of `launch` share filled in: it returns what went wrong, or
+// nothing. A call waits for those of its peers, and XLA:CPU may have begun another one on their devices, which waits for
+// one of this device: so none may keep its device from beginning the next. `launch` and `body` have copies of all that they
+// read but the arrays, which XLA keeps until then.
 template <class Body>
-xla::ffi::Future beside_others(Body body) {
+xla::ffi::Future run_beside_others(const CallSite& site, Launch launch, Body body) {
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
-  std::thread([promise = std::move(promise), body = std::move(body)]() mutable {
-    const std::string failure = body();
-    if (failure.empty()) {
+  launch.dispatchers_per_worker = launch.schedule.dispatchers / launch.schedule.workers;
+  std::thread([=]() mutable {
+    // Made before the promise is kept: then XLA may go on, and nothing here is used any more.
+    const xla::ffi::Error error = [&] {
+      try {
+        const Attendance attendance(site, launch.shape, launch.schedule, launch.formats);
+        Meeting& meeting = attendance.meeting();
+        launch.head = meeting.arenas->head();
+        launch.arenas = meeting.arenas->of_ranks();
+        launch.given_up = &meeting.given_up;
+        const std::string failure = body(std::as_const(launch));
+        if (failure.empty()) return xla::ffi::Error::Success();
+        return xla::ffi::Error(xla::ffi::ErrorCode::kDeadlineExceeded, failure);
+      } catch (const std::exception& thrown) {  // no memory, or no threads: behind this one it would end the process
+        return xla::ffi::Error::Internal(std::string("jaxmoe: ") + thrown.what());
+      }
+    }();
+    if (error.success()) {
       promise.SetAvailable();
     } else {
-      promise.SetError(xla::ffi::Error(xla::ffi::ErrorCode::kDeadlineExceeded, failure));
+      promise.SetError(error);
     }
   }).detach();
   return future;

@@ -24,19 +24,20 @@ struct Disturbance {
   int32_t skipped_site = -1;     // a Site whose waits return at once
 };
 
-// One launch of a group, as each of its ranks sees it.
+// One launch of a group, as each of its ranks sees it. XLA's handlers know all but what ranks share, and the dispatchers, which
+// run_beside_others() in host/instruction.h fills in.
 struct Launch {
-  Shape shape;
-  Schedule schedule;
-  Formats formats;  // those of the precision with which it is run
-  HeadCapacity head;
-  int32_t dispatchers_per_worker;
-  Activation activation;
-  bool power_of_two_scales = false;    // of tokens and of h, where they have scales
-  std::span<std::byte* const> arenas;  // of all ranks
-  double timeout_seconds;
-  std::atomic<bool>* given_up;         // shared by the group: some wait took too long
-  Disturbance disturbance;
+  Shape shape{};
+  Schedule schedule{};
+  Formats formats{};  // those of the precision with which it is run
+  HeadCapacity head{};
+  int32_t dispatchers_per_worker = 0;
+  Activation activation{};
+  bool power_of_two_scales = false;      // of tokens and of h, where they have scales
+  std::span<std::byte* const> arenas{};  // of all ranks
+  double timeout_seconds = 0;
+  std::atomic<bool>* given_up = nullptr;  // shared by the group: some wait took too long
+  Disturbance disturbance{};
 };
 
 }  // namespace jaxmoe::host

@@ -29,39 +29,26 @@ ffi::ErrorOr<std::unique_ptr<Instruction>> instantiate(LayerAttributes) { return
 template <class Precision>
 ffi::Future run(const LayerCall& call, const LayerAttributes& attributes, const Instruction* instruction,
                 int64_t run_id, int32_t device) {
-  const Shape shape = shape_of(call, attributes);
-  const Schedule schedule = schedule_of(attributes);
+  const Launch launch{.shape = shape_of(call, attributes),
+                      .schedule = schedule_of(attributes),
+                      .formats = formats_of(call, attributes),
+                      .activation = activation_of(attributes),
+                      .power_of_two_scales = attributes.power_of_two_scales != 0,
+                      .timeout_seconds = attributes.timeout_seconds};
   const int32_t* place = call.data<const int32_t>(ArrayName::kPlace);
   const int32_t rank = place[0];
-  if (const std::string error = place_error(rank, shape.ranks); !error.empty()) {
+  if (const std::string error = place_error(rank, launch.shape.ranks); !error.empty()) {
     return refused(ffi::Error::InvalidArgument(error));
   }
   const CallSite site{instruction, run_id, place[1], rank, device};
-  const Formats formats = formats_of(call, attributes);
   const auto arrays = arrays_of<typename Precision::Storage, typename Precision::Number,
                                 typename Precision::Weight::Storage>(call, attributes);
-  const Activation activation = activation_of(attributes);
-  const bool power_of_two_scales = attributes.power_of_two_scales != 0;
-  const auto timeout_seconds = attributes.timeout_seconds;
-  return beside_others([=] {
-    const Attendance attendance(site, shape, schedule, formats);
-    Meeting& meeting = attendance.meeting();
-    const Launch launch{.shape = shape,
-                        .schedule = schedule,
-                        .formats = formats,
-                        .head = meeting.arenas->head(),
-                        .dispatchers_per_worker = schedule.dispatchers / schedule.workers,
-                        .activation = activation,
-                        .power_of_two_scales = power_of_two_scales,
-                        .arenas = meeting.arenas->of_ranks(),
-                        .timeout_seconds = timeout_seconds,
-                        .given_up = &meeting.given_up,
-                        .disturbance = {}};
+  return run_beside_others(site, launch, [=](const Launch& whole) {
     LaunchTimeline timeline;
     const bool recorded = timeline_is_on;
-    const std::string failure = run_rank<Precision>(launch, site.rank, arrays, recorded ? &timeline : nullptr);
+    const std::string failure = run_rank<Precision>(whole, rank, arrays, recorded ? &timeline : nullptr);
     if (recorded && failure.empty()) {
-      timeline.device = site.device;
+      timeline.device = device;
       keep_timeline(std::move(timeline));
     }
     return failure;

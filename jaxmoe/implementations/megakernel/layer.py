@@ -69,16 +69,13 @@ def _once(result: Any) -> Any:
     return jax.lax.optimization_barrier(result)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("inputs", "gate_up", "y"), meta_fields=("trains_experts",)
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("inputs", "gate_up"), meta_fields=("trains_experts",))
 @dataclasses.dataclass(frozen=True)
 class SavedForward:
     """What the backward pass gets beside the gradient of the output."""
 
     inputs: Inputs
     gate_up: Float[Array, "rows projections intermediate"] | None  # in the kernels' own order
-    y: jax.Array | None  # where the backward pass has to come behind it, and nothing else says so
     trains_experts: bool  # something of the experts is differentiated, if only a bias
 
 
@@ -90,11 +87,7 @@ def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Input
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=is_leaf)
     y, gate_up = _forward(call, inputs)
     kept = None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1])
-    y = _once(y)
-    # On a CPU the other implementation's collectives would else run before this launch on some devices and behind it on
-    # others, where the gradient of the output does not come of it: each waits for a thread that the other one holds.
-    follows = call.freezes and trains_experts and call.platform == "cpu" and call.shape.ranks > 1
-    return y, SavedForward(inputs, kept, y if follows else None, trains_experts)
+    return _once(y), SavedForward(inputs, kept, trains_experts)
 
 
 def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
@@ -102,26 +95,12 @@ def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedF
     inputs = saved.inputs
     dy = dy.astype(inputs.x.dtype)
     if call.freezes and saved.trains_experts:
-        if saved.y is not None and saved.y.size:
-            x, ids, weights, dy = _behind(saved.y, (inputs.x, inputs.topk_ids, inputs.topk_weights, dy))
-            inputs = inputs._replace(x=x, topk_ids=ids, topk_weights=weights)
         dx, dweights, dexperts = backward_of_decoded(call, inputs, dy)
     else:
         dx, dweights, dexperts = _backward(call.decoded if call.freezes else call.wide, saved, dy)
     no_ids = np.zeros(inputs.topk_ids.shape, jax.dtypes.float0)
     dweights = dweights.astype(inputs.topk_weights.dtype)
     return (Inputs(dx, no_ids, dweights, dexperts),)  # pyright: ignore[reportArgumentType]
-
-
-def _behind(earlier: jax.Array, arrays: Any) -> Any:
-    """Returns arrays that are not there before `earlier` is.
-
-    A barrier would not do: XLA takes it out before it orders what a CPU runs. So a number says it that the compiler
-    does not know to be zero.
-    """
-    one = jax.lax.bitcast_convert_type(earlier.reshape(-1)[0], jnp.dtype(f"uint{8 * earlier.dtype.itemsize}"))
-    zero = jnp.minimum(one, 0)
-    return jax.tree.map(lambda array: jnp.where(zero == 0, array, jnp.zeros_like(array)), arrays)
 
 
 # With symbolic zeros the forward pass is told what is differentiated. The one result has a gradient that is not zero
