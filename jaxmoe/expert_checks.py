@@ -1,4 +1,7 @@
-"""What must hold of the experts of a call, said before anything runs. `call.py` calls `check`."""
+"""What must hold of the experts of a call, said before anything runs. `call.py` calls `check`.
+
+`arrays_given` is its part that holds of experts wherever they are passed.
+"""
 
 import dataclasses
 from typing import Any
@@ -30,23 +33,9 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
       hidden_ranks: ranks over which the experts are split along it, where they are shards.
       dtype: of the tokens; every array of the experts must have it, or be float32 where it has 16 bits.
     """
-    if not isinstance(experts, Experts | FusedExperts):
-        raise TypeError(
-            f"moe_layer: experts is {a_type(experts)}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...), "
-            "or jaxmoe.Experts.from_fused(w_gate_up, w_down, layout=...)."
-        )
+    arrays = arrays_given("moe_layer", experts)
     fused = isinstance(experts, FusedExperts)
-    arrays = arrays_of(experts)
     into = "w_gate_up" if fused else "w_gate"
-    for name in (into, "w_down"):
-        if arrays[name] is None:
-            raise TypeError(f"moe_layer: experts.{name} is None; only w_up and the biases may be None.")
-    for name, array in arrays.items():
-        if hasattr(array, "qvalue") and hasattr(array, "scale"):
-            raise TypeError(_values_and_scales_of_another_library(name, array))
-        for leaf in _leaves(array):
-            if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                raise TypeError(f"moe_layer: experts.{name} is {a_type(leaf)}; it must be an array.")
     said, hidden = f"x has hidden={hidden}", hidden // hidden_ranks
     if hidden_ranks > 1:
         said += f", so a shard over the {hidden_ranks} ranks of hidden_axis must have {hidden}"
@@ -59,8 +48,7 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
         _check_quantized(experts, arrays, hidden, said)
     shape = tuple(experts.matrix.shape)
     columns = "2 * intermediate" if fused else "intermediate"
-    if len(shape) != 3:
-        raise ValueError(f"moe_layer: experts.{into} has shape {shape}; it must be [experts, hidden, {columns}].")
+    check_dimensions("moe_layer", into, experts.matrix)
     if shape[1] != hidden:
         names = "w_gate_up is" if fused else "w_gate and w_up are"
         raise ValueError(
@@ -108,6 +96,42 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
     return experts
 
 
+def arrays_given(caller: str, experts: Any) -> dict[str, Any]:
+    """Returns the arrays by name, as `arrays_of`; raises a `TypeError` where they are none, or `experts` no experts."""
+    if not isinstance(experts, Experts | FusedExperts):
+        raise TypeError(
+            f"{caller}: experts is {a_type(experts)}; pass jaxmoe.Experts(w_gate, w_up, w_down, ...), "
+            "or jaxmoe.Experts.from_fused(w_gate_up, w_down, layout=...)."
+        )
+    arrays = arrays_of(experts)
+    for name in ("w_gate_up" if isinstance(experts, FusedExperts) else "w_gate", "w_down"):
+        if arrays[name] is None:
+            raise TypeError(f"{caller}: experts.{name} is None; only w_up and the biases may be None.")
+    for name, array in arrays.items():
+        if hasattr(array, "qvalue") and hasattr(array, "scale"):
+            raise TypeError(_values_and_scales_of_another_library(caller, name, array))
+        for leaf in _leaves(array):
+            if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise TypeError(f"{caller}: experts.{name} is {a_type(leaf)}; it must be an array.")
+    return arrays
+
+
+# Of the matrices, what their dimensions are.
+DIMENSIONS = {
+    "w_gate": "[experts, hidden, intermediate]",
+    "w_up": "[experts, hidden, intermediate]",
+    "w_gate_up": "[experts, hidden, 2 * intermediate]",
+    "w_down": "[experts, intermediate, hidden]",
+}
+
+
+def check_dimensions(caller: str, name: str, matrix: Any) -> None:
+    """Raises a `ValueError` where a matrix of experts has not three dimensions."""
+    shape = tuple(matrix.shape)
+    if len(shape) != 3:
+        raise ValueError(f"{caller}: experts.{name} has shape {shape}; it must be {DIMENSIONS[name]}.")
+
+
 def _needed_shapes(experts: AnyExperts) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all arrays, by that of the first matrix."""
     num_experts, hidden, intermediate = experts.num_experts, experts.hidden, experts.intermediate
@@ -123,7 +147,7 @@ def _needed_shapes(experts: AnyExperts) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _values_and_scales_of_another_library(name: str, array: Any) -> str:
+def _values_and_scales_of_another_library(caller: str, name: str, array: Any) -> str:
     """Returns the error of an array such as qwix' `QArray`: integers or 8-bit floats as `qvalue`, and their `scale`."""
     values, scales = (f"{each.dtype}{list(each.shape)}" for each in (array.qvalue, array.scale))
     if name.startswith("b_"):
@@ -138,7 +162,7 @@ def _values_and_scales_of_another_library(name: str, array: Any) -> str:
             "jaxmoe.BlockScaled(values, scales), values as [experts, out, in], has float8_e4m3fn alone: decode this "
             "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
         )
-    return f"moe_layer: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {todo}"
+    return f"{caller}: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {todo}"
 
 
 def _leaves(array: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
 
 from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind
-from jaxmoe.formats import bits
+from jaxmoe.formats import bits, check_wide_dtype
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -93,8 +93,10 @@ class Experts:
         """Returns the experts with every array cast to `dtype`.
 
         Raises:
-          TypeError: a matrix is quantised: its values mean nothing without their scales.
+          TypeError: `dtype` is none of bfloat16, float16, float32 and float64; a matrix is quantised: its values mean
+            nothing without their scales.
         """
+        check_wide_dtype("Experts.astype", "dtype is", dtype)
         for field in dataclasses.fields(self):
             if isinstance(matrix := getattr(self, field.name), QuantizedMatrix):
                 raise TypeError(
@@ -186,7 +188,11 @@ class Experts:
           dtype: of every array.
           gated: with an up projection; `False` gives `w_up=None`.
           biases: with biases on all projections.
+
+        Raises:
+          TypeError: `dtype` is none of bfloat16, float16, float32 and float64.
         """
+        check_wide_dtype("Experts.init", "dtype is", dtype)
         keys = jax.random.split(key, 3)
         into = (num_experts, hidden, intermediate)
         back = (num_experts, intermediate, hidden)
@@ -263,7 +269,12 @@ class FusedExperts:
         return _repr(self)
 
     def astype(self, dtype: DTypeLike) -> "FusedExperts":
-        """Returns the experts with every array cast to `dtype`."""
+        """Returns the experts with every array cast to `dtype`.
+
+        Raises:
+          TypeError: `dtype` is none of bfloat16, float16, float32 and float64.
+        """
+        check_wide_dtype("FusedExperts.astype", "dtype is", dtype)
         return jax.tree.map(lambda array: array.astype(dtype), self)
 
     def split(self) -> Experts:

@@ -56,48 +56,63 @@ def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int) -> A
 ad.primitive_jvps[_constant] = _refuse_gradients
 
 
-_FORWARD_MODE = (
-    "moe_layer: this asks for forward-mode derivatives (jax.jvp, jax.linearize), and the layer has reverse-mode ones "
-    "only. Use jax.grad or jax.vjp; second derivatives are jax.jvp of jax.grad. Or pass implementation='reference', "
-    "which is slow and has both, with wide experts of one host and precision=None."
-)
-
-
-def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(_FORWARD_MODE)
+def _refuse_forward_mode(*_: Any, caller: str, **__: Any) -> Any:
+    if caller == "moe_layer":
+        it, second = "the layer", "jax.jvp of jax.grad"
+        advice = (
+            "pass implementation='reference', which is slow and has both, with wide experts of one host and "
+            "precision=None."
+        )
+    else:
+        # An exchange is one of several steps, each of which has to see the inner derivative.
+        it, second = caller, "jax.jvp of jax.grad, both of the same arrays"
+        advice = (
+            "dispatch with implementation='reference' and precision=None, and combine that: both are slow and have "
+            "forward mode too, as jax.lax.ragged_dot has for products in between."
+        )
+    raise NotImplementedError(
+        f"{caller}: this asks for forward-mode derivatives (jax.jvp, jax.linearize), and {it} has reverse-mode ones "
+        f"only. Use jax.grad or jax.vjp; second derivatives are {second}. Or {advice}"
+    )
 
 
 # What a tangent goes through on its way into the layer. Reverse mode transposes it and never computes it.
 _tangent = Primitive("jaxmoe_tangent")
 _tangent.def_impl(_refuse_forward_mode)
-_tangent.def_abstract_eval(lambda array: array)
+_tangent.def_abstract_eval(lambda array, **_: array)
 mlir.register_lowering(_tangent, _refuse_forward_mode)
 batching.primitive_batchers[_tangent] = _refuse
-ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+ad.deflinear2(_tangent, lambda cotangent, _, caller: [cotangent])
 
 
-def _guard_tangents(primals: Any, tangents: Any) -> Any:
+def _guard_tangents(primals: Any, tangents: Any, *, caller: str) -> Any:
     # The primals go on without the guard: in jax.jvp of jax.grad the inner one, which is transposed, takes it off, and
     # what the outer one sees of the layer are the operations of its forward and backward pass.
-    through = [each if isinstance(each, ad.Zero) else _tangent.bind(each) for each in tangents]
+    through = [each if isinstance(each, ad.Zero) else _tangent.bind(each, caller=caller) for each in tangents]
     return list(primals), through
 
 
 # Of all arrays at once, so that the inner derivative takes it off all of them, whatever it is taken of.
 _reversible = Primitive("jaxmoe_reverse_mode_only")
 _reversible.multiple_results = True
-_reversible.def_impl(lambda *arrays: list(arrays))
-_reversible.def_abstract_eval(lambda *arrays: list(arrays))
-mlir.register_lowering(_reversible, lambda context, *operands: [[operand] for operand in operands])
+_reversible.def_impl(lambda *arrays, **_: list(arrays))
+_reversible.def_abstract_eval(lambda *arrays, **_: list(arrays))
+mlir.register_lowering(_reversible, lambda context, *operands, **_: [[operand] for operand in operands])
 batching.primitive_batchers[_reversible] = _refuse
 ad.primitive_jvps[_reversible] = _guard_tangents
 
 
-def reverse_mode_only(tree: Pytree) -> Pytree:
-    """Returns the arrays; raises `NotImplementedError` where a forward-mode derivative goes through them."""
+def reverse_mode_only(tree: Pytree, caller: str = "moe_layer") -> Pytree:
+    """Returns the arrays; raises `NotImplementedError` where a forward-mode derivative goes through them.
+
+    Args:
+      tree: all arrays that one function may be differentiated with respect to, and others beside them.
+      caller: what the user called.
+    """
     leaves, structure = jax.tree.flatten(tree)
     floats = [index for index, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    for index, guarded in zip(floats, _reversible.bind(*(leaves[index] for index in floats)), strict=True):
+    bound = _reversible.bind(*(leaves[index] for index in floats), caller=caller)
+    for index, guarded in zip(floats, bound, strict=True):
         leaves[index] = guarded
     return jax.tree.unflatten(structure, leaves)
 

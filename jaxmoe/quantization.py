@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
+from jaxmoe.expert_checks import arrays_given, check_dimensions
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import check_wide_dtype
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
@@ -36,7 +37,7 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     float32, rounded to the nearest: a division rounds a few that are nearly ties to the other side. A block of zeros
     has values of zero; a NaN or an infinity makes all of its block NaN. `"mxfp4"` and `"nvfp4"` have the scales that
     `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`, and leaves
-    experts where they are.
+    experts where they are. Experts of several layers that are one array are `jax.vmap(jaxmoe.quantize)(experts)`.
 
     Args:
       experts: in float32, bfloat16 or float16. Gate and up that are one array come back apart.
@@ -46,8 +47,9 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
       scale_dtype: in 8 bits float32, which `None` is, or `float8_e8m0fnu` for powers of two.
 
     Raises:
-      TypeError: the experts are quantised already or no float arrays, or `scale_dtype` is another one.
-      ValueError: `block` is another one; in 4 bits, inputs of a matrix that are no multiple of 32 (`"mxfp4"`) or 16.
+      TypeError: the experts are no `Experts`, quantised already or no float arrays, or `scale_dtype` is another one.
+      ValueError: `block` is another one; a matrix has not three dimensions; in 4 bits, inputs of a matrix that are no
+        multiple of 32 (`"mxfp4"`) or 16.
 
     >>> import jax
     >>> experts = Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
@@ -64,6 +66,9 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     if jnp.dtype(scale_dtype) not in SCALES:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
+    for name, array in arrays_given("quantize", experts).items():
+        if name.startswith("w_") and array is not None and not isinstance(array, QuantizedMatrix):
+            check_dimensions("quantize", name, array)
     wide = split(experts)
 
     def quantized(name: str) -> QuantizedMatrix | None:
@@ -105,7 +110,7 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
       h: the same of h, for `w_down`.
 
     Raises:
-      TypeError: a matrix is not `BlockScaled`.
+      TypeError: the experts are no `Experts`, or a matrix is not `BlockScaled`.
       ValueError: scales of another shape.
 
     >>> import jax
@@ -114,6 +119,7 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
     (4,)
     """
     given = {"w_gate": ("tokens", tokens), "w_up": ("tokens", tokens), "w_down": ("h", h)}
+    arrays_given("with_input_scales", experts)
     made, apart = {}, split(experts)
     for field, (name, scale) in given.items():
         matrix: Any = getattr(apart, field)
@@ -154,7 +160,8 @@ def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExp
       dtype: of every array: bfloat16, float16, float32 or float64.
 
     Raises:
-      TypeError: values or scales of types that those do not have, or a `dtype` that is not wide.
+      TypeError: the experts are no `Experts`; values or scales of types that those do not have; a `dtype` that is not
+        wide.
       ValueError: shapes that do not go together.
 
     >>> import jax
@@ -163,6 +170,7 @@ def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExp
     (4, 384, 256)
     """
     check_wide_dtype("dequantize", "dtype is", dtype)
+    arrays_given("dequantize", experts)
     return _decoded(experts, dtype, QuantizedMatrix)
 
 

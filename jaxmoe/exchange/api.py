@@ -76,7 +76,8 @@ def dispatch(
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown precision or implementation.
       TypeError: wrong types or dtypes; gradients with respect to rows in 8 bits.
-      NotImplementedError: under `jax.vmap`; a named implementation that does not exist here.
+      NotImplementedError: under `jax.vmap`; under `jax.jvp`, but for `"reference"` without a precision; a named
+        implementation that does not exist here.
 
     >>> import jax.numpy as jnp, jaxmoe
     >>> x, topk_ids = jnp.array([[1.0], [2.0], [3.0]]), jnp.array([[2, 0], [0, -1], [2, 2]])
@@ -120,7 +121,7 @@ def combine(
     Raises:
       ValueError: shapes that do not go together; a place that is not that of the dispatch.
       TypeError: wrong types or dtypes.
-      NotImplementedError: under `jax.vmap`.
+      NotImplementedError: under `jax.vmap`; under `jax.jvp`, but for a handle of `"reference"`.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> topk_ids, matrices = jnp.array([[0, 1], [1, 2], [2, -1], [0, 1]]), jnp.stack([jnp.eye(2)] * 3)

@@ -4,7 +4,8 @@
     y = combine(outputs, weights)        doutputs = dispatch of dy, each row times its slot's weight
                                          dweights[slot] = <dy[token], outputs[row]>
 
-An implementation without `pull` and `pull_weighted` is differentiated by JAX.
+An implementation without `pull` and `pull_weighted` is differentiated by JAX, in forward mode too; `caller` is whose
+name the error of others has there.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Implementation, Kept, Routes
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.quantization import dequantize_rows
 from jaxmoe.sharding import vary_alike
 
@@ -25,16 +26,18 @@ def dispatch(
     call: ExchangeCall,
     x: Float[Array, "tokens hidden"],
     topk_ids: Int[Array, "tokens top_k"],
+    caller: str = "dispatch",
 ) -> tuple[Arrived, Float[Array, "rows hidden"] | None]:
     """Returns what arrives and, where that has 8 bits, the same decoded, which is differentiable."""
     x, topk_ids = vary(call, (x, topk_ids))
     if call.precision is not None:
+        x = reverse_mode_only(x, caller)
         arrived: Any = _send_in_8_bits(implementation, call, x, topk_ids)
         decoded: Any = _decode(implementation, call, x, jax.lax.stop_gradient(arrived))
         return arrived, decoded
     if implementation.pull is None:
         return implementation.send(call, x, topk_ids), None
-    return _send(implementation, call, x, topk_ids), None
+    return _send(implementation, call, reverse_mode_only(x, caller), topk_ids), None
 
 
 def combine(
@@ -43,11 +46,13 @@ def combine(
     outputs: Float[Array, "rows width"],
     weights: Float[Array, "tokens top_k"] | None,
     routes: Routes,
+    caller: str = "combine",
 ) -> Float[Array, "tokens width"]:
     """Returns the sum of each token's rows, times the weights of its slots where there are any."""
     outputs, weights, routes = vary(call, (outputs, weights, routes))
     if implementation.pull_weighted is None:
         return implementation.add_up(call, outputs, weights, routes)
+    outputs, weights = reverse_mode_only((outputs, weights), caller)
     return _add_up(implementation, call, outputs, weights, routes)
 
 
@@ -60,8 +65,8 @@ def start_dispatch(
     """Starts `dispatch`: returns what `finish_dispatch` takes beside x, whose gradient it has."""
     if not runs_beside(implementation, call):
         if call.precision is None:
-            return dispatch(implementation, call, x, topk_ids)[0], ()
-        x, topk_ids = vary(call, (x, topk_ids))
+            return dispatch(implementation, call, x, topk_ids, "start_dispatch")[0], ()
+        x, topk_ids = vary(call, (reverse_mode_only(x, "start_dispatch"), topk_ids))
         sent: Any = _send_in_8_bits(implementation, call, x, topk_ids)
         return sent, ()
     assert implementation.start_send is not None
@@ -76,6 +81,8 @@ def finish_dispatch(
 ) -> tuple[Arrived, Float[Array, "rows hidden"] | None]:
     """Returns what `dispatch` does, of what was started."""
     x, (arrived, kept) = vary(call, x), started
+    if kept or call.precision is not None:
+        x = reverse_mode_only(x, "start_dispatch")
     if kept:
         arrived = _finish_send(implementation, call, x, arrived, kept)
     if call.precision is None:
@@ -93,7 +100,7 @@ def start_combine(
 ) -> tuple[Float[Array, "tokens width"], Kept]:
     """Starts `combine`: returns what `finish_combine` takes beside the other arrays, whose gradients it has."""
     if not runs_beside(implementation, call):
-        return combine(implementation, call, outputs, weights, routes), ()
+        return combine(implementation, call, outputs, weights, routes, "start_combine"), ()
     assert implementation.start_add_up is not None
     return implementation.start_add_up(call, *vary(call, jax.lax.stop_gradient((outputs, weights, routes))))
 
@@ -111,6 +118,7 @@ def finish_combine(
     if not kept:
         return y
     outputs, weights, routes = vary(call, (outputs, weights, routes))
+    outputs, weights = reverse_mode_only((outputs, weights), "start_combine")
     return _finish_add_up(implementation, call, outputs, weights, routes, y, kept)
 
 
@@ -174,6 +182,10 @@ _send_in_8_bits.defvjp(_send_in_8_bits_fwd, _send_in_8_bits_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _decode(implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived) -> jax.Array:
     """The rows that were sent in 8 bits, in the dtype of x: as if a function of x that rounds nothing."""
+    return _decoded(x, arrived)
+
+
+def _decoded(x: jax.Array, arrived: Arrived) -> jax.Array:
     assert arrived.scales is not None
     return dequantize_rows(arrived.rows, arrived.scales, x.dtype)
 
@@ -181,7 +193,7 @@ def _decode(implementation: Implementation, call: ExchangeCall, x: jax.Array, ar
 def _decode_fwd(
     implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived
 ) -> tuple[jax.Array, Routes]:
-    return _decode(implementation, call, x, arrived), arrived.routes
+    return _decoded(x, arrived), arrived.routes
 
 
 def _decode_bwd(

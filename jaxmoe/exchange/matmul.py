@@ -66,7 +66,7 @@ def dispatch_matmul(
     Raises:
       ValueError: shapes, sizes or mesh axes that do not go together; unknown implementation.
       TypeError: wrong types or dtypes.
-      NotImplementedError: under `jax.vmap`; a named implementation that does not exist here.
+      NotImplementedError: under `jax.vmap` or `jax.jvp`; a named implementation that does not exist here.
 
     >>> import jax.numpy as jnp, jaxmoe
     >>> x, topk_ids = jnp.array([[1.0], [2.0], [3.0]]), jnp.array([[2, 0], [0, -1], [2, 2]])
@@ -110,7 +110,7 @@ def matmul_combine(
     Raises:
       ValueError: shapes that do not go together; a place that is not that of the dispatch.
       TypeError: wrong types or dtypes.
-      NotImplementedError: under `jax.vmap`.
+      NotImplementedError: under `jax.vmap` or `jax.jvp`.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> topk_ids, matrices = jnp.array([[0, 1], [1, 2], [2, -1], [0, 1]]), jnp.stack([jnp.eye(2)] * 3)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.exchange import gradients, products, xla
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Implementation, Routes, is_row
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import not_mapped, reverse_mode_only
 
 
 def dispatch_matmul(
@@ -29,9 +29,10 @@ def dispatch_matmul(
 ) -> Arrived:
     """Returns what arrives, each row times the matrix of its expert."""
     x, topk_ids, matrices = gradients.vary(call, (x, topk_ids, matrices))
+    x, matrices = reverse_mode_only((x, matrices), "dispatch_matmul")
     if implementation.send_matmul is not None:
         return _send(implementation, call, x, topk_ids, matrices)
-    arrived, _ = gradients.dispatch(implementation, call, x, topk_ids)
+    arrived, _ = gradients.dispatch(implementation, call, x, topk_ids, "dispatch_matmul")
     multiplied: Any = products.times(call, arrived.rows, matrices, arrived.rows_per_expert)
     return arrived._replace(rows=_somebodys(multiplied, arrived.routes))
 
@@ -49,12 +50,16 @@ def matmul_combine(
     `route` has the routes of the dispatch, the rows of each expert, and the ids.
     """
     rows, matrices, weights, route = gradients.vary(call, (rows, matrices, weights, route))
+    # All at once (guard.py). JAX differentiates with respect to weights where there is no `pull_weighted`.
+    guarded = (rows, matrices, weights if implementation.pull_weighted else None)
+    rows, matrices, guarded_weights = reverse_mode_only(guarded, "matmul_combine")
+    weights = weights if guarded_weights is None else guarded_weights
     if implementation.matmul_add_up is not None:
         return _add_up(implementation, call, rows, matrices, weights, route)
     routes, rows_per_expert, _ = route
     rows = _somebodys(rows, routes)
     outputs: Any = products.times(call, rows, matrices, rows_per_expert)
-    return gradients.combine(implementation, call, outputs, weights, routes)
+    return gradients.combine(implementation, call, outputs, weights, routes, "matmul_combine")
 
 
 def _somebodys(rows: Float[Array, "rows width"], routes: Routes) -> Float[Array, "rows width"]:

@@ -6,7 +6,9 @@ All of it is plain JAX on what `route` returned, so that training code can weigh
 """
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from jaxmoe.routing.stats import (
     any_slot,
     check_array,
     check_token_valid,
+    int32_ids,
     manual_axes,
     stats_of,
     sum_over_parts,
@@ -167,10 +170,10 @@ def load_balancing_loss(
 ) -> Float[Array, ""]:
     """Returns `E * sum_e f_e * P_e`: 1.0 when the load is even, at most `E` when one expert gets everything.
 
-    `f_e` is the fraction of used slots that chose expert e, `P_e` the mean over tokens of its probability
-    (`Routing.scores`); both sum to one. The gradient flows through `P` alone, since counts have none. Fedus et al. 2021
-    (arXiv:2101.03961), equations 4-6, for any `top_k`; Hugging Face's Mixtral does not divide `f` by `top_k` and gets
-    `top_k` times this value. Without any valid token the loss is 0.
+    `f_e` is the fraction of used slots that chose expert e, `P_e` the mean over tokens that use any of its probability
+    (`Routing.scores`); both sum to one. A slot is used whose id is an expert. The gradient flows through `P` alone,
+    since counts have none. Fedus et al. 2021 (arXiv:2101.03961), equations 4-6, for any `top_k`; Hugging Face's Mixtral
+    does not divide `f` by `top_k` and gets `top_k` times this value. Without any valid token the loss is 0.
 
     With `axis_name` the fractions are those of all tokens on these mesh axes, as if they were in one batch. Balance
     over the global batch leaves experts free to specialise, balance over each rank's few sequences does not: Qiu et al.
@@ -242,11 +245,12 @@ def update_selection_bias(
         to rounding.
       rows_per_expert: `[experts]` integers, `MoEStats.rows_per_expert` of the step, summed over all ranks
         (`load_stats(..., axis_name=...)`).
-      rate: size of the step, the scores' own unit.
+      rate: size of the step, the scores' own unit: one number for all experts, or an array without dimensions.
 
     Raises:
-      TypeError: an argument is no array; the bias is in fewer bits than float32; the load is not counted in integers.
-      ValueError: the shapes differ.
+      TypeError: an argument is no array, or the rate no number; the bias is in fewer bits than float32; the load is not
+        counted in integers.
+      ValueError: the shapes differ; the rate has one.
 
     >>> import jax.numpy as jnp, jaxmoe
     >>> jaxmoe.update_selection_bias(jnp.zeros(3), jnp.array([9, 6, 3]), rate=0.5)
@@ -271,15 +275,31 @@ def update_selection_bias(
             f"update_selection_bias: selection_bias has shape {selection_bias.shape} and rows_per_expert "
             f"{rows_per_expert.shape}; both must be [experts]."
         )
+    _check_rate(rate)
     mean, rest = jnp.divmod(rows_per_expert.sum(), rows_per_expert.size)
     below_mean = (rows_per_expert < mean) | ((rows_per_expert == mean) & (rest > 0))
     sign = below_mean.astype(jnp.int32) - (rows_per_expert > mean)
     return selection_bias + jnp.asarray(rate, selection_bias.dtype) * sign.astype(selection_bias.dtype)
 
 
+def _check_rate(rate: Any) -> None:
+    """Raises where it is not one number, of Python or in an array."""
+    needed = "it must be one number, or an array without dimensions"
+    if hasattr(rate, "shape") and hasattr(rate, "dtype"):
+        if rate.shape != ():
+            raise ValueError(
+                f"update_selection_bias: rate has shape {tuple(rate.shape)}; {needed}: all experts take the same step."
+            )
+        if not (jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)):
+            raise TypeError(f"update_selection_bias: rate is {rate.dtype}; {needed}, such as 1e-3.")
+    elif isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise TypeError(f"update_selection_bias: rate is {a_type(rate)}; {needed}, such as 1e-3.")
+
+
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's probabilities, and one where it has any expert: `_masked`."""
-    valid = any_slot(routing.topk_ids >= 0)
+    ids = int32_ids(routing.topk_ids)
+    valid = any_slot((ids >= 0) & (ids < routing.scores.shape[-1]))
     return _masked(routing.scores, valid if token_valid is None else valid & token_valid)
 
 

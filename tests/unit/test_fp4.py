@@ -146,7 +146,7 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
         ["experts.w_gate has shape (8, 96, 32)"],
     ),
     "elements without scales": lambda: (
-        {"experts": WIDE.astype(jnp.float4_e2m1fn)},
+        {"experts": jax.tree.map(lambda array: array.astype(jnp.float4_e2m1fn), WIDE)},
         TypeError,
         ["experts.w_gate is float4_e2m1fn, which needs scales", "jaxmoe.MXFP4(values, scales) or jaxmoe.NVFP4("],
     ),

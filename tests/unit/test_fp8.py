@@ -200,7 +200,7 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
         ["experts.w_down has values of shape (8, 384, 256)", "[experts, hidden, intermediate]", "swapaxes(1, 2)"],
     ),
     "values without scales": lambda: (
-        {"experts": WIDE.astype(jnp.float8_e4m3fn)},
+        {"experts": jax.tree.map(lambda array: array.astype(jnp.float8_e4m3fn), WIDE)},
         TypeError,
         ["experts.w_gate is float8_e4m3fn, which needs scales", "jaxmoe.BlockScaled(values, scales)"],
     ),

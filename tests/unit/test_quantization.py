@@ -1,5 +1,6 @@
 """Experts in 8 bits: what `quantize` makes of wide ones, and what `BlockScaled` says of itself."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -190,6 +191,61 @@ def test_wide_experts_are_in_a_wide_dtype_before_and_after_they_are_quantised(dt
     for some in (experts, quantize(experts)):
         with pytest.raises(TypeError, match=f"dequantize: dtype is {told}"):
             dequantize(some, dtype)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("function", [quantize, dequantize, lambda e: jaxmoe.with_input_scales(e, 1.0, 1.0)])
+def test_what_is_no_experts_or_has_no_arrays_is_an_error_that_says_what_is(function):
+    numbers: Any = [[[1.0]]]
+    experts, fused = experts_of(5, 2, 128, 128), jaxmoe.Experts.from_fused(numbers, numbers, layout="halves")
+    bad = {
+        r"experts is a dict; pass jaxmoe\.Experts": {"w_gate": experts.w_gate},
+        r"experts is a NoneType; pass jaxmoe\.Experts": None,
+        r"experts\.w_gate is a list; it must be an array": jaxmoe.Experts(numbers, numbers, numbers),
+        r"experts\.w_gate_up is a list; it must be an array": fused,
+        r"experts\.w_down is None; only w_up and the biases": dataclasses.replace(experts, w_down=None),
+    }
+    for told, passed in bad.items():
+        with pytest.raises(TypeError, match=f"^(quantize|dequantize|with_input_scales): {told}"):
+            function(passed)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("block", ["128x128", "mxfp4"])
+def test_matrices_of_other_dimensions_are_not_quantized(block):
+    experts, flat = experts_of(5, 2, 128, 128), jnp.ones((128, 256))
+    for name, passed in (
+        ("w_gate", dataclasses.replace(experts, w_gate=flat)),
+        ("w_down", dataclasses.replace(experts, w_down=flat)),
+        ("w_gate_up", jaxmoe.Experts.from_fused(flat, flat, layout="halves")),
+    ):
+        told = rf"quantize: experts\.{name} has shape \(128, 256\); it must be \[experts, "
+        with pytest.raises(ValueError, match=told):
+            quantize(passed, block)
+
+
+def test_stacked_layers_are_quantized_each():
+    layers = [experts_of(seed, 2, 128, 256) for seed in (5, 6)]
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+    with pytest.raises(ValueError, match=r"experts\.w_gate has shape \(2, 2, "):
+        quantize(stacked)
+    together = jax.vmap(quantize)(stacked)
+    for number, layer in enumerate(layers):
+        for got, want in zip(*map(jax.tree.leaves, (together, quantize(layer))), strict=True):
+            np.testing.assert_array_equal(got[number], want)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn, None, "bf16"])
+def test_experts_are_made_in_wide_dtypes_and_cast_to_those_alone(dtype):
+    experts = experts_of(5, 2, 128, 128)
+    for caller, make in {
+        "Experts.astype": lambda: experts.astype(dtype),
+        "FusedExperts.astype": lambda: experts.fuse("halves").astype(dtype),
+        "Experts.init": lambda: jaxmoe.Experts.init(jax.random.key(0), 2, 8, 8, dtype=dtype),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{caller}: dtype is .*; it must be one of bfloat16, float16, float32"):
+            make()
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

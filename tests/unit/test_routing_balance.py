@@ -58,6 +58,16 @@ def test_tokens_left_out_of_the_balance_loss_do_not_count() -> None:
     np.testing.assert_allclose([masked_in_route, masked_in_loss], wanted, rtol=1e-6)
 
 
+def test_a_token_whose_ids_name_no_expert_takes_no_part_in_the_balance_loss() -> None:
+    scores = jnp.array([[0.6, 0.2, 0.2], [0.4, 0.4, 0.2], [0.0, 0.0, 1.0]])
+    wanted = jaxmoe.load_balancing_loss(routing_of(scores[:2], [[0, 1], [0, 0]]))
+    loss = jax.value_and_grad(lambda scores, ids: jaxmoe.load_balancing_loss(routing_of(scores, ids)))
+    for unused in ([-1, -1], [3, -1], [3, 7], [-2, 3]):
+        value, gradient = loss(scores, [[0, 1], [0, 0], unused])
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        np.testing.assert_array_equal(gradient[2], 0)
+
+
 def test_the_sequence_wise_loss_of_deepseek_v3_is_the_mean_over_sequences() -> None:
     logits = np.asarray(random_logits(3, 10, 6))
     config = jaxmoe.RouterConfig(top_k=2, score="sigmoid")
@@ -243,6 +253,33 @@ def test_losses_and_stats_say_what_they_were_given_and_what_they_need(
 def test_a_bias_in_which_steps_get_lost_is_refused(dtype):
     with pytest.raises(TypeError, match=rf"selection_bias is {jnp.dtype(dtype)}, .* Keep it in float32: .*astype"):
         jaxmoe.update_selection_bias(jnp.ones(2, dtype), jnp.array([1, 2]))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("rate", "error", "told"),
+    [
+        (jnp.ones(2), ValueError, r"rate has shape \(2,\)"),
+        (np.ones(1), ValueError, r"rate has shape \(1,\)"),
+        (jnp.ones((2, 1)), ValueError, r"rate has shape \(2, 1\)"),
+        (jnp.complex64(1), TypeError, "rate is complex64"),
+        (np.bool_(True), TypeError, "rate is bool"),
+        ([0.5, 0.5], TypeError, "rate is a list"),
+        (True, TypeError, "rate is a bool"),
+        (None, TypeError, "rate is a NoneType"),
+    ],
+)
+def test_a_rate_that_is_not_one_number_is_refused(rate, error, told):
+    needed = "it must be one number, or an array without dimensions"
+    with pytest.raises(error, match=f"update_selection_bias: {told}; {needed}"):
+        jaxmoe.update_selection_bias(jnp.zeros(2), jnp.array([1, 2]), rate)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("rate", [0.5, np.float32(0.5), np.array(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)])
+def test_a_rate_is_a_number_or_an_array_without_dimensions(rate):
+    for update in (jaxmoe.update_selection_bias, jax.jit(jaxmoe.update_selection_bias)):
+        assert update(jnp.zeros(2), jnp.array([1, 2]), rate).tolist() == [0.5, -0.5]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

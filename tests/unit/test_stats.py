@@ -212,7 +212,7 @@ def by_hand(a: Inputs) -> tuple[Any, Any]:
                 rows[expert] += 1
             else:
                 out_of_range += expert != -1
-    routed = valid & (ids >= 0).any(-1)
+    routed = valid & ((ids >= 0) & (ids < EXPERTS)).any(-1)
     scores, logits = np.asarray(a.routing.scores, np.float64), np.asarray(a.logits, np.float64)
     balance = EXPERTS * (rows / rows.sum() * scores[routed].mean(0)).sum()
     log_sum = np.log(np.exp(logits).sum(-1))

@@ -168,6 +168,81 @@ def test_forward_mode_raises_where_the_reference_rounds_and_works_where_it_does_
         jax.jvp(lambda x: layer(x, precision="fp8"), (x,), (along,))
 
 
+EXCHANGES = ("dispatch", "combine", "dispatch_matmul", "matmul_combine", "start_dispatch", "start_combine")
+
+
+def exchange(name: str, implementation: str, **options: Any) -> tuple[Any, tuple[jax.Array, ...]]:
+    """A function of an exchange, and the arrays that it is differentiated with respect to."""
+    x, ids, weights, experts = ARGUMENTS
+    into, back = experts.w_gate, experts.w_down
+    where: dict[str, Any] = {"axis_name": None, "implementation": implementation, **options}
+    if name == "dispatch_matmul":
+        return lambda x, into: jaxmoe.dispatch_matmul(x, ids, into, **where).rows, (x, into)
+    where["num_experts"] = experts.num_experts
+    if name == "dispatch":
+        return lambda x: jaxmoe.dispatch(x, ids, **where).wide_rows, (x,)
+    if name == "start_dispatch":
+        return lambda x: jaxmoe.start_dispatch(x, ids, **where).finish().wide_rows, (x,)
+    handle = jaxmoe.dispatch(x, ids, **where).handle
+    rows = jnp.cos(jnp.arange(1.0, 1 + handle.row_sources.size * back.shape[1])).reshape(-1, back.shape[1])
+    if name == "combine":
+        return lambda rows, weights: jaxmoe.combine(rows, weights, handle), (rows, weights)
+    if name == "start_combine":
+        return lambda rows, weights: jaxmoe.start_combine(rows, weights, handle).finish(), (rows, weights)
+    return lambda rows, back, weights: jaxmoe.matmul_combine(rows, back, weights, handle), (rows, back, weights)
+
+
+def refuses_forward_mode(name: str) -> Any:
+    return pytest.raises(
+        NotImplementedError, match=rf"^{name}: .* {name} has reverse-mode ones only.*jax\.lax\.ragged_dot"
+    )
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("implementation", ["xla", "megakernel"])
+def test_forward_mode_of_an_exchange_raises_in_its_name_and_says_what_to_do(implementation, name):
+    function, at = exchange(name, implementation)
+    for place, array in enumerate(at):
+        with refuses_forward_mode(name):
+            jax.jvp(lambda one, place=place: function(*at[:place], one, *at[place + 1 :]), (array,), (array,))
+    with refuses_forward_mode(name):
+        jax.linearize(function, *at)[1](*at)
+    with refuses_forward_mode(name):
+        jax.jit(lambda *at: jax.jvp(function, at, at))(*at)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: jax\.vmap"):
+        jax.jacfwd(function)(*at)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("dispatch", {"precision": "fp8"}), ("dispatch_matmul", {}), ("matmul_combine", {})]
+)
+def test_forward_mode_of_what_rounds_or_multiplies_raises_with_the_reference_too(name, options):
+    function, at = exchange(name, "reference", **options)
+    with refuses_forward_mode(name):
+        jax.jvp(function, at, at)
+
+
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if "matmul" not in name])
+def test_forward_mode_of_an_exchange_works_with_the_reference(name):
+    function, at = exchange(name, "reference")
+    tangent = jax.jvp(function, at, at)[1]
+    # Linear in each array, and the tangents are the arrays.
+    assert relative_error(tangent, len(at) * function(*at)) < 1e-6
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_hessian_vector_products_of_an_exchange_work_forward_over_reverse(name):
+    function, at = exchange(name, "xla")
+    gradient = jax.grad(lambda at: jnp.sum(function(*at) ** 2))
+    along, step = jax.tree.map(jnp.cos, at), 1e-3
+    product = jax.jvp(gradient, (at,), (along,))[1]
+    ahead, behind = (
+        gradient(jax.tree.map(lambda array, way, sign=sign: array + sign * step * way, at, along)) for sign in (1, -1)
+    )
+    for got, one, other in zip(product, ahead, behind, strict=True):
+        assert relative_error(got, (one - other) / (2 * step)) < 1e-3
+
+
 def test_forward_over_reverse_works_between_different_arguments_and_under_checkpoint_and_scan():
     x, ids, weights, experts = ARGUMENTS
 
