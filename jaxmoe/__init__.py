@@ -39,6 +39,7 @@ from jaxmoe.routing import (
     router_z_loss,
     update_selection_bias,
 )
+from jaxmoe.stored_programs import export_checks, load_kernels
 
 if TYPE_CHECKING:
     from jaxmoe import convert
@@ -77,9 +78,11 @@ __all__ = [
     "dispatch_matmul",
     "experts_from_gpt_oss",
     "explain",
+    "export_checks",
     "failures",
     "fits_e4m3",
     "load_balancing_loss",
+    "load_kernels",
     "load_stats",
     "matmul_combine",
     "moe_layer",

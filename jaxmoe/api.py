@@ -190,7 +190,10 @@ def run(
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
-    return _compiled(call, return_stats)(arguments)
+    # Whatever `jax.disable_jit` says, which is for what users write: without jit JAX has no symbolic zeros in a
+    # `shard_map`, and takes half a minute for one.
+    with jax.disable_jit(False):
+        return _compiled(call, return_stats)(arguments)
 
 
 def _constant_quantized(experts: AnyExperts) -> AnyExperts:

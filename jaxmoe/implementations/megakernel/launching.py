@@ -51,7 +51,7 @@ def launch(
     Returns:
       The results by name.
     """
-    operands = {"place": place(group), **operands}
+    operands = {"place": lowering.only_for(platform, place(group)), **operands}
     given = [name for name in order if name in operands]
     made = [name for name in order if name in results]
     bits = np.uint32(sum(1 << order.index(name) for name in (*given, *made)))

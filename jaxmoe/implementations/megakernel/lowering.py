@@ -1,10 +1,10 @@
-"""A call of compiled code that is told which devices run it.
+"""Calls of compiled code that are told which devices run them, and are lowered for no platform but their own.
 
 XLA gives the devices of a program numbers of its own, from 0 on, and a trace is made for any devices of a mesh of that
 shape: only when it is lowered is it known which ones they are. Processes that run a program together need them, so that
 each can look the memory of a group of GPUs up without asking the others (ffi/memory.md).
 
-`layer.py` calls `call`.
+`launching.py` calls both functions.
 """
 
 import functools
@@ -110,3 +110,35 @@ def _devices(context: Any) -> list[Any] | None:
 
 
 mlir.register_lowering(_call, _lower)
+
+
+# The array as it is, in a program for one platform.
+_lowered_for = Primitive("jaxmoe_lowered_for")
+_lowered_for.def_impl(lambda array, **_: array)
+_lowered_for.def_abstract_eval(lambda array, **_: array)
+
+# Whose programs have which of JAX's platforms.
+_PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "gpu")}
+
+
+def only_for(platform: str, array: jax.Array) -> jax.Array:
+    """Returns the array, which raises where it is lowered for another platform than this, `"cpu"` or `"gpu"`.
+
+    The schedule that a call is told is that of one platform, and JAX also lowers for platforms that it has not
+    (`lowering_platforms`, `jax.export`).
+    """
+    return _lowered_for.bind(array, platform=platform)
+
+
+def _lower_for(context: mlir.LoweringRuleContext, operand: Any, *, platform: str) -> list[Any]:
+    platforms = context.platforms or context.module_context.platforms
+    if others := sorted(set(platforms) - set(_PLATFORMS[platform])):
+        raise NotImplementedError(
+            f"jaxmoe: a call with implementation='megakernel' was traced for {platform} and is lowered for "
+            f"{', '.join(others)}, where its schedule would be another one. Trace and lower it in a process that has "
+            "such devices, or pass implementation='xla', which is lowered for all platforms."
+        )
+    return [operand]
+
+
+mlir.register_lowering(_lowered_for, _lower_for)
