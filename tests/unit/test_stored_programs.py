@@ -33,8 +33,8 @@ np.save(sys.argv[1] + "/y.npy", np.asarray(y))
 def store(function: Any, given: tuple[Any, ...], folder: Path, **options: Any) -> None:
     exported = jax.export.export(jax.jit(function), **options)(*given)
     folder.joinpath("program").write_bytes(exported.serialize())
-    leaves = jax.tree.leaves(given)
-    np.savez(folder / "given.npz", **{str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)})
+    leaves: Any = {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(given))}
+    np.savez(folder / "given.npz", **leaves)
 
 
 def one_rank(x, ids, weights, experts):
