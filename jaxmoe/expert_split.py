@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Shaped
 from jaxmoe.array_layout import known_axes
 from jaxmoe.block_scaled import BLOCK, BlockScaled
 from jaxmoe.experts import AnyExperts, FusedExperts, present
+from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import NVFP4
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.sharding import axis_tuple, vary_as
@@ -116,7 +117,7 @@ class ExpertSplit:
         """Returns the sum of what the parts have computed, in float32, rounded once."""
         if not self.parts:
             return y
-        return jax.lax.psum(y.astype(jnp.promote_types(y.dtype, jnp.float32)), self.parts).astype(y.dtype)
+        return jax.lax.psum(y.astype(at_least_float32(y.dtype)), self.parts).astype(y.dtype)
 
 
 def _gather(shard: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:

@@ -78,6 +78,17 @@ def bits(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
 
 
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """Returns what is computed and added up in where arrays have a dtype: float64 stays, all else becomes float32.
+
+    What `jnp.promote_types` returns, which raises where `jax_numpy_dtype_promotion` is "strict".
+
+    >>> at_least_float32(jnp.bfloat16).name, at_least_float32("float64").name
+    ('float32', 'float64')
+    """
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
 def check_wide_dtype(caller: str, what_is: str, dtype: DTypeLike) -> None:
     """Raises where wide experts cannot be in a dtype."""
     try:
@@ -113,7 +124,7 @@ class Formats:
     def of(cls, dtype: Any) -> "Formats":
         """Everything in one dtype but for the sums, which have at least 32 bits."""
         plain = Format(dtype)
-        return cls(plain, plain, plain, plain, Format(jnp.promote_types(dtype, jnp.float32)))
+        return cls(plain, plain, plain, plain, Format(at_least_float32(dtype)))
 
     @property
     def decodes(self) -> bool:

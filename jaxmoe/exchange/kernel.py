@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmoe import native
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Kept, Routes
-from jaxmoe.formats import Formats
+from jaxmoe.formats import Formats, at_least_float32
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel import plan_defaults
 from jaxmoe.implementations.megakernel.launching import launch
@@ -253,7 +253,7 @@ def _arrived(made: dict[str, jax.Array]) -> Arrived:
 
 
 def _as_sums(weights: jax.Array, rows: jax.Array) -> jax.Array:
-    return weights.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    return weights.astype(at_least_float32(rows.dtype))
 
 
 def _like(model: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.exchange import gradients, products, xla
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Implementation, Routes, is_row
+from jaxmoe.formats import at_least_float32
 from jaxmoe.guard import not_mapped, reverse_mode_only
 
 
@@ -131,11 +132,11 @@ def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, 
     drows, dweights = implementation.send_matmul(call, dy, ids, matrices.swapaxes(1, 2)).rows, None
     dy_of_row, rows = implementation.pull(call, dy, routes), _somebodys(rows, routes)
     if weights is not None:
-        wide = jnp.promote_types(rows.dtype, jnp.float32)
-        of_row = (drows.astype(wide) * rows.astype(wide)).sum(-1)
-        dweights = xla.sums_of_slots(call, of_row, routes).astype(weights.dtype)
+        wide = at_least_float32(rows.dtype)
+        wide_drows, wide_rows = drows.astype(wide), rows.astype(wide)
+        dweights = xla.sums_of_slots(call, (wide_drows * wide_rows).sum(-1), routes).astype(weights.dtype)
         weight = xla.weights_of_rows(call, weights, routes).astype(wide)
-        drows, rows = (weight * drows).astype(rows.dtype), (weight * rows).astype(rows.dtype)
+        drows, rows = (weight * wide_drows).astype(rows.dtype), (weight * wide_rows).astype(rows.dtype)
     dmatrices = products.sums_over_rows(call, rows, dy_of_row, rows_per_expert).astype(matrices.dtype)
     return drows, dmatrices, dweights, jax.tree.map(gradients.of_integers, route)
 

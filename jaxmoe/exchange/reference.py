@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.exchange.base import Arrived, ExchangeCall, Routes
+from jaxmoe.formats import at_least_float32
 from jaxmoe.precision import powers_of_two
 from jaxmoe.quantization import quantize_rows
 
@@ -16,7 +17,7 @@ def send(call: ExchangeCall, x: Float[Array, "tokens hidden"], topk_ids: Int[Arr
     shape, room, mine = call.shape, call.room, call.group.index()
     expert = call.group.all_gather(topk_ids).reshape(-1)  # of every slot of all ranks
     slot = jnp.arange(shape.all_slots)
-    counts = (expert[:, None] == jnp.arange(shape.num_experts)).sum(0)
+    counts = (expert[:, None] == jnp.arange(shape.num_experts)[None]).sum(0)
 
     starts = []
     for number in range(shape.num_experts):
@@ -28,12 +29,13 @@ def send(call: ExchangeCall, x: Float[Array, "tokens hidden"], topk_ids: Int[Arr
         else:
             starts.append(starts[-1] + -(-counts[number - 1] // room.alignment) * room.alignment)
 
-    earlier = ((expert[:, None] == expert) & (slot[:, None] > slot)).sum(1)  # slots of the same expert
+    earlier = ((expert[:, None] == expert[None]) & (slot[:, None] > slot[None])).sum(1)  # slots of the same expert
     row = jnp.stack(starts)[expert] + earlier
     finds_room = earlier < room.capacity_per_expert if room.capacity_per_expert else row < room.rows
     row = jnp.where((expert >= 0) & finds_room, row, -1).astype(jnp.int32)
 
-    here = (row == jnp.arange(room.rows)[:, None]) & (expert // shape.local_experts == mine)  # [rows, all_slots]
+    is_mine = expert // shape.local_experts == mine
+    here = (row[None] == jnp.arange(room.rows)[:, None]) & is_mine[None]  # [rows, all_slots]
     slot_of_row = jnp.where(here.any(1), here.argmax(1), -1)
     source = (slot_of_row // shape.slots) * 2**24 + slot_of_row % shape.slots
     row_sources = jnp.where(slot_of_row >= 0, source, -1).astype(jnp.int32)
@@ -41,13 +43,13 @@ def send(call: ExchangeCall, x: Float[Array, "tokens hidden"], topk_ids: Int[Arr
     routes = Routes(row_sources, row[mine_first + jnp.arange(shape.slots)].reshape(-1, shape.top_k))
 
     local_expert = expert - mine * shape.local_experts
-    is_of_expert = local_expert[:, None] == jnp.arange(shape.local_experts)  # [all_slots, local_experts]
+    is_of_expert = local_expert[:, None] == jnp.arange(shape.local_experts)[None]  # [all_slots, local_experts]
     found = (is_of_expert & (row >= 0)[:, None]).sum(0).astype(jnp.int32)
     dropped = (is_of_expert & (row < 0)[:, None]).sum(0).astype(jnp.int32)
 
     def rows_of(tokens: Float[Array, "tokens width"]) -> Float[Array, "rows width"]:
         # Wide, so that the gradient of a token is added up in float32 and rounded once.
-        everyone = call.group.all_gather(tokens.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        everyone = call.group.all_gather(tokens.astype(at_least_float32(x.dtype)))
         rows = jnp.where((slot_of_row >= 0)[:, None], everyone[slot_of_row // shape.top_k], 0)
         return rows.astype(tokens.dtype)
 
@@ -66,11 +68,11 @@ def add_up(
     """Returns the (weighted) sum of the rows of each of this rank's tokens."""
     shape = call.shape
     everything, sources = call.group.all_gather(outputs), call.group.all_gather(routes.row_sources)
-    wide = jnp.promote_types(outputs.dtype, jnp.float32)
+    wide = at_least_float32(outputs.dtype)
     total = jnp.zeros((shape.tokens, outputs.shape[1]), wide)
     for k in range(shape.top_k):
         wanted = call.group.index() * 2**24 + jnp.arange(shape.tokens) * shape.top_k + k
-        is_it = wanted[:, None] == sources  # [tokens, rows of all ranks]
+        is_it = wanted[:, None] == sources[None]  # [tokens, rows of all ranks]
         row = jnp.where(is_it.any(1)[:, None], everything[is_it.argmax(1)], 0).astype(wide)
         weight = 1 if weights is None else jnp.where(is_it.any(1), weights[:, k], 0)[:, None]
         total = total + row * weight

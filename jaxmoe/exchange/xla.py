@@ -26,6 +26,7 @@ from jaxmoe.exchange.base import (
     source_rank,
     source_slot,
 )
+from jaxmoe.formats import at_least_float32
 from jaxmoe.implementations.xla.local_rows import LocalRows, count_below, sort_slots, sum_by_slot
 from jaxmoe.precision import powers_of_two
 from jaxmoe.quantization import quantize_rows
@@ -102,10 +103,10 @@ def pull_weighted(
     routes: Routes,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "tokens top_k"]]:
     """Returns the gradients of `outputs` and of `weights`, given that of the sums."""
-    wide = jnp.promote_types(outputs.dtype, jnp.float32)
+    wide = at_least_float32(outputs.dtype)
     dy_of_row = pull(call, dy, routes).astype(wide)
     dweights = sums_of_slots(call, (dy_of_row * outputs.astype(wide)).sum(-1), routes)
-    weighted = dy_of_row * weights_of_rows(call, weights, routes)
+    weighted = dy_of_row * weights_of_rows(call, weights, routes).astype(wide)
     return weighted.astype(outputs.dtype), dweights.astype(weights.dtype)
 
 

@@ -31,6 +31,7 @@ from jaxmoe.explain import Explanation
 from jaxmoe.explain import explain as explain_call
 from jaxmoe.flax.config import EXPERT_ARRAYS, LayerConfig, experts_of
 from jaxmoe.flax.placement import split_as, split_of, whole
+from jaxmoe.formats import at_least_float32
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing import MoEAux, MoEStats, router_aux, update_selection_bias
@@ -111,7 +112,7 @@ def explain(config: LayerConfig, arrays: Mapping[str, Any], x: Any) -> Explanati
     arguments = (
         jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
         jax.ShapeDtypeStruct(slots, jnp.int32),
-        jax.ShapeDtypeStruct(slots, jnp.promote_types(dtype, jnp.float32)),
+        jax.ShapeDtypeStruct(slots, at_least_float32(dtype)),
         jax.eval_shape(functools.partial(_experts_for, dtype), dict(arrays)),
     )
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(CallOptions)}
@@ -160,11 +161,15 @@ def _router_logits(arrays: Mapping[str, Array], tokens: jax.Array, dtype: Any) -
     or bfloat16.
     """
     logits = _wide_product(tokens, arrays["router_kernel"], dtype)
-    return logits + arrays["router_bias"].astype(logits.dtype) if "router_bias" in arrays else logits
+    return _plus(logits, arrays["router_bias"]) if "router_bias" in arrays else logits
+
+
+def _plus(rows: jax.Array, bias: jax.Array) -> jax.Array:
+    return rows + jnp.expand_dims(bias.astype(rows.dtype), range(rows.ndim - 1))
 
 
 def _wide_product(tokens: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
     return jnp.dot(tokens.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
 
 
@@ -173,14 +178,14 @@ def _shared_expert(config: LayerConfig, arrays: Mapping[str, Array], tokens: jax
     activation = activations.resolve(
         config.activation if config.shared_activation is None else config.shared_activation
     )
-    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    wide = at_least_float32(tokens.dtype)
     split, arrays = _gathered_shared(config, arrays, tokens)
 
     def project(rows: jax.Array, name: str) -> jax.Array | None:
         if f"shared_w_{name}" not in arrays:
             return None
         out = jnp.dot(rows, arrays[f"shared_w_{name}"].astype(rows.dtype)).astype(wide)
-        return out + arrays[f"shared_b_{name}"].astype(wide) if f"shared_b_{name}" in arrays else out
+        return _plus(out, arrays[f"shared_b_{name}"]) if f"shared_b_{name}" in arrays else out
 
     gate = project(tokens, "gate")
     assert gate is not None

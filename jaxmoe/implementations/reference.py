@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.activation import Activation
 from jaxmoe.experts import AnyExperts, Experts, split
+from jaxmoe.formats import at_least_float32
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import Call, Inputs
 from jaxmoe.implementations.explanation import Explanation, precision_reasons
@@ -62,7 +63,7 @@ def reference(
       precision: what is rounded to 8 bits before it is multiplied: tokens, h and matrices, or matrices alone. Not what
         the gradients are those of, which is the same without any rounding to 8 bits (quantised matrices decoded).
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32) if compute_dtype is None else jnp.dtype(compute_dtype)
+    dtype = at_least_float32(x.dtype) if compute_dtype is None else jnp.dtype(compute_dtype)
     x, topk_ids, topk_weights, experts = vary_alike((x, topk_ids, topk_weights, split(experts)))
     static = _Static(activation, group, dtype, precision)
     if precision is None:
@@ -92,7 +93,7 @@ def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax
         out = _affine(h, e.w_down, e.b_down)
         return total + jnp.where(visits, weight * jnp.where(visits, out, 0), 0), None
 
-    total_dtype = jnp.promote_types(dtype, jnp.float32)
+    total_dtype = at_least_float32(dtype)
     start = jnp.zeros_like(x, total_dtype)
     total, _ = jax.lax.scan(add_expert, start, (jnp.arange(everyone.num_experts), everyone))
     return total.astype(x.dtype)
@@ -132,7 +133,7 @@ _rounded.defvjp(_rounded_fwd, _rounded_bwd)
 def _affine(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
     # Highest precision: by default a float32 product on a GPU rounds its inputs to TF32.
     out = jnp.matmul(rows, weights, precision="highest")
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias[None, :]
 
 
 def run(call: Call, inputs: Inputs) -> jax.Array:

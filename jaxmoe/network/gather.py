@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.implementations.base import ARRIVED_NAME, Inputs
 from jaxmoe.network.levels import Levels
 from jaxmoe.sharding import ExpertGroup
@@ -49,7 +50,7 @@ def sum_over_hosts(across: ExpertGroup, parts: Float[Array, "all_rows columns"])
     would move as many bytes, and round after each addition, in an order that is its own.
     """
     arrived = across.exchange(parts)
-    return arrived.astype(jnp.promote_types(arrived.dtype, jnp.float32)).sum(0).astype(parts.dtype)
+    return arrived.astype(at_least_float32(arrived.dtype)).sum(0).astype(parts.dtype)
 
 
 gather.defvjp(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmoe.experts import AnyExperts, arrays_of, present
+from jaxmoe.formats import at_least_float32
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
 
@@ -19,7 +19,7 @@ def summed_in_float32(experts: Any) -> Any:
 
     The implementations cast experts to the dtype of x. Such a cast there and back costs nothing in one computation.
     """
-    return jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), experts)
+    return jax.tree.map(lambda array: array.astype(at_least_float32(array.dtype)), experts)
 
 
 def trained_of(experts: AnyExperts) -> tuple[Callable[[dict[str, Any]], AnyExperts], dict[str, Any]]:

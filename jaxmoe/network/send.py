@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.guard import not_mapped
 from jaxmoe.implementations.base import Inputs
 from jaxmoe.network.cost import FEWEST_ROUNDS
@@ -205,7 +206,7 @@ def _in_rounds(
         sums = _add_answers(static, routes, number - 1, sums, returned)
         return number + 1, sums, jax.tree.map(jnp.add, kept, more), following, answers
 
-    sums = jax.tree.map(lambda array: jnp.zeros_like(array, jnp.promote_types(array.dtype, jnp.float32)), like)
+    sums = jax.tree.map(lambda array: jnp.zeros_like(array, at_least_float32(array.dtype)), like)
     arrived = exchange(across, tokens(jnp.int32(0)))
     answers, kept, following = beside(arrived, tokens(jnp.int32(1)))
     state = vary_alike((sums, kept, following, answers))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import (
@@ -277,9 +278,10 @@ def update_selection_bias(
         )
     _check_rate(rate)
     mean, rest = jnp.divmod(rows_per_expert.sum(), rows_per_expert.size)
-    below_mean = (rows_per_expert < mean) | ((rows_per_expert == mean) & (rest > 0))
-    sign = below_mean.astype(jnp.int32) - (rows_per_expert > mean)
-    return selection_bias + jnp.asarray(rate, selection_bias.dtype) * sign.astype(selection_bias.dtype)
+    rows, dtype = rows_per_expert.astype(mean.dtype), selection_bias.dtype
+    below_mean = (rows < mean) | ((rows == mean) & (rest > 0))
+    sign = below_mean.astype(dtype) - (rows > mean).astype(dtype)
+    return selection_bias + jnp.asarray(rate, dtype) * sign
 
 
 def _check_rate(rate: Any) -> None:
@@ -305,7 +307,7 @@ def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.
 
 def _squares(logits: jax.Array, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's square of the z-loss, and one where it is valid: `_masked`."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(at_least_float32(logits.dtype))
     valid = jnp.ones_like(logits[..., 0], bool) if token_valid is None else token_valid
     log_sum = jax.nn.logsumexp(jnp.where(valid[..., None], logits, 0), axis=-1)
     return _masked(log_sum[..., None] ** 2, valid)

@@ -33,15 +33,20 @@ def largest(values: Float[Array, "*batch n"], count: int) -> Int32[Array, "*batc
     return jax.lax.platform_dependent(values, cuda=on_gpus, rocm=on_gpus, default=by_top_k)
 
 
+def positions_of(values: Float[Array, "*batch n"]) -> Int32[Array, "*ones n"]:
+    """Returns the position of each value along the last dimension, in as many dimensions as values have."""
+    return jnp.expand_dims(jnp.arange(values.shape[-1], dtype=jnp.int32), range(values.ndim - 1))
+
+
 def _sort_positions(values: jax.Array, count: int) -> jax.Array:
-    positions = jnp.zeros_like(values, jnp.int32) + jnp.arange(values.shape[-1], dtype=jnp.int32)
+    positions = jnp.zeros_like(values, jnp.int32) + positions_of(values)
     # Ascending, and stable: equal ones stay in the order of their positions.
     return jax.lax.sort((~_in_order(values), positions), num_keys=1, is_stable=True)[1][..., :count]
 
 
 def _take_largest(values: jax.Array, count: int) -> jax.Array:
     """Takes the largest of what is left, again and again: each a reading of all values, where a sort has many."""
-    left, positions = _in_order(values), jnp.arange(values.shape[-1], dtype=jnp.int32)
+    left, positions = _in_order(values), positions_of(values)
     lowest, taken = jnp.iinfo(left.dtype).min, []
     left = jnp.maximum(left, lowest + 1)
     for _ in range(count):

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
-from jaxmoe.routing.largest import largest
+from jaxmoe.routing.largest import largest, positions_of
 from jaxmoe.routing.stats import check_array, check_token_valid, int32_ids
 from jaxmoe.wording import a_type
 
@@ -237,7 +238,7 @@ def choose(
 ) -> Routing:
     """`route` of arguments that have been checked."""
     num_experts = logits.shape[-1]
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(at_least_float32(logits.dtype))
     if token_valid is not None:
         # Before any arithmetic: a zero cotangent times the slope at a NaN would be a NaN again.
         logits = jnp.where(token_valid[..., None], logits, 0)
@@ -299,16 +300,18 @@ def _select(
     scores: Float[Array, "*batch experts"], config: RouterConfig, bias: Float[Array, " experts"] | None
 ) -> Int32[Array, "*batch top_k"]:
     """Returns the ids of the `top_k` largest `scores + bias` in the best groups, largest first, ties by lowest id."""
-    choice = scores if bias is None else scores + bias.astype(scores.dtype)
+    choice = scores
+    if bias is not None:
+        choice += jnp.expand_dims(bias.astype(scores.dtype), range(scores.ndim - 1))
     choice = jax.lax.stop_gradient(choice)
     if config.num_groups > 1:
         group_size = choice.shape[-1] // config.num_groups
         grouped = choice.reshape(*choice.shape[:-1], config.num_groups, group_size)
-        best = jnp.argmax(grouped, axis=-1, keepdims=True)
-        others = jnp.where(jnp.arange(group_size) == best, -jnp.inf, grouped)
+        best = jnp.argmax(grouped, axis=-1, keepdims=True).astype(jnp.int32)
+        others = jnp.where(positions_of(grouped) == best, -jnp.inf, grouped)
         group_score = grouped.max(-1) + others.max(-1)
         kept = largest(group_score, config.top_groups)
-        is_kept = (kept[..., None] == jnp.arange(config.num_groups)).any(-2)
+        is_kept = (kept[..., None] == positions_of(group_score)[..., None, :]).any(-2)
         # An expert of a kept group comes before any other, also where its logit or its bias is minus infinity.
         allowed = jnp.maximum(grouped, jnp.finfo(grouped.dtype).min)
         choice = jnp.where(is_kept[..., None], allowed, -jnp.inf).reshape(choice.shape)

@@ -86,8 +86,8 @@ class MoEStats:
         Without any row it is 1.0 as well, since no expert waits for another.
         """
         rows = self.rows_per_expert
-        mean = rows.sum(-1) / jnp.float32(rows.shape[-1])
-        return jnp.where(mean > 0, rows.max(-1) / jnp.where(mean > 0, mean, 1), 1).astype(jnp.float32)
+        most, mean = rows.max(-1).astype(jnp.float32), rows.sum(-1).astype(jnp.float32) / rows.shape[-1]
+        return jnp.where(mean > 0, most / jnp.where(mean > 0, mean, 1), 1)
 
 
 def load_stats(
@@ -169,11 +169,11 @@ class Counters:
     ) -> Float[Array, "*batch columns"]:
         """Returns what each token adds to each column: how many of its slots belong there."""
         belongs = self._column_of(topk_ids, token_valid)
-        columns = jnp.arange((self.num_experts + 2) * self.token_turns)
+        columns = jnp.expand_dims(self._numbers_of_columns(), range(belongs.ndim - 1))
 
         def counter(slots: jax.Array) -> jax.Array:
             if not _are_unrolled(slots):
-                return (slots[..., None] == columns).sum(-2, dtype=jnp.float32)
+                return (slots[..., None] == columns[..., None, :]).sum(-2, dtype=jnp.float32)
             count = jnp.zeros((), jnp.float32)
             for slot in _each(slots):
                 count = jnp.where(slot[..., None] == columns, count + 1, count)
@@ -190,9 +190,14 @@ class Counters:
         write what is added up, one to clear the sums and one to add up.
         """
         belongs = self._column_of(topk_ids, token_valid)
-        columns = jnp.arange((self.num_experts + 2) * self.token_turns).reshape(-1, *[1] * belongs.ndim)
+        columns = jnp.expand_dims(self._numbers_of_columns(), range(1, 1 + belongs.ndim))
         slots = self._slots_of_counters(belongs)
-        return jnp.concatenate([(columns == each).sum(range(1, columns.ndim), dtype=jnp.float32) for each in slots])
+        return jnp.concatenate(
+            [(columns == each[None]).sum(range(1, columns.ndim), dtype=jnp.float32) for each in slots]
+        )
+
+    def _numbers_of_columns(self) -> Int32[Array, " columns"]:
+        return jnp.arange((self.num_experts + 2) * self.token_turns, dtype=jnp.int32)
 
     def _column_of(
         self, topk_ids: Integer[Array, "*batch top_k"], token_valid: Bool[Array, "*batch"] | None

@@ -30,6 +30,7 @@ from jaxmoe import native
 from jaxmoe.activation import compiled_form
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import LAYOUTS, AnyExperts, FusedExperts, present
+from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import FourBit
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -164,7 +165,7 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     return {
         "x": x,
         "topk_ids": inputs.topk_ids,
-        "topk_weights": inputs.topk_weights.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        "topk_weights": inputs.topk_weights.astype(at_least_float32(x.dtype)),
         **arrays,
     }
 

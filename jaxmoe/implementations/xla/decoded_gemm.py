@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import FourBit
 from jaxmoe.implementations.xla.row_blocks import LONGEST_BLOCK, RowBlocks
 from jaxmoe.sharding import vary_alike
@@ -47,7 +48,7 @@ def times_decoded(
     _, inner, out = matrices.shape
     experts, width = matrices.shape[0], inner if transposed else out
     blocks = RowBlocks.of(rows_per_expert, rows.shape[0], block_rows(rows.shape[0], experts))
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    wide = at_least_float32(rows.dtype)
     columns = (((1,), (1 if transposed else 0,)), ((), ()))
     matrices = dataclasses.replace(matrices, values=matrices.packed)  # pyright: ignore[reportArgumentType]
 
@@ -56,7 +57,7 @@ def times_decoded(
         one = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, expert, 1), matrices)
         block = lax.dynamic_slice_in_dim(rows, start, blocks.size)
         product = lax.dot_general(block, one.multiplied(rows.dtype)[0], columns, preferred_element_type=wide)
-        product = product if one.factors is None else product * one.factors
+        product = product if one.factors is None else product * one.factors[:, None]
         before = lax.dynamic_slice_in_dim(products, start, blocks.size)
         after = jnp.where(inside, product.astype(rows.dtype), before)
         return lax.dynamic_update_slice_in_dim(products, after, start, 0)

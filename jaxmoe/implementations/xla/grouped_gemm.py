@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.four_bit import FourBit
@@ -73,18 +74,18 @@ def times_transposed(
 
 def _expert_of_row(batch: Batch, dtype: Any) -> Float[Array, "rows local_experts"]:
     """One-hot matrix of the expert that owns each row, zero behind the last row."""
-    ends = jnp.cumsum(batch.rows_per_expert)
+    ends = jnp.cumsum(batch.rows_per_expert)[None, :]
     row = jnp.arange(batch.slot_of_row.shape[0])[:, None]
-    return ((row < ends) & (row >= ends - batch.rows_per_expert)).astype(dtype)
+    return ((row < ends) & (row >= ends - batch.rows_per_expert[None, :])).astype(dtype)
 
 
-def bias_of_row(bias: jax.Array | None, batch: Batch) -> jax.Array | float:
-    """Returns the bias of the expert that owns each row, `[rows, width]`; 0.0 where there is no bias."""
+def bias_of_row(bias: jax.Array | None, batch: Batch, dtype: DTypeLike) -> jax.Array | float:
+    """Returns the bias of the expert that owns each row, `[rows, width]` in `dtype`; 0.0 where there is no bias."""
     if bias is None:
         return 0.0
     # A product with a one-hot matrix is exact (not rounded to TF32 on GPUs), and its transpose sums rows per expert in
     # a fixed order, without atomics.
-    return jnp.matmul(_expert_of_row(batch, bias.dtype), bias, precision="highest")
+    return jnp.matmul(_expert_of_row(batch, bias.dtype), bias, precision="highest").astype(dtype)
 
 
 def bias_vjp(drows: jax.Array, batch: Batch, bias: jax.Array | None) -> jax.Array | None:

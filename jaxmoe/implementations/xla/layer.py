@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts
+from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import marked
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
@@ -84,8 +85,8 @@ def _with_biases(gate_up: GateUp, experts: AnyExperts, batch: Batch) -> GateUp:
     """Returns the inputs of the activation in float32, zero behind the last row."""
 
     def wide(projection: jax.Array, bias: jax.Array | None) -> jax.Array:
-        dtype = jnp.promote_types(projection.dtype, jnp.float32)
-        return jnp.where(batch.is_row, projection.astype(dtype) + bias_of_row(bias, batch), 0)
+        dtype = at_least_float32(projection.dtype)
+        return jnp.where(batch.is_row, projection.astype(dtype) + bias_of_row(bias, batch, dtype), 0)
 
     b_gate, b_up = _biases_of_projections(experts)
     return GateUp(wide(gate_up.gate, b_gate), None if gate_up.up is None else wide(gate_up.up, b_up))
@@ -103,7 +104,7 @@ def _down(
     gate, up = _with_biases(gate_up, experts, batch)
     h = as_multiplied_rows(call.activation.value(gate, up), call.precision, gate_up.gate.dtype, scales.h)
     out = times(h, experts.w_down, batch.rows_per_expert, call.plan.grouped_gemm)
-    return out if experts.b_down is None else (out + bias_of_row(experts.b_down, batch)).astype(out.dtype)
+    return out if experts.b_down is None else out + bias_of_row(experts.b_down, batch, out.dtype)
 
 
 class RowCotangents(NamedTuple):
@@ -130,16 +131,16 @@ def _batch_vjp(
     kind = call.plan.grouped_gemm
     gate, up = _with_biases(gate_up, experts, batch)
     h = call.activation.value(gate, up)
-    dtype = tokens.dtype
+    dtype, wide_dout = tokens.dtype, dout.astype(h.dtype)
 
     weighted_h = (weight * h).astype(dtype)
     dh = jnp.where(batch.is_row, times_transposed(dout, experts.w_down, batch.rows_per_expert, kind).astype(h.dtype), 0)
     dweight = jnp.sum(dh * h, -1, keepdims=True)
     if experts.b_down is not None:
-        dweight += jnp.sum(dout * bias_of_row(experts.b_down, batch).astype(h.dtype), -1, keepdims=True)  # pyright: ignore
+        dweight += jnp.sum(wide_dout * bias_of_row(experts.b_down, batch, h.dtype), -1, keepdims=True)
 
     w_down = sum_of_outer_products(weighted_h, dout, batch.rows_per_expert)
-    b_down = bias_vjp((weight * dout).astype(dtype), batch, experts.b_down)
+    b_down = bias_vjp((weight * wide_dout).astype(dtype), batch, experts.b_down)
     dgate, dup = call.activation.vjp(gate, up, weight * dh)
     dgate = dgate.astype(dtype)
     if isinstance(experts, FusedExperts):
@@ -159,8 +160,8 @@ def _batch_vjp(
     if experts.w_up is not None and dup is not None:
         dup = dup.astype(dtype)
         dw_up = sum_of_outer_products(tokens, dup, batch.rows_per_expert)
-        dtokens = dtokens.astype(jnp.promote_types(dtype, jnp.float32))
-        dtokens += times_transposed(dup, experts.w_up, batch.rows_per_expert, kind)
+        dtokens = dtokens.astype(at_least_float32(dtype))
+        dtokens += times_transposed(dup, experts.w_up, batch.rows_per_expert, kind).astype(dtokens.dtype)
     dexperts = Experts(
         w_gate=sum_of_outer_products(tokens, dgate, batch.rows_per_expert),
         w_up=dw_up,
@@ -183,7 +184,7 @@ class SavedRows(NamedTuple):
 def _combine(totals: jax.Array, group: ExpertGroup) -> jax.Array:
     """Sends each owner the sums over its tokens' slots and adds those of all ranks, in the order of the ranks."""
     parts = group.exchange(totals)
-    return parts.astype(jnp.promote_types(parts.dtype, jnp.float32)).sum(0).astype(totals.dtype)
+    return parts.astype(at_least_float32(parts.dtype)).sum(0).astype(totals.dtype)
 
 
 def _tokens_of_batches(call: Call, x: jax.Array, scales: RowScales) -> Callable[[Batch], jax.Array]:
@@ -278,7 +279,7 @@ def backward(
     dx, dweights, dexperts = cotangents(nth_batch(rows, jnp.int32(0), plan.batch_rows), gate_up)
     if rows.has_further_batches(plan.batch_rows):
         # An expert's rows may lie in many batches: its gradient is rounded once, at the end.
-        dexperts = jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), dexperts)
+        dexperts = jax.tree.map(lambda array: array.astype(at_least_float32(array.dtype)), dexperts)
     dx, dweights, dexperts = add_batches(
         (dx, dweights, dexperts), lambda batch: cotangents(batch, None), rows, plan.batch_rows
     )

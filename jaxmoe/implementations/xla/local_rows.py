@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.formats import at_least_float32, bits
+
 
 class LocalRows(NamedTuple):
     """The slots of all ranks that name this rank's experts, sorted by expert: row r is slot `slot_of_row[r]`."""
@@ -126,8 +128,8 @@ def sum_by_slot(
         row = row_of_slot[:, k]
         inside = (row >= 0) & (row < values.shape[0])
         value = values.at[jnp.clip(row, 0, values.shape[0] - 1)].get(mode="promise_in_bounds")
-        value = value.astype(jnp.promote_types(values.dtype, jnp.float32))
-        value = value if weights is None else value * weights[:, k, None]
+        value = value.astype(at_least_float32(values.dtype))
+        value = value if weights is None else value * weights[:, k, None].astype(value.dtype)
         total = total + jnp.where(inside[:, None], value, 0)
     return jnp.asarray(total)
 
@@ -148,9 +150,13 @@ def add_batches(first: Any, other: Callable[[Batch], Any], rows: LocalRows, batc
         return first
     batches = (rows.num_rows + batch_rows - 1) // batch_rows
 
+    def plus(total: jax.Array, values: jax.Array) -> jax.Array:
+        wide = max(total.dtype, values.dtype, key=bits)
+        return (total.astype(wide) + values.astype(wide)).astype(total.dtype)
+
     def add(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         index, total = carry
         values = other(nth_batch(rows, index, batch_rows))
-        return index + 1, jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total, values)
+        return index + 1, jax.tree.map(plus, total, values)
 
     return lax.while_loop(lambda carry: carry[0] < batches, add, (jnp.ones_like(batches), first))[1]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.formats import at_least_float32
 from jaxmoe.implementations.xla.row_blocks import LONGEST_BLOCK, RowBlocks
 from jaxmoe.sharding import vary_alike
 
@@ -39,7 +40,7 @@ def sum_of_outer_products(
     Exactly zero for an expert without rows. Rows of other experts, and those behind the last row, are never multiplied,
     so that a NaN stays with its expert. Blocks of rows of one expert are added up in a fixed order.
     """
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    wide = at_least_float32(lhs.dtype)
     rows, experts = lhs.shape[0], rows_per_expert.shape[0]
     inner, outer = lhs.shape[1], rhs.shape[1]
     blocks = RowBlocks.of(rows_per_expert, rows, block_rows(rows, experts))
@@ -56,7 +57,7 @@ def sum_of_outer_products(
     def step(sums: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
         expert, products = jax.vmap(product)(first + jnp.arange(at_once))
         for number in range(at_once):
-            total = lax.dynamic_index_in_dim(sums, expert[number]) + products[number]
+            total = lax.dynamic_index_in_dim(sums, expert[number]) + products[number][None]
             sums = lax.dynamic_update_slice_in_dim(sums, total, expert[number], 0)
         return sums, None
 
