@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.testing import make_inputs
 from tests.documents import ROOT
 from tests.layer_calls import layer
@@ -82,6 +83,14 @@ def test_what_was_traced_for_cpus_is_lowered_for_nothing_else(function, platform
         jax.jit(function).trace(*given).lower(lowering_platforms=tuple(platforms))
 
 
+def test_what_was_traced_for_gpus_is_lowered_for_cuda_alone():
+    traced = jax.jit(lambda array: lowering.only_for("gpu", array)).trace(ARGUMENTS.x)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text()
+    for platform in ("cpu", "rocm", "tpu"):
+        with pytest.raises(NotImplementedError, match=f"was traced for gpu and is lowered for {platform}, "):
+            traced.lower(lowering_platforms=(platform,))
+
+
 def test_a_program_for_all_platforms_is_made_on_a_cpu_with_xla():
     run: Any = jax.jit(lambda *given: jaxmoe.moe_layer(*given, axis_name=None, implementation="xla"))
     exported = jax.export.export(run, platforms=["cpu", "cuda"])(*ARGUMENTS[:4])
@@ -94,7 +103,7 @@ def test_where_users_disable_jit_a_layer_over_a_mesh_gives_the_same_bits():
     def loss(x: jax.Array) -> jax.Array:
         return jnp.sum(run(ARGUMENTS._replace(x=x)) ** 2)
 
-    want = jax.value_and_grad(loss)(ARGUMENTS.x)
+    want = run(ARGUMENTS), jax.value_and_grad(loss)(ARGUMENTS.x)
     with jax.disable_jit():
-        got = jax.value_and_grad(loss)(ARGUMENTS.x)
+        got = run(ARGUMENTS), jax.value_and_grad(loss)(ARGUMENTS.x)
     jax.tree.map(np.testing.assert_array_equal, got, want)
