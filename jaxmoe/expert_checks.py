@@ -151,18 +151,18 @@ def _values_and_scales_of_another_library(caller: str, name: str, array: Any) ->
     """Returns the error of an array such as qwix' `QArray`: integers or 8-bit floats as `qvalue`, and their `scale`."""
     values, scales = (f"{each.dtype}{list(each.shape)}" for each in (array.qvalue, array.scale))
     if name.startswith("b_"):
-        todo = "Biases are wide: pass qvalue * scale as one array."
+        advice = "Biases are wide: pass qvalue * scale as one array."
     elif array.qvalue.dtype == jnp.float8_e4m3fn:
-        todo = (
+        advice = (
             "Pass jaxmoe.BlockScaled(values, scales), values as [experts, out, in]: where qvalue lies as "
             f"[experts, in, out], experts.{name} = jaxmoe.BlockScaled(q.qvalue.swapaxes(1, 2), q.scale.swapaxes(1, 2))."
         )
     else:
-        todo = (
+        advice = (
             "jaxmoe.BlockScaled(values, scales), values as [experts, out, in], has float8_e4m3fn alone: decode this "
             "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
         )
-    return f"{caller}: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {todo}"
+    return f"{caller}: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {advice}"
 
 
 def _leaves(array: Any) -> list[Any]:

@@ -14,7 +14,6 @@ import jaxmoe
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.testing import make_inputs
 from tests.documents import ROOT
-from tests.layer_calls import layer
 
 ARGUMENTS = make_inputs(0)
 
@@ -95,15 +94,3 @@ def test_a_program_for_all_platforms_is_made_on_a_cpu_with_xla():
     run: Any = jax.jit(lambda *given: jaxmoe.moe_layer(*given, axis_name=None, implementation="xla"))
     exported = jax.export.export(run, platforms=["cpu", "cuda"])(*ARGUMENTS[:4])
     np.testing.assert_array_equal(exported.call(*ARGUMENTS[:4]), run(*ARGUMENTS[:4]))
-
-
-def test_where_users_disable_jit_a_layer_over_a_mesh_gives_the_same_bits():
-    run = layer("all devices", implementation="megakernel")
-
-    def loss(x: jax.Array) -> jax.Array:
-        return jnp.sum(run(ARGUMENTS._replace(x=x)) ** 2)
-
-    want = run(ARGUMENTS), jax.value_and_grad(loss)(ARGUMENTS.x)
-    with jax.disable_jit():
-        got = run(ARGUMENTS), jax.value_and_grad(loss)(ARGUMENTS.x)
-    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -40,6 +40,18 @@ def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
     np.testing.assert_array_equal(stats.rows_per_expert, counted.rows_per_expert)
 
 
+def test_where_users_disable_jit_a_layer_over_a_mesh_gives_the_same_bits():
+    run, arguments = layer("all devices", implementation="megakernel"), make_inputs(0)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(run(arguments._replace(x=x)) ** 2)
+
+    want = run(arguments), jax.value_and_grad(loss)(arguments.x)
+    with jax.disable_jit():
+        got = run(arguments), jax.value_and_grad(loss)(arguments.x)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
 @pytest.mark.parametrize("mesh", [None, "expert"])
