@@ -103,6 +103,7 @@ std::map<std::string, std::string> build_info() {
   std::map<std::string, std::string> info = part_build_info();
   info["compiler"] = compiler_text();
   info["cpp_standard"] = std::to_string(__cplusplus);
+  info["version"] = build_config::kVersion;
   info["jaxlib"] = build_config::kJaxlibVersion;
   info["ffi_api"] = version_text(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef XLA_FFI_Extension_Collectives

@@ -25,6 +25,7 @@ __all__ = [
     "failures",
     "schedule",
     "targets",
+    "version",
 ]
 
 # FFI targets: a layer, and its gradients; tokens to experts of the user's own, and their answers back.
@@ -132,6 +133,18 @@ def extension(platform: str) -> ModuleType | None:
     if platform == "cpu":
         return module
     return _load_cuda() if platform == "gpu" else None
+
+
+def version() -> str:
+    """Returns the version of jaxmoe that the compiled parts are of. Every call carries it, and no other version runs that.
+
+    Raises:
+        ModuleNotFoundError: nothing was built.
+
+    >>> version() == jaxmoe.__version__
+    True
+    """
+    return always_built().build_info()["version"]
 
 
 def executor() -> ModuleType:

@@ -14,8 +14,9 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Returns the checks to leave out where a program with layers or exchanges is exported.
 
     Of a call of code that it does not know JAX cannot tell whether another version still has it the same, and refuses
-    to store it. Nor can jaxmoe: run what is stored by the version of jaxmoe that made it, on devices of the kind that
-    it was made on. Programs with other implementations than `"megakernel"` need none of this.
+    to store it. Calls of jaxmoe carry its version, and another one raises where they run: keep what a program is made
+    from beside it. It runs on devices of the kind that it was made on. Programs with other implementations than
+    `"megakernel"` need none of this.
 
     >>> import jax, jax.numpy as jnp, jaxmoe
     >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=2, hidden=8, intermediate=16)

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "common/call_arrays.h"
 #include "common/exchange.h"
@@ -28,6 +29,7 @@ inline constexpr char kFinishTarget[] = "jaxmoe_finish";
 inline constexpr int32_t kMostAlignment = 1 << 30;
 
 struct ExchangeAttributes {
+  std::string_view version;     // as that of a layer
   int32_t ranks;
   int32_t num_experts;
   int32_t top_k;
@@ -259,8 +261,8 @@ inline std::string call_error(const ExchangeCall& call, const ExchangeAttributes
 }  // namespace jaxmoe
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jaxmoe::ExchangeAttributes, xla::ffi::StructMember<int32_t>("ranks"),
-    xla::ffi::StructMember<int32_t>("num_experts"), xla::ffi::StructMember<int32_t>("top_k"),
+    jaxmoe::ExchangeAttributes, xla::ffi::StructMember<std::string_view>("version"),
+    xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"), xla::ffi::StructMember<int32_t>("top_k"),
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("alignment"),
     xla::ffi::StructMember<int32_t>("capacity_per_expert"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
     xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),

@@ -1,4 +1,5 @@
-// What every call says of the ranks that share in it and of its schedule, and what must hold of that.
+// What every call says of the jaxmoe that made it, of the ranks that share in it and of its schedule, and what must hold
+// of that.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/build_config.h"
 #include "common/layout.h"
 
 namespace jaxmoe {
@@ -25,6 +27,12 @@ Schedule schedule_of(const Attributes& a) {
 // Of LayerAttributes or ExchangeAttributes; empty where nothing is wrong.
 template <class Attributes>
 std::string group_error(const Attributes& a) {
+  // Of a program that was stored: what numbers and arrays mean may have changed since.
+  if (a.version != build_config::kVersion) {
+    return "jaxmoe: this program was made by jaxmoe " + std::string(a.version) + " and is run by jaxmoe " +
+           build_config::kVersion + ", which may mean something else by its calls. Make it again with this version, or " +
+           "run it with the other one.";
+  }
   if (a.ranks < 1 || a.ranks > kMaxRanks || a.num_experts < 1 || a.num_experts % a.ranks != 0) {
     return "jaxmoe: num_experts=" + std::to_string(a.num_experts) + " over ranks=" + std::to_string(a.ranks) +
            " is no whole number of experts per rank, or more than " + std::to_string(kMaxRanks) + " ranks.";

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -24,6 +25,7 @@ inline constexpr char kForwardTarget[] = "jaxmoe_forward";
 inline constexpr char kBackwardTarget[] = "jaxmoe_backward";
 
 struct LayerAttributes {
+  std::string_view version;  // of the jaxmoe that made the call (common/group_attributes.h)
   int32_t ranks;
   int32_t num_experts;
   int32_t arrays;      // 32 bits of ArrayName: the operands and results that the call has
@@ -166,7 +168,8 @@ LayerArrays<T, Sum, W> arrays_of(const LayerCall& call, const LayerAttributes& a
 }  // namespace jaxmoe
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jaxmoe::LayerAttributes, xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
+    jaxmoe::LayerAttributes, xla::ffi::StructMember<std::string_view>("version"),
+    xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
     xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("activation"),
     xla::ffi::StructMember<float>("limit"), xla::ffi::StructMember<float>("alpha"),
     xla::ffi::StructMember<float>("up_offset"), xla::ffi::StructMember<int32_t>("rounds_rows"),

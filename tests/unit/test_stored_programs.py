@@ -1,5 +1,6 @@
 """Programs with layers and exchanges that are stored, or lowered for other platforms than they were traced for."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe import native
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.testing import make_inputs
 from tests.documents import ROOT
@@ -58,6 +60,17 @@ def test_without_its_checks_left_out_such_a_program_is_not_stored(tmp_path):
 def exchanged(x, ids, weights, experts):
     arrived = jaxmoe.dispatch(x, ids, num_experts=experts.num_experts, axis_name=None, implementation="megakernel")
     return jaxmoe.combine(arrived.rows, weights, arrived.handle)
+
+
+@pytest.mark.parametrize("function", [one_rank, exchanged, jax.grad(lambda *given: jnp.sum(one_rank(*given)))])
+def test_what_another_version_stored_is_refused_with_both_versions(monkeypatch, function):
+    given = make_inputs(0, tokens=72)[:4]  # a size that no other test has: what was traced for one is kept
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "version", lambda: "0.0.7")
+        exported = jax.export.export(jax.jit(function), disabled_checks=jaxmoe.export_checks())(*given)
+    told = rf"was made by jaxmoe 0\.0\.7 and is run by jaxmoe {re.escape(jaxmoe.__version__)}, which"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(exported.call(*given))
 
 
 @pytest.mark.parametrize("function", [one_rank, exchanged])

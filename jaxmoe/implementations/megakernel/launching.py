@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jaxmoe import native
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
@@ -56,6 +57,7 @@ def launch(
     made = [name for name in order if name in results]
     bits = np.uint32(sum(1 << order.index(name) for name in (*given, *made)))
     attributes = {
+        "version": native.version(),
         "ranks": np.int32(group.size),
         "timeout_seconds": np.float32(timeout_seconds(platform)),
         "groups": replica_groups(group, jax.sharding.get_abstract_mesh()).reshape(-1),
