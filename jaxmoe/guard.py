@@ -3,7 +3,8 @@
 `not_mapped` refuses `jax.vmap`. A batching rule cannot be written for a layer that talks to its peers once per call:
 the mapped layer would either repeat the exchange for every element or treat the mapped axis as tokens, and only the
 user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX.
-`reverse_mode_only` refuses `jax.jvp` of what has a `custom_vjp`, of which JAX would say nothing but that.
+`reverse_mode_only` refuses `jax.jvp` of what has a `custom_vjp`, of which JAX would say nothing but that, and
+`first_derivatives_only` what stands in its forward and backward pass and has no derivative of its own.
 """
 
 import functools
@@ -24,9 +25,10 @@ Pytree = TypeVar("Pytree")
 def _refuse(args: Any, dims: Any, *, caller: str = "moe_layer", **_: Any) -> Any:
     takes_tokens = "dispatch" if caller == "combine" else caller
     raise NotImplementedError(
-        f"{caller}: jax.vmap over {caller} is not supported (and jax.jacrev and jax.jacfwd map too). A batch of token "
-        f"arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension along. To map "
-        "over different experts (several layers), use jax.lax.map or jax.lax.scan."
+        f"{caller}: jax.vmap over {caller} is not supported (jax.jacrev, jax.jacfwd and jax.hessian map too). A "
+        f"batch of token arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension "
+        "along. To map over different experts (several layers), use jax.lax.map or jax.lax.scan, and for a Hessian "
+        "jax.lax.map over directions of jax.jvp of jax.grad."
     )
 
 
@@ -58,14 +60,14 @@ ad.primitive_jvps[_constant] = _refuse_gradients
 
 def _refuse_forward_mode(*_: Any, caller: str, **__: Any) -> Any:
     if caller == "moe_layer":
-        it, second = "the layer", "jax.jvp of jax.grad"
+        it, second = "the layer", "jax.jvp of jax.grad, with implementation='xla'"
         advice = (
             "pass implementation='reference', which is slow and has both, with wide experts of one host and "
             "precision=None."
         )
     else:
         # An exchange is one of several steps, each of which has to see the inner derivative.
-        it, second = caller, "jax.jvp of jax.grad, both of the same arrays"
+        it, second = caller, "jax.jvp of jax.grad, both of the same arrays, with implementation='xla'"
         advice = (
             "dispatch with implementation='reference' and precision=None, and combine that: both are slow and have "
             "forward mode too, as jax.lax.ragged_dot has for products in between."
@@ -115,6 +117,24 @@ def reverse_mode_only(tree: Pytree, caller: str = "moe_layer") -> Pytree:
     for index, guarded in zip(floats, bound, strict=True):
         leaves[index] = guarded
     return jax.tree.unflatten(structure, leaves)
+
+
+_first_derivatives = _unmapped_identity("jaxmoe_first_derivatives_only")
+
+
+def _refuse_second_derivatives(primals: Any, tangents: Any, *, told: str) -> Any:
+    raise NotImplementedError(told)
+
+
+ad.primitive_jvps[_first_derivatives] = _refuse_second_derivatives
+
+
+def first_derivatives_only(tree: Pytree, told: str) -> Pytree:
+    """Returns the arrays; raises `NotImplementedError(told)` where they are differentiated.
+
+    For what a `custom_vjp` runs: a first derivative does not see that, a second one does.
+    """
+    return jax.tree.map(functools.partial(_first_derivatives.bind, told=told), tree)
 
 
 def not_mapped(array: Shaped[Array, "..."], caller: str = "moe_layer") -> Shaped[Array, "..."]:

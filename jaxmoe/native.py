@@ -136,7 +136,7 @@ def extension(platform: str) -> ModuleType | None:
 
 
 def version() -> str:
-    """Returns the version of jaxmoe that the compiled parts are of. Every call carries it, and no other version runs that.
+    """Returns the version of jaxmoe that the compiled parts are of. Calls carry it: no other version runs them.
 
     Raises:
         ModuleNotFoundError: nothing was built.

@@ -79,7 +79,8 @@ def _send(
 def _send_fwd(
     implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array
 ) -> tuple[Arrived, Any]:
-    arrived: Any = _send(implementation, call, x, topk_ids, matrices)
+    assert implementation.send_matmul is not None
+    arrived = implementation.send_matmul(call, x, topk_ids, matrices)
     return arrived, (x, matrices, arrived.routes, arrived.rows_per_expert)
 
 
@@ -119,7 +120,10 @@ def _add_up_fwd(
     weights: jax.Array | None,
     route: Any,
 ) -> tuple[jax.Array, Any]:
-    return _add_up(implementation, call, rows, matrices, weights, route), (rows, matrices, weights, route)
+    assert implementation.matmul_add_up is not None
+    routes, rows_per_expert, _ = route
+    y = implementation.matmul_add_up(call, rows, matrices, weights, routes, rows_per_expert)
+    return y, (rows, matrices, weights, route)
 
 
 def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> tuple[Any, ...]:

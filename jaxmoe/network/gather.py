@@ -49,13 +49,14 @@ def sum_over_hosts(across: ExpertGroup, parts: Float[Array, "all_rows columns"])
     Every host sends its part as it is, and they are added here, in float32 and in the order of hosts. A reduce-scatter
     would move as many bytes, and round after each addition, in an order that is its own.
     """
+    return _sum(across, parts)
+
+
+def _sum(across: ExpertGroup, parts: Float[Array, "all_rows columns"]) -> Float[Array, "rows columns"]:
     arrived = across.exchange(parts)
     return arrived.astype(at_least_float32(arrived.dtype)).sum(0).astype(parts.dtype)
 
 
-gather.defvjp(
-    lambda across, array: (across.all_gather(array), None), lambda across, _, dy: (sum_over_hosts(across, dy),)
-)
-sum_over_hosts.defvjp(
-    lambda across, parts: (sum_over_hosts(across, parts), None), lambda across, _, dy: (gather(across, dy),)
-)
+# Not the functions themselves, so that jax.jvp of jax.grad finds operations here that it can differentiate.
+gather.defvjp(lambda across, array: (across.all_gather(array), None), lambda across, _, dy: (_sum(across, dy),))
+sum_over_hosts.defvjp(lambda across, parts: (_sum(across, parts), None), lambda across, _, dy: (across.all_gather(dy),))

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.formats import at_least_float32
-from jaxmoe.guard import not_mapped
+from jaxmoe.guard import first_derivatives_only, not_mapped
 from jaxmoe.implementations.base import Inputs
 from jaxmoe.network.cost import FEWEST_ROUNDS
 from jaxmoe.network.gradients import gradients_like, summed_in_float32, trained_of
@@ -86,12 +86,20 @@ def _layer(static: _Static, on_host: OnHost, inputs: Inputs) -> jax.Array:
     return sums.astype(inputs.x.dtype)
 
 
+# Rows travel as words (message.py), which have no derivative.
+_FIRST_DERIVATIVES = (
+    "moe_layer: over several hosts with way='send' there are first derivatives only (jax.grad, jax.vjp), and this asks "
+    "for second ones. Pass network=jaxmoe.NetworkPlan(way='gather') and implementation='xla' for those."
+)
+
+
 def _layer_fwd(static: _Static, on_host: OnHost, inputs: Inputs) -> tuple[jax.Array, Inputs]:
-    return _layer(static, on_host, inputs), inputs
+    return _layer(static, on_host, first_derivatives_only(inputs, _FIRST_DERIVATIVES)), inputs
 
 
 def _layer_bwd(static: _Static, on_host: OnHost, inputs: Inputs, dy: jax.Array) -> tuple[Inputs]:
-    dy = not_mapped(dy).astype(inputs.x.dtype)
+    inputs, dy = first_derivatives_only((inputs, not_mapped(dy)), _FIRST_DERIVATIVES)
+    dy = dy.astype(inputs.x.dtype)
     routes = _routes(static, inputs.topk_ids)
     fixed, trained = trained_of(inputs.experts)
 

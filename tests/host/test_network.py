@@ -159,3 +159,37 @@ class TestReference(LayerChecks):
 
     def test_output_and_gradients_equal_those_of_one_host(self):
         self.check(self.inputs(62, routing="zipf"), "hosts 4 x 2 on one axis", network=WAYS["gather"])
+
+
+def second_derivatives(network: Any, implementation: str) -> Any:
+    """Of the sum of a layer's sines with respect to tokens, weights and experts, along their cosines, and the truth."""
+    arguments = jaxmoe.testing.make_inputs(61, tokens=16, hidden=8, intermediate=8, num_experts=8)
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def gradients(run: Any) -> Any:
+        def loss(at: Any) -> jax.Array:
+            x, weights, experts = at
+            return jnp.sum(jnp.sin(run(arguments._replace(x=x, topk_weights=weights, experts=experts))))
+
+        at = arguments.x, arguments.topk_weights, arguments.experts
+        return jax.jit(lambda at: jax.jvp(jax.grad(loss), (at,), (jax.tree.map(jnp.cos, at),))[1])(at)
+
+    def run(arguments: Any) -> jax.Array:
+        return jaxmoe.moe_layer(*arguments[:4], mesh=mesh, network=network, implementation=implementation)
+
+    return (lambda: gradients(run)), (lambda: gradients(dense))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_hessian_vector_products_work_forward_over_reverse_where_hosts_gather(chunks, implementation):
+    found, truth = second_derivatives(NetworkPlan(ranks_per_host=2, way="gather", chunks=chunks), implementation)
+    for got, want in zip(*(jax.tree.leaves(of()) for of in (found, truth)), strict=True):
+        assert relative_error(got, want) < 5e-6
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "megakernel"])
+def test_second_derivatives_are_refused_where_hosts_send_and_the_way_that_has_them_named(implementation):
+    found, _ = second_derivatives(NetworkPlan(ranks_per_host=2, way="send", round_tokens=2), implementation)
+    with pytest.raises(NotImplementedError, match=r"way='send'.*first derivatives only.*NetworkPlan\(way='gather'\)"):
+        found()

@@ -255,6 +255,34 @@ def test_hessian_vector_products_of_an_exchange_work_forward_over_reverse(name):
         assert relative_error(got, (one - other) / (2 * step)) < 1e-3
 
 
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_second_derivatives_of_an_exchange_by_the_kernel_are_refused_and_what_has_them_named(name):
+    function, at = exchange(name, "megakernel")
+    gradient = jax.grad(lambda at: jnp.sum(function(*at) ** 2))
+    for differentiate in (
+        lambda: jax.jvp(gradient, (at,), (at,)),
+        lambda: jax.grad(lambda at: sum(jnp.sum(each) for each in gradient(at)))(at),
+    ):
+        with pytest.raises(NotImplementedError, match=r"first derivatives only.* Pass implementation='xla' .*dispatch"):
+            differentiate()
+
+
+def test_a_hessian_is_told_how_it_is_had_and_had_that_way():
+    small = make_inputs(0, tokens=2, hidden=4)[:4]
+
+    def loss(x):
+        return jnp.sum(jnp.sin(jaxmoe.moe_layer(x, *small[1:], axis_name=None)))
+
+    with pytest.raises(
+        NotImplementedError, match=r"jax\.hessian map.*jax\.lax\.map over directions of jax\.jvp of jax\.grad"
+    ):
+        jax.hessian(loss)(small[0])
+    directions = jnp.eye(8).reshape(8, 2, 4)
+    found = jax.lax.map(lambda way: jax.jvp(jax.grad(loss), (small[0],), (way,))[1], directions)
+    want = jax.hessian(lambda x: jnp.sum(jnp.sin(dense(make_inputs(0, tokens=2, hidden=4)._replace(x=x)))))(small[0])
+    assert relative_error(found.reshape(want.shape), want) < 5e-6
+
+
 def test_forward_over_reverse_works_between_different_arguments_and_under_checkpoint_and_scan():
     x, ids, weights, experts = ARGUMENTS
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxmoe import native
+from jaxmoe.guard import first_derivatives_only
 from jaxmoe.implementations.megakernel import lowering
 from jaxmoe.sharding import ExpertGroup, replica_groups, vary_alike
 
@@ -25,6 +26,12 @@ TIMEOUT_SECONDS = {"cpu": 60.0, "gpu": 600.0}
 TIMEOUT_VARIABLE = "JAXMOE_TIMEOUT_SECONDS"
 # 31 years. Compiled code counts nanoseconds in 64 bits, beside those since the machine has started.
 LONGEST_TIMEOUT_SECONDS = 1e9
+
+_FIRST_DERIVATIVES = (
+    "jaxmoe: implementation='megakernel' has first derivatives only (jax.grad, jax.vjp), and this asks for second "
+    "ones. Pass implementation='xla' for those, to the dispatch where tokens are exchanged alone, and take jax.jvp of "
+    "jax.grad."
+)
 
 
 def launch(
@@ -52,6 +59,7 @@ def launch(
     Returns:
       The results by name.
     """
+    operands = first_derivatives_only(operands, _FIRST_DERIVATIVES)
     operands = {"place": lowering.only_for(platform, place(group)), **operands}
     given = [name for name in order if name in operands]
     made = [name for name in order if name in results]

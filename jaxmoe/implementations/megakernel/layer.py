@@ -109,7 +109,6 @@ def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedF
 _layer.defvjp(_layer_fwd, _layer_bwd, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
     results = {"y": jax.typeof(inputs.x)}
     saved_tiles = roomy_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
@@ -123,7 +122,6 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
     return made["y"], made.get("gate_up")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
     inputs, gate_up = saved.inputs, saved.gate_up
     operands = _operands(call, inputs) | {"dy": dy}
@@ -181,15 +179,6 @@ def _launch(
     """The call of compiled code, with results like `results`. What it may assume is what `limits.py` has checked."""
     order = native.schedule().ARRAY_NAMES
     return launch(target, order, call.group, call.platform, _attributes(call, schedule, experts), operands, results)
-
-
-@_forward.defjvp
-@_backward.defjvp
-def _no_jvp(call: Call, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "moe_layer: implementation='megakernel' has first derivatives only (jax.grad, jax.vjp), and this asks for "
-        "second ones. Pass implementation='xla' for those."
-    )
 
 
 def _attributes(call: Call, schedule: Any, experts: AnyExperts) -> dict[str, np.int32 | np.float32 | np.ndarray]:
