@@ -5,6 +5,7 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
@@ -84,8 +85,8 @@ class BlockScaled(QuantizedMatrix):
           TypeError: values or scales of another type than the class says.
           ValueError: shapes that make no blocks.
         """
-        _, out, inner = self.values.shape
-        return block_of(self.kinds[0], out, inner)
+        kind = self.kinds[0]
+        return block_of(kind, *self.values.shape[1:])
 
     @property
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -122,8 +123,18 @@ class BlockScaled(QuantizedMatrix):
 
     def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
         """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""
-        rows, columns = self.block
-        _, out, inner = self.values.shape
         scales = self.scales.astype(jnp.float32)
-        of_each = jnp.repeat(jnp.repeat(scales, rows, axis=1)[:, :out], columns, axis=2)[:, :, :inner]
-        return (self.values.astype(jnp.float32) * of_each).astype(dtype).swapaxes(1, 2)
+        for axis, size in zip((1, 2), self.block, strict=True):
+            scales = _repeated(scales, axis, size, self.values.shape[axis])
+        return (self.values.astype(jnp.float32) * scales).astype(dtype).swapaxes(1, 2)
+
+
+def _repeated(scales: Float[Array, "experts _ _"], axis: int, size: int, length: int) -> Float[Array, "experts _ _"]:
+    """Returns every number `size` times along an axis, and of those the first `length`.
+
+    Where an axis of a mesh splits that one (Explicit axes), `jnp.repeat` would have to be told how.
+    """
+    before, blocks, behind = scales.shape[:axis], scales.shape[axis], scales.shape[axis + 1 :]
+    each = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), (*before, blocks, size, *behind))
+    joined = each.reshape(*before, blocks * size, *behind)
+    return joined if blocks * size == length else jax.lax.slice_in_dim(joined, 0, length, axis=axis)

@@ -3,14 +3,13 @@
 `arrays_given` is its part that holds of experts wherever they are passed.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of
-from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.quantized_matrix import QuantizedMatrix, leaves_of
 from jaxmoe.wording import a_type
 
 
@@ -110,7 +109,7 @@ def arrays_given(caller: str, experts: Any) -> dict[str, Any]:
     for name, array in arrays.items():
         if hasattr(array, "qvalue") and hasattr(array, "scale"):
             raise TypeError(_values_and_scales_of_another_library(caller, name, array))
-        for leaf in _leaves(array):
+        for leaf in leaves_of(array):
             if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(f"{caller}: experts.{name} is {a_type(leaf)}; it must be an array.")
     return arrays
@@ -163,14 +162,6 @@ def _values_and_scales_of_another_library(caller: str, name: str, array: Any) ->
             "one to a wide array, and pass jaxmoe.quantize(experts) for 8 bits."
         )
     return f"{caller}: experts.{name} is {a_type(array)} with qvalue {values} and scale {scales}. {advice}"
-
-
-def _leaves(array: Any) -> list[Any]:
-    """Returns the arrays of a field of experts."""
-    if not isinstance(array, QuantizedMatrix):
-        return [array]
-    fields = dataclasses.fields(array)  # pyright: ignore[reportArgumentType]
-    return [getattr(array, field.name) for field in fields if not field.metadata.get("static")]
 
 
 def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int, said: str) -> None:

@@ -15,7 +15,7 @@ from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind
 from jaxmoe.formats import bits, check_wide_dtype
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.pytrees import pytree
-from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.quantized_matrix import QuantizedMatrix, leaves_of
 
 Layout = Literal["halves", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -288,7 +288,9 @@ class FusedExperts:
         if self.layout == "halves":
             gate, up = jnp.split(both, 2, axis=-1)
         else:
-            gate, up = both[..., 0::2], both[..., 1::2]
+            # Not every second column, which an axis of a mesh may split (Explicit axes).
+            pairs = both.reshape(*both.shape[:-1], both.shape[-1] // 2, 2)
+            gate, up = pairs[..., 0], pairs[..., 1]
         return gate, up
 
     def join(self, gate: Shaped[Array, "*batch each"], up: Shaped[Array, "*batch each"]) -> jax.Array:
@@ -320,7 +322,7 @@ def present(experts: AnyExperts) -> dict[str, Any]:
 def _repr(experts: AnyExperts) -> str:
     kind, arrays = type(experts).__name__, present(experts)
     layout = f", layout={experts.layout!r}" if isinstance(experts, FusedExperts) else ""
-    leaves = jax.tree.leaves(list(arrays.values()))
+    leaves = [leaf for array in arrays.values() for leaf in leaves_of(array)]
     if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         return f"{kind}({', '.join(f'{name}={array!r}' for name, array in arrays_of(experts).items())}{layout})"
     size = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in leaves)

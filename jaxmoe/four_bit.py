@@ -33,10 +33,10 @@ class FourBit(QuantizedMatrix):
     through_e4m3: bool
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """`[experts, in, out]`, as `Experts` has it."""
-        experts, out, inner = self.values.shape
-        return experts, 2 * inner if self.values.dtype == jnp.uint8 else inner, out
+        *experts, out, inner = self.values.shape
+        return *experts, 2 * inner if self.values.dtype == jnp.uint8 else inner, out
 
     @property
     def dtype(self) -> Any:

@@ -170,7 +170,9 @@ def dequantize(experts: SomeExperts, dtype: DTypeLike = jnp.bfloat16) -> SomeExp
     (4, 384, 256)
     """
     check_wide_dtype("dequantize", "dtype is", dtype)
-    arrays_given("dequantize", experts)
+    for name, array in arrays_given("dequantize", experts).items():
+        if isinstance(array, QuantizedMatrix):
+            check_dimensions("dequantize", name, array)
     return _decoded(experts, dtype, QuantizedMatrix)
 
 

@@ -3,6 +3,7 @@
 `block_scaled.py` and `four_bit.py` are those types. What `moe_layer` does with them is in `precision.py`.
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -44,10 +45,10 @@ class QuantizedMatrix:
         )
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """`[experts, in, out]`, as `Experts` has it."""
-        experts, out, inner = self.values.shape
-        return experts, inner, out
+        *experts, out, inner = self.values.shape
+        return *experts, inner, out
 
     @property
     def dtype(self) -> Any:
@@ -67,3 +68,15 @@ class QuantizedMatrix:
     def wide(self, dtype: DTypeLike) -> Any:
         """Returns the matrices as `Experts` has them, `[experts, in, out]`."""
         raise NotImplementedError
+
+
+def leaves_of(array: Any) -> list[Any]:
+    """Returns what a field of experts is made of: itself, or the fields of a quantised matrix that it has.
+
+    That is what `jax.tree.leaves` returns of arrays, and also what stands in their place and JAX takes for no leaf.
+    """
+    if not isinstance(array, QuantizedMatrix):
+        return [array]
+    fields = [field for field in dataclasses.fields(array) if not field.metadata.get("static")]  # pyright: ignore[reportArgumentType]
+    leaves = ((field, getattr(array, field.name)) for field in fields)
+    return [leaf for field, leaf in leaves if leaf is not None or field.default is not None]

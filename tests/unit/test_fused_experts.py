@@ -63,6 +63,19 @@ def test_split_is_the_way_back_of_fuse(layout):
 
 
 @LAYOUT
+def test_those_whose_columns_an_explicit_axis_splits_are_split_where_they_are(layout):
+    apart = inputs(None).experts
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    spec = NamedSharding(mesh, P("expert", None, "data"))
+    with jax.set_mesh(mesh):
+        both = apart.fuse(layout)
+        found = dataclasses.replace(both, w_gate_up=jax.device_put(both.w_gate_up, spec)).split()
+    for got, want in ((found.w_gate, apart.w_gate), (found.w_up, apart.w_up)):
+        np.testing.assert_array_equal(np.asarray(got), want)
+        assert got.sharding.spec == spec.spec
+
+
+@LAYOUT
 def test_a_bias_that_only_one_of_them_has_is_kept(layout):
     apart = dataclasses.replace(inputs(None).experts, b_up=None)
     arguments = inputs(None)._replace(experts=apart)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,6 +127,42 @@ def test_experts_that_are_split_stay_where_they_are(kind):
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
     alone = quantize(jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), experts))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, alone)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("spec", [P("expert", "data"), P("expert", None, "data")], ids=["rows", "columns"])
+def test_experts_that_are_split_inside_too_are_dequantized_where_they_are(spec, block):
+    scaled = quantize(experts_of(2, 4, 256, 512), block)
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+
+    def split(array: jax.Array) -> jax.Array:
+        whole = [name if length > 1 else None for name, length in zip((*spec, None, None), array.shape, strict=False)]
+        return jax.device_put(array, NamedSharding(mesh, P(*whole)))
+
+    with jax.set_mesh(mesh):
+        wide = jax.tree.map(split, scaled)
+        found = dequantize(wide, jnp.float32), jax.jit(dequantize, static_argnums=1)(wide, jnp.float32)
+    for each in found:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), each, dequantize(scaled, jnp.float32)
+        )
+        assert each.w_gate.sharding.spec[0] == "expert"
+        assert "data" in each.w_gate.sharding.spec
+
+
+def test_stacked_layers_are_dequantized_under_vmap_and_refused_without():
+    one, other = (quantize(experts_of(seed, 2, 128, 256)) for seed in (3, 4))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, other)
+    with pytest.raises(
+        ValueError, match=r"^dequantize: experts\.w_gate has shape \(2, 2, 128, 256\); it must be \[experts"
+    ):
+        dequantize(stacked)
+    for nth, layer in enumerate((one, other)):
+        jax.tree.map(
+            lambda got, want, nth=nth: np.testing.assert_array_equal(got[nth], want),
+            jax.vmap(dequantize)(stacked),
+            dequantize(layer),
+        )
 
 
 def test_what_is_quantised_is_a_pytree_with_the_sizes_of_wide_experts_and_its_biases():
@@ -356,4 +393,8 @@ def test_experts_print_their_formats_and_bytes():
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) == 199216
     assert repr(jax.eval_shape(lambda: experts)) == repr(experts)
     assert "w_up" not in repr(experts_of(6, 2, 128, 256, gated=False))
+    for masked in (experts, experts_of(6, 2, 8, 8)):
+        of_adam = optax.masked(optax.adam(1e-3), jax.tree.map(lambda leaf: False, masked)).init(masked)
+        assert "w_gate=" in repr(of_adam)
+    assert "values=None" in repr(jax.tree.map(lambda leaf: None, experts))
     assert repr(jax.tree.map(lambda leaf: P("expert"), experts_of(6, 2, 8, 8))).startswith("Experts(w_gate=P")
