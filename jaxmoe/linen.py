@@ -33,12 +33,16 @@ try:
     import flax.linen as nn
     from flax.core.spmd import get_logical_axis_rules
     from flax.linen import spmd
+
+    from jaxmoe.flax import serialization
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "jaxmoe.linen needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
     ) from error
 
 __all__ = ["MoE", "MoEAux", "update_selection_bias"]
+
+serialization.register()
 
 
 class MoE(nn.Module):

@@ -34,12 +34,16 @@ from jaxmoe.routing import MoEAux, MoEStats, RouterConfig
 try:
     from flax import nnx
     from flax.core import spmd
+
+    from jaxmoe.flax import serialization
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "jaxmoe.nnx needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
     ) from error
 
 __all__ = ["MoE", "MoEAux", "QuantizedWeight", "SelectionBias"]
+
+serialization.register()
 
 
 class SelectionBias(nnx.Variable[jax.Array]):

@@ -1,1 +1,1 @@
-"""The layer that `jaxmoe.nnx` and `jaxmoe.linen` wrap: its parameters and its maths; nothing here imports Flax."""
+"""The layer that `jaxmoe.nnx` and `jaxmoe.linen` wrap: its parameters and its maths; `serialization.py` imports Flax."""

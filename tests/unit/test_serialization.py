@@ -1,0 +1,63 @@
+"""Experts in `flax.serialization`, alone and in training states."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+
+import jaxmoe
+import jaxmoe.linen
+from jaxmoe.testing import make_inputs
+
+WIDE = jaxmoe.Experts.init(jax.random.key(0), 2, 256, 128, biases=True, dtype=jnp.bfloat16)
+KINDS: dict[str, Any] = {
+    "wide": WIDE,
+    "without up and biases": jaxmoe.Experts(WIDE.w_gate, None, WIDE.w_down),
+    "fused": WIDE.fuse("interleaved"),
+    "8 bits": jaxmoe.quantize(WIDE, scale_dtype=jnp.float8_e8m0fnu),
+    "8 bits with scales of inputs": jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "expert"), 1 / 448, 2 / 448),
+    "mxfp4 through e4m3": jaxmoe.through_e4m3(jaxmoe.quantize(WIDE, "mxfp4")),
+    "nvfp4": jaxmoe.quantize(WIDE, "nvfp4"),
+}
+
+
+def assert_same(found: Any, given: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(given)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(given), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_come_back_as_they_were(kind):
+    experts = KINDS[kind]
+    assert_same(
+        serialization.from_bytes(jax.tree.map(jnp.zeros_like, experts), serialization.to_bytes(experts)), experts
+    )
+
+
+def test_statistics_come_back_as_they_were():
+    stats = jaxmoe.load_stats(make_inputs(0).topk_ids, num_experts=8)
+    assert_same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, stats), serialization.to_bytes(stats)), stats)
+
+
+def test_a_training_state_of_experts_comes_back_with_its_optimizer():
+    state = TrainState.create(apply_fn=None, params={"experts": WIDE}, tx=optax.adam(1e-3))
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    zeros = TrainState.create(apply_fn=None, params=jax.tree.map(jnp.zeros_like, state.params), tx=state.tx)
+    found = serialization.from_bytes(zeros, serialization.to_bytes(state))
+    assert isinstance(found.params["experts"], jaxmoe.Experts)
+    assert found.step == state.step == 1
+    assert_same((found.params, found.opt_state), (state.params, state.opt_state))
+
+
+def test_a_field_that_is_missing_is_named():
+    state = serialization.to_state_dict(WIDE)
+    del state["w_down"]
+    with pytest.raises(ValueError, match="w_down"):
+        serialization.from_state_dict(WIDE, state)
