@@ -60,8 +60,9 @@ def from_hf(
     gives way.
 
     Args:
-      tensors: the directory of a checkpoint or one `.safetensors` file (`open_safetensors`, whose result goes in as
-        well: for many layers it opens files once), or a mapping of names to arrays, which several threads ask for.
+      tensors: the directory of a checkpoint, its index, or one `.safetensors` file (`open_safetensors`, whose result
+        goes in as well: for many layers it opens files once), or a mapping of names to arrays, which several threads
+        ask for.
       family: `"mixtral"`, `"minimax_m2"`, `"olmoe"`, `"qwen2_moe"`, `"qwen3_moe"`, `"qwen3_next"`, `"qwen3_5_moe"`,
         `"deepseek_v3"`, `"glm4_moe"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`. `jaxmoe.RouterConfig` has a
         classmethod for most of their routers; those of MiniMax-M2 and GLM-4.5 are

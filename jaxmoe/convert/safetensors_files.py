@@ -86,7 +86,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFiles:
 
     Args:
       path: a `.safetensors` file, or a directory: the files that its `model.safetensors.index.json` lists, and without
-        one all `.safetensors` files that lie in it.
+        one all `.safetensors` files that lie in it; or such an index itself.
 
     Raises:
       FileNotFoundError: there is no such file, or not all of those that the index lists.
@@ -100,16 +100,11 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFiles:
     array([[1., 2.]])
     """
     path = Path(path)
+    index = path if path.name.endswith(".index.json") else path / INDEX
+    if index.is_file():
+        return SafetensorsFiles(_listed(index))
     if path.is_file():
         return SafetensorsFiles(dict.fromkeys(_header(path), path))
-    if (index := path / INDEX).is_file():
-        listed = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        if missing := sorted({file.name for file in listed.values() if not file.is_file()}):
-            raise FileNotFoundError(
-                f"{index}: lists {len(set(listed.values()))} files, of which {len(missing)} are not there: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Download them into {path}."
-            )
-        return SafetensorsFiles(listed)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -126,6 +121,24 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFiles:
                 )
             file_of[name] = file
     return SafetensorsFiles(file_of)
+
+
+def _listed(index: Path) -> dict[str, Path]:
+    """Returns which file each tensor of an index is in; all of them are there."""
+    folder = index.parent
+    try:
+        file_of = {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index}: is no index of safetensors files, which has a weight_map from tensors to files: it cannot be "
+            f"read ({error!r}). Download it again."
+        ) from error
+    if missing := sorted({file.name for file in file_of.values() if not file.is_file()}):
+        raise FileNotFoundError(
+            f"{index}: lists {len(set(file_of.values()))} files, of which {len(missing)} are not there: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Download them into {folder}."
+        )
+    return file_of
 
 
 def _header(path: Path) -> dict[str, _Entry]:

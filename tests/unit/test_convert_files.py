@@ -66,6 +66,33 @@ def test_what_a_download_has_left_out_is_said(tmp_path):
         open_safetensors(tmp_path)["b"]
 
 
+def test_an_index_stands_for_its_directory(tmp_path):
+    save_file({"a": np.arange(3.0), "left out": np.ones(1)}, tmp_path / "1.safetensors")
+    index = tmp_path / "fp16.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+    read = open_safetensors(index)
+    assert list(read) == ["a"]
+    np.testing.assert_array_equal(read["a"], np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"metadata": {}}', "KeyError.*weight_map"),
+        ('["weight_map"]', "TypeError"),
+        ('{"weight_map": ["a"]}', "AttributeError"),
+        ('{"weight_map": {"a": 1}}', "TypeError"),
+        ('{"weight_map": {"a": "1.safe', "JSONDecodeError"),
+        (b"\xff\xfe\xff", "UnicodeDecodeError"),
+    ],
+)
+@pytest.mark.parametrize("given", ["", INDEX])
+def test_an_index_that_is_broken_is_an_error_that_names_the_file(content, told, given, tmp_path):
+    (tmp_path / INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"{INDEX}: is no index .* a weight_map .*\({told}.*Download it again"):
+        open_safetensors(tmp_path / given)
+
+
 def header_of(**entry: Any) -> bytes:
     header = json.dumps({"w": entry}).encode()
     return len(header).to_bytes(8, "little") + header
