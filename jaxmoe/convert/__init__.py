@@ -4,7 +4,8 @@
     tensors = jaxmoe.convert.to_hf(weights, "qwen3_moe", layer=0)
 
 Reading order: `families.py` (the names), `matrices.py` (how a matrix lies) and `gpt_oss.py`, `safetensors_files.py`
-(files as a mapping), `tensors.py` (what is checked), `placing.py` (one shard at a time), `loading.py`, `saving.py`.
+(files as a mapping), `tensors.py` (what is checked), `placing.py` (one shard at a time), `loading.py`,
+`checks.py` (experts that go together), `saving.py`.
 """
 
 from jaxmoe.convert.loading import from_hf

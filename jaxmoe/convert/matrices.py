@@ -23,6 +23,8 @@ SIDES: dict[str, tuple[Literal["hidden", "intermediate"], Literal["hidden", "int
     "w_up": ("intermediate", "hidden"),
     "w_down": ("hidden", "intermediate"),
 }
+# Those that are multiplied with the same: tokens, and what lies between.
+TOGETHER = (("w_gate", "w_up"), ("w_down",))
 WIDE_TYPES: dict[Any, Any] = {np.dtype(kind): np.dtype(kind) for kind in (jnp.bfloat16, jnp.float16, jnp.float32)}
 E4M3, E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
 F32, BF16, U8, I8 = np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.uint8), np.dtype(np.int8)
@@ -282,7 +284,7 @@ def with_largest_input_scales(matrices: Mapping[str, Any], scales: Mapping[str, 
     Those of all experts are read on every process, when the first is placed; they are numbers.
     """
     made = dict(matrices)
-    for names in (("w_gate", "w_up"), ("w_down",)):
+    for names in TOGETHER:
         stacks = [stack for name in names if (stack := scales[name]) is not None]
         if len(stacks) < len(names) or not all(isinstance(matrices[name], BlockScaled) for name in names):
             continue

@@ -1,6 +1,7 @@
 """`to_hf`: the arrays of a layer under the names, and in the layouts, of a checkpoint."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,12 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmoe.block_scaled import BlockScaled
-from jaxmoe.convert import fused, gpt_oss
+from jaxmoe.convert import checks, fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named
-from jaxmoe.convert.matrices import F32, SIDES, Format
+from jaxmoe.convert.matrices import F32, SIDES, TOGETHER, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
-from jaxmoe.experts import Experts, split
+from jaxmoe.experts import Experts
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.integers import integer
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -33,7 +34,9 @@ def to_hf(
 
     All of them are on the host at the same time, contiguous, as `safetensors.numpy.save_file` wants them. Nothing is
     rounded. Where a checkpoint may say the same in two ways, the published one is written: scales in E8M0 as such,
-    packed bytes as the family has them; blocks in FP8 under DeepSeek's names, NVFP4 under ModelOpt's.
+    packed bytes as the family has them; blocks in FP8 under DeepSeek's names, NVFP4 under ModelOpt's. Static scales of
+    what FP8 matrices are multiplied with are those that the layer uses, or `weights.input_scales` while these are what
+    it has the largest of.
 
     Args:
       weights: of the layer. Experts in 8 or 4 bits have to be in a format that the family has.
@@ -44,14 +47,19 @@ def to_hf(
 
     Raises:
       ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,
-        that lack what it has, or whose router does not fit the experts; scales that `scale_dtype` would round; arrays
-        of which this process has a part only.
-      TypeError: experts in a format that the family does not have.
+        that lack what it has, or whose arrays do not fit the experts; several shared experts; scales that `scale_dtype`
+        would round; static scales that the layer does not use, or that the format of the experts has no name for;
+        arrays of which this process has a part only.
+      TypeError: no experts, or experts in a format that the family does not have.
     """
     table = family_named("to_hf", family)
     if (number := integer(layer)) is None or number < 0:
         raise ValueError(f"to_hf: layer={layer!r} must be an integer of at least 0, its number in the names.")
     _check(weights, table, family)
+    weights = dataclasses.replace(
+        weights, experts=checks.routed("to_hf", weights), shared=checks.shared("to_hf", weights)
+    )
+    _check_shapes(weights)
     stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
     for name, array in _tensors(weights, table, family, np.dtype(scale_dtype)):
@@ -84,18 +92,38 @@ def _check(weights: Any, table: Family, family: str) -> None:
     needed += [] if table.shared_gate is None or weights.shared is None else ["shared_gate"]
     if absent := [field for field in needed if getattr(weights, field) is None]:
         raise ValueError(f"to_hf: weights.{absent[0]} is None; family={family!r} has {has[absent[0]]!r}.")
-    found, shape = np.shape(weights.router_kernel), (weights.experts.hidden, weights.experts.num_experts)
-    if found != shape:
-        raise ValueError(
-            f"to_hf: weights.router_kernel has shape {list(found)}; it must be {list(shape)}, [hidden, experts], to go "
-            "with weights.experts. Transpose it where it lies as in checkpoints."
-        )
+
+
+def _check_shapes(weights: MoEWeights) -> None:
+    """Raises where an array beside the experts does not go with them."""
+    num_experts, hidden = weights.experts.num_experts, weights.experts.hidden
+    transpose = "Transpose it where it lies as in checkpoints."
+    needed = {
+        "router_kernel": ((hidden, num_experts), "[hidden, experts]", transpose),
+        "router_bias": ((num_experts,), "[experts]", ""),
+        "selection_bias": ((num_experts,), "[experts]", ""),
+        "shared_gate": ((hidden, 1), "[hidden, 1]", transpose),
+    }
+    for field, (shape, words, advice) in needed.items():
+        array = getattr(weights, field)
+        if array is not None and np.shape(array) != shape:
+            raise ValueError(
+                f"to_hf: weights.{field} has shape {list(np.shape(array))}; it must be {list(shape)}, {words}, to go "
+                f"with weights.experts. {advice}".rstrip()
+            )
+    for name, scales in (weights.input_scales or {}).items():
+        experts = weights.shared if name.startswith("shared.") else weights.experts
+        if experts is not None and np.shape(scales) != (experts.num_experts,):
+            raise ValueError(
+                f"to_hf: weights.input_scales[{name!r}] has shape {list(np.shape(scales))}; it must be "
+                f"{[experts.num_experts]}, a number for each expert."
+            )
 
 
 def _tensors(
     weights: MoEWeights, table: Family, family: str, scale_dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    experts = split(weights.experts)
+    experts = weights.experts
     yield table.router, np.asarray(weights.router_kernel).T
     for name, array in ((table.router_bias, weights.router_bias), (table.selection_bias, weights.selection_bias)):
         if name is not None and array is not None:
@@ -123,7 +151,7 @@ def _experts(
     names: list[str],
     table: Family,
     family: str,
-    input_scales: dict[str, Any],
+    input_scales: Mapping[str, Any],
     scale_dtype: np.dtype,
 ) -> Iterator[tuple[str, np.ndarray]]:
     if any(bias is not None for bias in (experts.b_gate, experts.b_up, experts.b_down)):
@@ -134,12 +162,46 @@ def _experts(
             raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
         kind = _format_of(matrix, f"{field}.{name}", table, family)
         written = list(zip(kind.parts, _parts(matrix, kind, scale_dtype), strict=True))
-        if kind.input_scale is not None and f"{field}.{name}" in input_scales:
-            written.append((kind.input_scale, np.asarray(input_scales[f"{field}.{name}"])))
+        if kind.input_scale is not None and (scales := _input_scales(field, name, experts, input_scales)) is not None:
+            written.append((kind.input_scale, np.asarray(scales)))
         for part, array in written:
             for expert, of_expert in enumerate(names):
                 shape = part.single if part.is_number else array.shape[1:]
                 yield f"{of_expert}.{of_matrix}.{part.suffix}", array[expert, ...].reshape(shape)
+
+
+def _input_scales(field: str, name: str, experts: Experts, kept: Mapping[str, Any]) -> Any:
+    """Returns the scales `[experts]` of what a matrix is multiplied with, `None` where it has none.
+
+    Those of a checkpoint differ between experts, and `from_hf` gives the layer the largest. While that is what the
+    layer has they are returned as they were kept, and after that what it has.
+
+    Raises:
+      ValueError: some were kept, and the layer uses none.
+    """
+    own, of_matrix = kept.get(f"{field}.{name}"), getattr(experts, name)
+    if not isinstance(of_matrix, BlockScaled):
+        return own
+    together = next(names for names in TOGETHER if name in names)
+    found = [kept.get(f"{field}.{each}") for each in together]
+    used = [getattr(getattr(experts, each), "input_scale", None) for each in together]
+    if _are_largest(used, found):
+        return own
+    if of_matrix.input_scale is None and own is not None:
+        raise ValueError(
+            f"to_hf: weights.input_scales has '{field}.{name}', and the layer does not use it: {field}.{name} has no "
+            "input_scale, as after another quantisation than that of the checkpoint. Pass experts of "
+            "jaxmoe.with_input_scales(experts, tokens, h), or dataclasses.replace(weights, input_scales=None)."
+        )
+    return of_matrix.input_scale
+
+
+def _are_largest(used: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether a layer uses what `with_largest_input_scales` makes of the scales of a checkpoint."""
+    if any(scales is None for scales in found):
+        return all(scales is None for scales in used)
+    largest = np.full(np.shape(found[0]), np.max([np.asarray(scales, F32) for scales in found]))
+    return all(scales is not None and np.array_equal(scales, largest, equal_nan=True) for scales in used)
 
 
 def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
@@ -147,7 +209,9 @@ def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
 
     Raises:
       TypeError: there is none.
+      ValueError: none of them has a name for the `input_scale` that the matrix has.
     """
+    nameless: list[str] = []
     quantized = isinstance(matrix, QuantizedMatrix)
     for kind in table.formats:
         if (type(matrix) if quantized else None) is not kind.type:
@@ -156,8 +220,18 @@ def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
             return kind
         _, scales = kind.parts
         shape = scales.shape(*matrix.values.shape[1:])
-        if matrix.scales.shape[1:] == shape and np.dtype(matrix.scales.dtype) in scales.types.values():
+        if matrix.scales.shape[1:] != shape or np.dtype(matrix.scales.dtype) not in scales.types.values():
+            continue
+        if matrix.input_scale is None or kind.input_scale is not None:
             return kind
+        nameless.append(kind.name)
+    if nameless:
+        other = any(kind.type is BlockScaled and kind.input_scale is not None for kind in table.formats)
+        advice = "Quantise wide experts with jaxmoe.quantize(experts, 'expert'), or take" if other else "Take"
+        raise ValueError(
+            f"to_hf: {name} has an input_scale, and {nameless[0]} has no name for it in family={family!r}. {advice} it "
+            "away from each matrix: dataclasses.replace(matrix, input_scale=None)."
+        )
     what = type(matrix).__name__
     if isinstance(matrix, BlockScaled):
         what += f" with a {matrix.scales.dtype} scale for {' or '.join(matrix.kinds)}"

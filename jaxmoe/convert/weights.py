@@ -21,11 +21,13 @@ class MoEWeights:
       selection_bias: `[experts]`, the `selection_bias` of `jaxmoe.route` (DeepSeek, Kimi).
       token_table: `[vocabulary, top_k]`, the experts of each token: the `topk_ids` of `jaxmoe.route` are
         `token_table[tokens]` (the first layers of DeepSeek-V4).
-      shared: the expert that every token visits, as `Experts` with one of them.
+      shared: the expert that every token visits, as `Experts` with one of them, as wide as it is. `FusedExperts` are
+        taken too.
       shared_gate: `[hidden, 1]`; `sigmoid(x @ shared_gate)` multiplies what the shared expert answers (Qwen3-Next).
       input_scales: `[experts]` for each matrix in NVFP4 or FP8 whose checkpoint has static scales of what it is
-        multiplied with, by its name, such as `experts.w_gate`. `to_hf` gives them back. What the layer uses is in the
-        experts: see `from_hf`.
+        multiplied with, by its name, such as `experts.w_gate`. What the layer uses is in experts in FP8, the largest of
+        these (`from_hf`): while it is that, `to_hf` gives these back, and else what is in the experts. Those of NVFP4
+        it gives back as they are: pass others, or `None`, with experts that were quantised to it anew.
     """
 
     experts: Experts | Any
@@ -33,6 +35,6 @@ class MoEWeights:
     router_bias: Float[Array, " experts"] | None = None
     selection_bias: Float[Array, " experts"] | None = None
     token_table: Int32[Array, "vocabulary top_k"] | None = None
-    shared: Experts | None = None
+    shared: Experts | Any | None = None
     shared_gate: Float[Array, "hidden 1"] | None = None
     input_scales: dict[str, Shaped[Array, " experts"]] | Any | None = None

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmoe.convert import checks
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import split
 from jaxmoe.flax.config import EXPERT_ARRAYS, Parameter
@@ -20,6 +22,7 @@ def arguments_of(weights: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: other weights.
+      ValueError: experts that do not go together, or a shared gate alone.
       NotImplementedError: weights of what the layer does not have.
     """
     if not isinstance(weights, MoEWeights):
@@ -37,7 +40,7 @@ def arguments_of(weights: Any) -> dict[str, Any]:
             "MoE.from_weights: weights.shared_gate multiplies what the shared expert answers, and weights.shared is "
             "None. Pass both, or none of them."
         )
-    experts, shared = split(weights.experts), weights.shared
+    experts, shared = checks.routed("MoE.from_weights", weights), checks.shared("MoE.from_weights", weights)
     return {
         "hidden": experts.hidden,
         "intermediate": experts.intermediate,
@@ -70,7 +73,7 @@ def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeL
     }
     experts = split(weights.experts)
     arrays |= {name: getattr(experts, name) for name in EXPERT_ARRAYS}
-    if (shared := weights.shared) is not None:
+    if (shared := checks.shared("MoE.from_weights", weights)) is not None:
         if isinstance(shared.w_gate, QuantizedMatrix):
             shared = dequantize(shared, jnp.bfloat16 if dtype is None else dtype)
         alone = jax.tree.map(lambda array: array[0], shared)
@@ -88,4 +91,9 @@ def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeL
                 f"MoE.from_weights: {name} has shape {tuple(arrays[name].shape)}; it must be {parameter.shape} to go "
                 f"with w_gate of shape {tuple(arrays['w_gate'].shape)}."
             )
+    if weights.selection_bias is not None and np.shape(weights.selection_bias) != (experts.num_experts,):
+        raise ValueError(
+            f"MoE.from_weights: selection_bias has shape {np.shape(weights.selection_bias)}; it must be "
+            f"{(experts.num_experts,)} to go with w_gate of shape {tuple(experts.w_gate.shape)}."
+        )
     return {name: arrays[name] for name in table}

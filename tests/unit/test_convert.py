@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxmoe
-from jaxmoe.convert import from_hf, open_safetensors, to_hf
+from jaxmoe.convert import MoEWeights, from_hf, open_safetensors, to_hf
 from jaxmoe.testing import relative_error
 from tests.unit.checkpoints import CASES, HIDDEN, LAYER, TOKENS, VOCABULARY, Case, run
 
@@ -174,6 +174,96 @@ def test_fp8_without_static_scales_and_nvfp4_with_them_bring_none_along():
     nvfp4: Any = from_hf((case := CASES["qwen3_moe in NVFP4"]()).tensors, case.family, LAYER)
     assert not hasattr(nvfp4.experts.w_up, "input_scale")
     assert nvfp4.input_scales is not None
+
+
+def with_scales(weights: Any, tokens: float, h: float) -> Any:
+    return dataclasses.replace(weights, experts=jaxmoe.with_input_scales(weights.experts, tokens, h))
+
+
+@pytest.mark.parametrize("kept", [None, 0.5])
+def test_static_scales_that_were_set_here_are_written_whatever_the_checkpoint_had(kept):
+    experts = jaxmoe.Experts.init(jax.random.key(0), 4, 256, 384)
+    narrow = jaxmoe.with_input_scales(jaxmoe.quantize(experts, "expert"), 4 / 448, 2 / 448)
+    shared = jaxmoe.Experts.init(jax.random.key(1), 1, 256, 384)
+    given: dict[str, Any] = {
+        "experts": narrow,
+        "router_kernel": jnp.ones((256, 4)),
+        "selection_bias": jnp.zeros(4),
+        "shared": jaxmoe.with_input_scales(jaxmoe.quantize(shared, "expert"), 8 / 448, 6 / 448),
+    }
+    if kept is not None:
+        counts = {"experts": 4, "shared": 1}
+        given["input_scales"] = {
+            f"{field}.{name}": jnp.full(count, kept)
+            for field, count in counts.items()
+            for name in ("w_gate", "w_up", "w_down")
+        }
+    again: Any = from_hf(to_hf(MoEWeights(**given), "deepseek_v3", 0), "deepseek_v3", 0)
+    for field in ("experts", "shared"):
+        for name in ("w_gate", "w_up", "w_down"):
+            found, wanted = (getattr(each, name) for each in (getattr(again, field), given[field]))
+            assert found.input_scale is not None
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_static_scales_of_a_checkpoint_go_back_as_they_were_until_others_are_set():
+    case = CASES["mixtral in FP8 of matrices"]()
+    weights: Any = from_hf(case.tensors, "mixtral", LAYER)
+    largest = {name: getattr(weights.experts, name).input_scale[0] for name in ("w_gate", "w_down")}
+    tensors = to_hf(with_scales(weights, 0.25, largest["w_down"]), "mixtral", LAYER)
+    for name, array in tensors.items():
+        new = name.endswith(("w1.input_scale", "w3.input_scale"))
+        wanted = np.full(1, 0.25, np.float32) if new else case.tensors[name]
+        assert (array.dtype, array.tobytes()) == (wanted.dtype, wanted.tobytes()), name
+    # Gate alone: what the layer multiplies with is the larger one of both.
+    of_gate = dataclasses.replace(weights.experts.w_gate, input_scale=largest["w_gate"] / 2 + jnp.zeros(8))
+    half = dataclasses.replace(weights, experts=dataclasses.replace(weights.experts, w_gate=of_gate))
+    again: Any = from_hf(to_hf(half, "mixtral", LAYER), "mixtral", LAYER)
+    np.testing.assert_array_equal(again.experts.w_gate.input_scale, largest["w_gate"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, scale: None if name.endswith("w3.input_scale") else scale,
+        lambda name, scale: np.full_like(scale, np.nan) if name.endswith("5.w1.input_scale") else scale,
+    ],
+    ids=["of gate without up", "that are NaN"],
+)
+def test_static_scales_that_cannot_be_used_go_back_as_they_were(change):
+    case = CASES["mixtral in FP8 of matrices"]()
+    changed = {name: change(name, array) for name, array in case.tensors.items()}
+    given = {name: array for name, array in changed.items() if array is not None and name != "model.norm.weight"}
+    again = to_hf(from_hf(given, "mixtral", LAYER), "mixtral", LAYER)
+    assert {name: array.tobytes() for name, array in again.items()} == {
+        name: array.tobytes() for name, array in given.items()
+    }
+
+
+def test_matrices_of_one_block_with_static_scales_are_written_in_the_format_that_has_them():
+    experts = jaxmoe.Experts.init(jax.random.key(0), 4, 64, 96)
+    narrow = jaxmoe.with_input_scales(jaxmoe.quantize(experts, "expert"), 4 / 448, 2 / 448)
+    again: Any = from_hf(to_hf(MoEWeights(narrow, jnp.ones((64, 4))), "mixtral", 0), "mixtral", 0)
+    jax.tree.map(np.testing.assert_array_equal, again.experts, narrow)
+
+
+def test_static_scales_are_left_out_where_neither_the_layer_nor_the_format_has_any():
+    case = CASES["qwen3_moe in NVFP4"]()
+    weights: Any = from_hf(case.tensors, case.family, LAYER)
+    blocks = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32))
+    tensors = to_hf(dataclasses.replace(weights, experts=blocks), case.family, LAYER)
+    assert not [name for name in tensors if name.endswith("input_scale")]
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_a_shared_expert_with_gate_and_up_in_one_array_is_written_as_one_with_two(layout):
+    case = CASES["deepseek_v3"]()
+    weights: Any = from_hf(case.tensors, "deepseek_v3", LAYER)
+    fused = dataclasses.replace(weights, shared=weights.shared.fuse(layout))
+    found, wanted = (to_hf(each, "deepseek_v3", LAYER) for each in (fused, weights))
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in wanted.items()
+    }
 
 
 def test_experts_that_were_quantised_here_are_written_as_a_checkpoint_has_them():

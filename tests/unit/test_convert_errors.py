@@ -282,6 +282,101 @@ def test_a_router_that_does_not_fit_the_experts_is_not_written(shape, unchecked_
         to_hf(weights, "mixtral", LAYER)
 
 
+@pytest.mark.parametrize(
+    ("case", "change", "told"),
+    [
+        (
+            "deepseek_v3",
+            lambda w: {"shared": jax.tree.map(lambda a: jnp.concatenate([a, a]), w.shared)},
+            "weights.shared has 2 experts; it must have one.*join w_gate and w_up along intermediate",
+        ),
+        (
+            "deepseek_v3",
+            lambda w: {"shared": jaxmoe.Experts.init(jax.random.key(0), 1, HIDDEN + 64, 96)},
+            "weights.shared has hidden=256; it must be 192, that of weights.experts",
+        ),
+        (
+            "deepseek_v3",
+            lambda w: {"shared": jax.tree.map(lambda a: a[0], w.shared)},
+            r"weights.shared.w_gate has shape \(192, 320\); it must be \[experts, hidden, .*array\[None\]",
+        ),
+        (
+            "deepseek_v3 in FP8",
+            lambda w: {"shared": jax.tree.map(lambda a: a[0], w.shared)},
+            r"weights.shared.w_gate: BlockScaled: values \(320, 192\) and scales \(3, 2\) make no blocks",
+        ),
+        (
+            "mixtral",
+            lambda w: {"experts": dataclasses.replace(w.experts, w_down=w.experts.w_down[:7])},
+            r"weights.experts.w_down has shape \(7, 160, 192\); it must be \(8, 160, 192\)",
+        ),
+        (
+            "gpt_oss",
+            lambda w: {"experts": dataclasses.replace(w.experts, b_up=w.experts.b_up[:, :80])},
+            r"weights.experts.b_up has shape \(8, 80\); it must be \(8, 160\)",
+        ),
+        (
+            "deepseek_v3",
+            lambda w: {"selection_bias": np.zeros(7)},
+            r"weights.selection_bias has shape \[7\]; it must be \[8\], \[experts\]",
+        ),
+        ("gpt_oss", lambda w: {"router_bias": np.zeros((8, 1))}, r"weights.router_bias has shape \[8, 1\]; .* \[8\]"),
+        (
+            "qwen3_next",
+            lambda w: {"shared_gate": w.shared_gate.T},
+            r"weights.shared_gate has shape \[1, 192\]; it must be \[192, 1\].*Transpose it",
+        ),
+        (
+            "mixtral in FP8 of matrices",
+            lambda w: {"input_scales": {"experts.w_up": np.ones(9)}},
+            r"weights.input_scales\['experts.w_up'\] has shape \[9\]; it must be \[8\]",
+        ),
+    ],
+)
+def test_arrays_that_do_not_fit_the_experts_are_not_written(case, change, told, unchecked_shapes):
+    weights = weights_of(case)
+    with pytest.raises(ValueError, match=f"to_hf: {told}"):
+        to_hf(dataclasses.replace(weights, **change(weights)), CASES[case]().family, LAYER)
+
+
+@pytest.mark.parametrize("field", ["experts", "shared"])
+def test_what_is_no_experts_is_not_written(field, unchecked_shapes):
+    weights: Any = dataclasses.replace(weights_of("deepseek_v3"), **{field: [np.ones(3)]})
+    with pytest.raises(TypeError, match=f"to_hf: weights.{field}: experts is a list; pass jaxmoe.Experts"):
+        to_hf(weights, "deepseek_v3", LAYER)
+
+
+def test_static_scales_that_the_layer_does_not_use_are_not_written():
+    weights = weights_of("qwen3_moe in NVFP4")
+    narrow = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32), "expert")
+    weights = dataclasses.replace(weights, experts=narrow)
+    told = "weights.input_scales has 'experts.w_gate', and the layer does not use it: .* Pass experts of jaxmoe.with_in"
+    with pytest.raises(ValueError, match=told):
+        to_hf(weights, "qwen3_moe", LAYER)
+    calibrated = dataclasses.replace(weights, experts=jaxmoe.with_input_scales(narrow, 4 / 448, 2 / 448))
+    for other in (dataclasses.replace(weights, input_scales=None), calibrated):
+        again = from_hf(to_hf(other, "qwen3_moe", LAYER), "qwen3_moe", LAYER)
+        jax.tree.map(np.testing.assert_array_equal, again.experts, other.experts)
+
+
+@pytest.mark.parametrize(
+    ("case", "block", "told"),
+    [
+        ("deepseek_v3", "128x128", r"FP8 in blocks has no name for it.*quantize\(experts, 'expert'\), or take it away"),
+        ("deepseek_v3", "channel", r"FP8 with a scale for each output has no name for it"),
+        ("deepseek_v4", "128x128", r"FP8 in blocks with powers of two has no name for it in .* Take it away"),
+    ],
+)
+def test_static_scales_are_not_dropped_in_a_format_without_a_name_for_them(case, block, told):
+    weights = weights_of(case)
+    narrow: Any = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32), block)
+    if case == "deepseek_v4":
+        narrow = jax.tree.map(lambda a: a.astype(E8M0) if a.dtype == jnp.float32 else a, narrow)
+    weights = dataclasses.replace(weights, experts=jaxmoe.with_input_scales(narrow, 4 / 448, 2 / 448))
+    with pytest.raises(ValueError, match=f"to_hf: experts.w_gate has an input_scale, and {told}"):
+        to_hf(weights, case, LAYER)
+
+
 @pytest.mark.parametrize("layer", [-1, "3", True])
 def test_a_layer_that_is_no_number_from_0_is_not_written(layer, unchecked_shapes):
     with pytest.raises(ValueError, match=f"to_hf: layer={layer!r} must be an integer of at least 0"):

@@ -232,12 +232,46 @@ def test_without_an_up_projection_the_layer_has_none():
             ValueError,
             "shared_b_down, shared_b_gate, shared_b_up cannot be there, or missing",
         ),
+        (
+            lambda: {"shared": jaxmoe.Experts.init(jax.random.key(0), 2, 32, 16, biases=True)},
+            ValueError,
+            "weights.shared has 2 experts; it must have one.*join w_gate and w_up along intermediate",
+        ),
+        (
+            lambda: {"shared": jaxmoe.Experts.init(jax.random.key(0), 1, 64, 16, biases=True)},
+            ValueError,
+            "weights.shared has hidden=64; it must be 32, that of weights.experts",
+        ),
+        (
+            lambda: {"shared": jax.tree.map(lambda a: a[0], weights_of().shared)},
+            ValueError,
+            r"weights.shared.w_gate has shape \(32, 16\); it must be \[experts, hidden, .*array\[None\]",
+        ),
+        (
+            lambda: {"experts": jax.tree.map(lambda a: a[0], weights_of("mxfp4").experts)},
+            ValueError,
+            r"weights.experts.w_gate: MXFP4: uint8 values \(64, 16\) and scales .* do not go together",
+        ),
+        (lambda: {"shared": {}}, TypeError, r"weights.shared: experts is a dict; pass jaxmoe.Experts"),
+        (
+            lambda: {"selection_bias": jnp.zeros(7)},
+            ValueError,
+            r"selection_bias has shape \(7,\); it must be \(8,\) to go with w_gate",
+        ),
         (lambda: {"experts": weights_of().shared, "shared": None}, ValueError, r"router_kernel .* must be \(32, 1\)"),
     ],
 )
 def test_weights_that_do_not_make_a_layer_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         MoE.from_weights(weights_of(**changes()), RouterConfig(top_k=1), axis_name=None)
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_a_shared_expert_with_gate_and_up_in_one_array_makes_the_layer_of_one_with_two(layout):
+    weights: Any = weights_of()
+    fused = dataclasses.replace(weights, shared=weights.shared.fuse(layout))
+    found, wanted = (nnx.state(MoE.from_weights(each, ROUTER, axis_name=None)) for each in (fused, weights))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_weights_without_the_selection_bias_of_their_router_are_warned_of():
