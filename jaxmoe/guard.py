@@ -25,10 +25,10 @@ Pytree = TypeVar("Pytree")
 def _refuse(args: Any, dims: Any, *, caller: str = "moe_layer", **_: Any) -> Any:
     takes_tokens = "dispatch" if caller == "combine" else caller
     raise NotImplementedError(
-        f"{caller}: jax.vmap over {caller} is not supported (jax.jacrev, jax.jacfwd and jax.hessian map too). A batch of "
-        f"token arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension along. To "
-        "map over different experts (several layers), use jax.lax.map or jax.lax.scan, and for a Hessian jax.lax.map "
-        "over directions of jax.jvp of jax.grad."
+        f"{caller}: jax.vmap over {caller} is not supported (jax.jacrev, jax.jacfwd and jax.hessian map too). A batch "
+        f"of token arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension "
+        "along. To map over different experts (several layers), use jax.lax.map or jax.lax.scan, and for a Hessian "
+        "jax.lax.map over directions of jax.jvp of jax.grad."
     )
 
 
