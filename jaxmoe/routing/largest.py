@@ -1,6 +1,6 @@
 """The positions of the largest of some values, which is how a router chooses: `top_k` where XLA computes it right.
 
-Called by `router.py`, which gives no NaN a place. Positions have no gradient.
+Called by `router.py`. Positions have no gradient.
 """
 
 import functools
@@ -17,7 +17,7 @@ _FEW_PLACES = 10
 
 
 def largest(values: Float[Array, "*batch n"], count: int) -> Int32[Array, "*batch count"]:
-    """Returns the positions of the largest values, largest first, ties by lowest position.
+    """Returns the positions of the largest values, largest first, ties by lowest position; NaN before all others.
 
     XLA (jaxlib 0.11.2) compiles the positions of `jax.lax.top_k` alone, of values that are split over GPUs, to zeros:
     all tokens would go to expert 0. Where values are used as well it sorts, twice where they are split. On a CPU
@@ -25,8 +25,7 @@ def largest(values: Float[Array, "*batch n"], count: int) -> Int32[Array, "*batc
     """
 
     def by_top_k(values: jax.Array) -> jax.Array:
-        # top_k orders 0.0 before -0.0, which are a tie.
-        return jax.lax.top_k(jnp.where(values == 0, 0, values), count)[1].astype(jnp.int32)
+        return jax.lax.top_k(_without_signs(values), count)[1].astype(jnp.int32)
 
     is_large = isinstance(values.size, int) and values.size >= _MANY_SCORES and count <= _FEW_PLACES
     on_gpus = functools.partial(_take_largest if is_large else _sort_positions, count=count)
@@ -58,5 +57,13 @@ def _take_largest(values: jax.Array, count: int) -> jax.Array:
 def _in_order(values: Float[Array, "*shape"]) -> Integer[Array, "*shape"]:
     """Returns integers in the order of floats, which XLA compares sooner: of these it first looks for NaN and -0.0."""
     integer = jnp.dtype(f"int{8 * values.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0, values), integer)
+    bits = jax.lax.bitcast_convert_type(_without_signs(values), integer)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+
+def _without_signs(values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns values whose bits have their order: without -0.0, which is a tie with 0.0, and without a NaN below all.
+
+    Which sign a NaN has is a matter of how it came about: on x86 infinity minus itself is a negative one.
+    """
+    return jnp.where(jnp.isnan(values), jnp.nan, jnp.where(values == 0, 0, values))

@@ -186,7 +186,8 @@ def route(
 
     Ties go to the expert, and the group, with the lowest index. Gradients flow to the logits through `topk_weights` and
     `scores`; the choice itself and the selection bias have none. A logit of -inf is allowed and gives its expert no
-    weight.
+    weight. A NaN is chosen first: a token that has one among its logits, and every token where the selection bias has
+    one, has NaN among its weights.
 
     Sources: softmax after top-k, Shazeer et al. 2017 (arXiv:1701.06538, equations 3 and 5, without the noise); softmax
     before top-k, Fedus et al. 2021 (arXiv:2101.03961, equation 1); selection bias, Wang et al. 2024 (arXiv:2408.15664,
@@ -248,7 +249,12 @@ def choose(
     if token_valid is not None:
         used &= token_valid[..., None]
         ids = jnp.where(token_valid[..., None], ids, -1)
-    selected = jnp.take_along_axis(scores, jnp.where(used, ids, 0), axis=-1, mode="promise_in_bounds")
+    shown = scores
+    if selection_bias is not None:
+        # An expert whose bias is NaN is chosen, which its score does not show. A term has no gradient, unlike a select.
+        nan_or_zero = jnp.where(jnp.isnan(selection_bias), jnp.nan, 0.0).astype(scores.dtype)
+        shown = scores + jnp.expand_dims(nan_or_zero, range(scores.ndim - 1))
+    selected = jnp.take_along_axis(shown, jnp.where(used, ids, 0), axis=-1, mode="promise_in_bounds")
     if config.score == "topk_softmax":
         weights = jax.nn.softmax(jnp.where(used, selected, jnp.finfo(scores.dtype).min), axis=-1)
     else:

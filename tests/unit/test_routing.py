@@ -271,6 +271,59 @@ def test_any_batch_shape_is_routed_even_an_empty_one(shape: tuple[int, ...], con
     assert routing.scores.shape == shape
 
 
+# --- NaN --------------------------------------------------------------------------------------------------------------
+
+LIMITED: dict[str, Any] = {"num_groups": 4, "top_groups": 2}
+
+
+@pytest.mark.parametrize("nan", [math.nan, -math.nan], ids=["positive", "negative"])
+@pytest.mark.parametrize("fields", [{}, {"renormalize": False}, LIMITED], ids=["all", "not renormalised", "groups"])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_nan_logit_gives_its_token_a_nan_weight_and_leaves_others_alone(score: Any, fields: Any, nan: float) -> None:
+    config, clean = config_of({"score": score} | fields), random_logits(40, 8)
+    logits = clean.at[jnp.arange(8), jnp.arange(8)].set(nan)
+    for route in (jaxmoe.route, jax.jit(jaxmoe.route)):
+        routing, wanted = route(logits, config), route(clean, config)
+        assert jnp.isnan(routing.topk_weights[:8]).any(-1).all()
+        jax.tree.map(lambda got, want: np.testing.assert_array_equal(got[8:], want[8:]), routing, wanted)
+
+
+@pytest.mark.parametrize("nan", [math.nan, -math.nan], ids=["positive", "negative"])
+@pytest.mark.parametrize("experts", [[5], range(8)], ids=["one", "all"])
+@pytest.mark.parametrize("fields", [{}, {"renormalize": False}, LIMITED], ids=["all", "not renormalised", "groups"])
+@pytest.mark.parametrize("score", SCORES)
+def test_nan_in_the_selection_bias_gives_every_valid_token_a_nan_weight_and_reaches_no_masked_one(
+    score: Any, fields: Any, experts: Any, nan: float
+) -> None:
+    config, logits = config_of({"score": score} | fields), random_logits(6, 8)
+    bias = jnp.zeros(8).at[jnp.array(experts)].set(nan)
+    token_valid = jnp.arange(6) % 3 > 0
+
+    def objective(logits: jax.Array) -> tuple[jax.Array, jaxmoe.Routing]:
+        routing = jaxmoe.route(logits, config, selection_bias=bias, token_valid=token_valid)
+        return (routing.topk_weights * jnp.arange(1.0, 3.0)).sum(), routing
+
+    gradient, routing = jax.jit(jax.grad(objective, has_aux=True))(logits)
+    assert (jnp.isnan(routing.topk_weights).any(-1) == token_valid).all()
+    assert (routing.topk_weights[~token_valid] == 0).all()
+    assert (gradient[~token_valid] == 0).all()
+
+
+@pytest.mark.parametrize("config", [config_of({"score": score} | LIMITED) for score in SCORES], ids=SCORES)
+def test_debug_nans_finds_none_where_logits_are_finite_or_masked(config: jaxmoe.RouterConfig) -> None:
+    logits, token_valid = random_logits(6, 8).at[2, 1].set(-math.inf), jnp.arange(6) != 1
+    bias = jnp.linspace(-0.1, 0.1, 8).at[3].set(-math.inf)
+
+    def objective(logits: jax.Array) -> jax.Array:
+        routing = jaxmoe.route(logits, config, selection_bias=bias, token_valid=token_valid)
+        return (routing.topk_weights * jnp.arange(1.0, 3.0)).sum() + jaxmoe.load_balancing_loss(routing)
+
+    masked_nan = logits.at[1].set(math.nan)
+    with jax.debug_nans(True):
+        assert jnp.isfinite(jax.grad(objective)(logits)).all()
+        assert jnp.isfinite(jax.jit(jax.grad(objective))(masked_nan)).all()
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 

@@ -131,9 +131,10 @@ def test_on_gpus_ids_come_without_top_k_and_are_those_of_top_k(
     config: jaxmoe.RouterConfig, many_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA makes zeros of the ids of `top_k` of logits that are split over GPUs, which a CPU can't show."""
-    # With many ties and with infinities.
+    # With many ties, with infinities and with NaNs of both signs.
     logits = jnp.round(2 * random_logits(256, 12)) / 2
     logits = logits.at[0, 3].set(jnp.inf).at[1, :5].set(-jnp.inf).at[2].set(-jnp.inf).at[3, 2:].set(-0.0)
+    logits = logits.at[4, 2].set(jnp.nan).at[5, 7].set(-jnp.nan).at[6].set(-jnp.nan)
     bias = jnp.where(jnp.arange(12) % 3 == 0, -0.0, 0.0)
     ids = lambda logits: jaxmoe.route(logits, config, selection_bias=bias).topk_ids  # noqa: E731
     wanted = ids(logits)
