@@ -40,7 +40,7 @@ def _product(
     product = grouped_gemm.times_transposed if transposed else grouped_gemm.times
     out = product(rows, matrices, sizes, "ragged_dot")
     # What lies behind the last expert is not said to be zero.
-    return jnp.where((jnp.arange(rows.shape[0]) < sizes.sum())[:, None], out, 0)
+    return jnp.where((jnp.arange(rows.shape[0], dtype=sizes.dtype) < sizes.sum(dtype=sizes.dtype))[:, None], out, 0)
 
 
 def sums_over_rows(

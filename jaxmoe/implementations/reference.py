@@ -95,7 +95,7 @@ def _dense(static: _Static, x: jax.Array, topk_ids: jax.Array, topk_weights: jax
 
     total_dtype = at_least_float32(dtype)
     start = jnp.zeros_like(x, total_dtype)
-    total, _ = jax.lax.scan(add_expert, start, (jnp.arange(everyone.num_experts), everyone))
+    total, _ = jax.lax.scan(add_expert, start, (jnp.arange(everyone.num_experts, dtype=topk_ids.dtype), everyone))
     return total.astype(x.dtype)
 
 

@@ -129,8 +129,8 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 def _routes(static: _Static, topk_ids: Int[Array, "tokens top_k"]) -> Routes:
     levels = static.levels
-    hosts = jnp.arange(levels.hosts, dtype=jnp.int32)
-    needs = (levels.ids_on_host(topk_ids[:, None], hosts[:, None], static.num_experts) >= 0).any(-1)
+    hosts = jnp.arange(levels.hosts, dtype=jnp.int32)[None, :, None]
+    needs = (levels.ids_on_host(topk_ids[:, None], hosts, static.num_experts) >= 0).any(-1)
     counts = needs.sum(0, dtype=jnp.int32)
     places = jnp.where(needs, jnp.cumsum(needs, 0, dtype=jnp.int32) - 1, -1)
     order = jnp.argsort(~needs.T, axis=1, stable=True).astype(jnp.int32)
@@ -148,7 +148,7 @@ def _sources(
     """Returns the tokens that go to each host in a round, and which places of the round are used."""
     start, size = number * static.round_tokens, static.round_tokens
     tokens = jax.lax.dynamic_slice_in_dim(routes.order, start, size, axis=1)
-    return tokens, start + jnp.arange(size) < routes.counts[:, None]
+    return tokens, start + jnp.arange(size, dtype=start.dtype)[None] < routes.counts[:, None]
 
 
 def _rows(
@@ -176,7 +176,7 @@ def _add_answers(static: _Static, routes: Routes, number: jax.Array, sums: Any, 
     here = (routes.places >= 0) & (places >= 0) & (places < size)
 
     def add(sums: Float[Array, "tokens n"], rows: Float[Array, "hosts places n"]) -> Float[Array, "tokens n"]:
-        of_tokens = rows[jnp.arange(hosts), jnp.clip(places, 0, size - 1)]
+        of_tokens = rows[jnp.arange(hosts, dtype=places.dtype)[None], jnp.clip(places, 0, size - 1)]
         return sums + jnp.where(here[..., None], of_tokens, 0).astype(sums.dtype).sum(1)
 
     return jax.tree.map(add, sums, arrived)

@@ -156,11 +156,10 @@ def _aux(
     check_token_valid(caller, token_valid, routing.scores.shape[:-1], "routing")
     axes, num_experts = manual_axes(caller, axis_name), routing.scores.shape[-1]
     counters = Counters.of(routing.topk_ids.shape, num_experts, axes)
+    counts = counters.columns(routing.topk_ids, token_valid)
     mass, routed = _probabilities(routing, token_valid)
     squares = _squares(logits, token_valid) if logits is not None else [jnp.zeros_like(routed)] * 2
-    return MoEAux(
-        sum_over_parts([counters.columns(routing.topk_ids, token_valid), mass, routed, *squares], axes), num_experts
-    )
+    return MoEAux(sum_over_parts([counts.astype(mass.dtype), mass, routed, *squares], axes), num_experts)
 
 
 def load_balancing_loss(

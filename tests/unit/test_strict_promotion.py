@@ -1,5 +1,9 @@
-"""JAX's strict modes: `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"`."""
+"""JAX's strict modes: `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"`.
 
+With and without 64 bits, where what JAX counts by itself has other dtypes.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,8 +14,10 @@ from flax import nnx
 import jaxmoe
 from jaxmoe.formats import FLOAT_DTYPES, at_least_float32
 from jaxmoe.implementations import IMPLEMENTATIONS
+from jaxmoe.network.plan import WAYS
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import make_inputs
+from tests.layer_calls import mesh_of
 
 ROUTERS = {
     "softmax": jaxmoe.RouterConfig(top_k=2),
@@ -22,11 +28,20 @@ ROUTERS = {
     "sqrtsoftplus": jaxmoe.RouterConfig(top_k=2, score="sqrtsoftplus", renormalize=True),
 }
 QUANTIZED = ("fp8", "mxfp4", "nvfp4")
+# Bits of the widest dtypes, and logits.
+LOGITS = [(32, jnp.bfloat16), (32, jnp.float32), (64, jnp.bfloat16), (64, jnp.float32), (64, jnp.float64)]
 
 
-def arrays(kind: str = "wide") -> Any:
-    """Arguments of a layer in bfloat16 with biases, the experts of one kind, but for "mixed" ones in bfloat16 too."""
-    inputs = make_inputs(0, tokens=32, hidden=128, intermediate=128, dtype=jnp.bfloat16, biases=True)
+@pytest.fixture(params=[32, 64], ids=["32 bits", "64 bits"])
+def widest(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Bits of JAX's widest dtypes."""
+    with jax.enable_x64(request.param == 64):
+        yield request.param
+
+
+def arrays(kind: str = "wide", dtype: Any = jnp.bfloat16) -> Any:
+    """Arguments of a layer in one dtype with biases, the experts of one kind, but for "mixed" ones in it too."""
+    inputs = make_inputs(0, tokens=32, hidden=128, intermediate=128, dtype=dtype, biases=True)
     experts = inputs.experts
     if kind == "fused":
         experts = experts.fuse("halves")
@@ -55,9 +70,9 @@ def test_the_dtype_of_sums_is_the_promotion_of_jax_and_known_under_strict_modes(
         assert at_least_float32(dtype) == expected
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("widest", "dtype"), LOGITS, indirect=["widest"])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_routers_losses_and_statistics_promote_nothing_implicitly(router, dtype):
+def test_routers_losses_and_statistics_promote_nothing_implicitly(router, dtype, widest):
     def loss(logits: jax.Array, bias: jax.Array) -> Any:
         valid = jnp.arange(logits.shape[1])[None] < jnp.array([16, 9])[:, None]
         routing = jaxmoe.route(logits, ROUTERS[router], selection_bias=bias, token_valid=valid)
@@ -77,10 +92,10 @@ def test_routers_losses_and_statistics_promote_nothing_implicitly(router, dtype)
 def layer_with_gradients(kind: str, implementation: Any, **options: Any) -> Any:
     """A function of x, ids, weights and experts: output, statistics, and the gradients of what has some."""
 
+    options = {"axis_name": None, "implementation": implementation} | options
+
     def loss(x: jax.Array, weights: jax.Array, experts: Any, ids: jax.Array) -> Any:
-        y, stats = jaxmoe.moe_layer(
-            x, ids, weights, experts, axis_name=None, implementation=implementation, return_stats=True, **options
-        )
+        y, stats = jaxmoe.moe_layer(x, ids, weights, experts, return_stats=True, **options)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), (y, stats)
 
     differentiated = (0, 1) if kind in QUANTIZED else (0, 1, 2)
@@ -90,24 +105,38 @@ def layer_with_gradients(kind: str, implementation: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["wide", "fused", "mixed", *QUANTIZED])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_layers_and_their_gradients_promote_nothing_implicitly(implementation, kind):
+def test_layers_and_their_gradients_promote_nothing_implicitly(implementation, kind, widest):
     assert_the_same_under_strict_modes(layer_with_gradients(kind, implementation), *arrays(kind)[:4])
 
 
-def test_rows_that_take_several_batches_promote_nothing_implicitly():
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_layers_of_tokens_in_float64_promote_nothing_implicitly(implementation):
+    with jax.enable_x64(True):
+        function = layer_with_gradients("wide", implementation)
+        assert_the_same_under_strict_modes(function, *arrays(dtype=jnp.float64)[:4])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_over_several_hosts_promote_nothing_implicitly(way, widest):
+    network = jaxmoe.NetworkPlan(2, way, chunks=1, round_tokens=2)
+    function = layer_with_gradients("wide", "xla", axis_name="expert", mesh=mesh_of("expert"), network=network)
+    assert_the_same_under_strict_modes(function, *arrays()[:4])
+
+
+def test_rows_that_take_several_batches_promote_nothing_implicitly(widest):
     function = layer_with_gradients("wide", "xla", plan=jaxmoe.Plan(batch_rows=16))
     assert_the_same_under_strict_modes(function, *arrays()[:4])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_layers_that_round_rows_promote_nothing_implicitly(implementation):
+def test_layers_that_round_rows_promote_nothing_implicitly(implementation, widest):
     function = layer_with_gradients("wide", implementation, precision="fp8")
     assert_the_same_under_strict_modes(function, *arrays()[:4])
 
 
 @pytest.mark.parametrize("products", [False, True], ids=["rows", "products"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_dispatch_and_combine_and_their_gradients_promote_nothing_implicitly(implementation, products):
+def test_dispatch_and_combine_and_their_gradients_promote_nothing_implicitly(implementation, products, widest):
     x, ids, weights, experts = arrays()[:4]
     where: dict[str, Any] = {"axis_name": None, "implementation": implementation}
 
@@ -124,7 +153,7 @@ def test_dispatch_and_combine_and_their_gradients_promote_nothing_implicitly(imp
     assert_the_same_under_strict_modes(function, x, weights, experts.w_gate, experts.w_down)
 
 
-def test_flax_layers_promote_nothing_implicitly():
+def test_flax_layers_promote_nothing_implicitly(widest):
     options: dict[str, Any] = {"biases": True, "router_bias": True, "shared_intermediate": 64, "shared_gate": True}
     moe = MoE(32, 48, 8, ROUTERS["softmax"], axis_name=None, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
     graph, state = nnx.split(moe)

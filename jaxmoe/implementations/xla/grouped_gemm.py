@@ -75,7 +75,7 @@ def times_transposed(
 def _expert_of_row(batch: Batch, dtype: Any) -> Float[Array, "rows local_experts"]:
     """One-hot matrix of the expert that owns each row, zero behind the last row."""
     ends = jnp.cumsum(batch.rows_per_expert)[None, :]
-    row = jnp.arange(batch.slot_of_row.shape[0])[:, None]
+    row = jnp.arange(batch.slot_of_row.shape[0], dtype=ends.dtype)[:, None]
     return ((row < ends) & (row >= ends - batch.rows_per_expert[None, :])).astype(dtype)
 
 

@@ -55,11 +55,11 @@ def sum_of_outer_products(
         return expert, lax.dot_general(a, b, sum_over_rows, precision=precision, preferred_element_type=wide)
 
     def step(sums: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
-        expert, products = jax.vmap(product)(first + jnp.arange(at_once))
+        expert, products = jax.vmap(product)(first + jnp.arange(at_once, dtype=first.dtype))
         for number in range(at_once):
             total = lax.dynamic_index_in_dim(sums, expert[number]) + products[number][None]
             sums = lax.dynamic_update_slice_in_dim(sums, total, expert[number], 0)
         return sums, None
 
     sums, _, _ = vary_alike((jnp.zeros((experts, inner, outer), wide), lhs, rows_per_expert))
-    return lax.scan(step, sums, jnp.arange(0, blocks.most, at_once))[0]
+    return lax.scan(step, sums, jnp.arange(0, blocks.most, at_once, dtype=rows_per_expert.dtype))[0]

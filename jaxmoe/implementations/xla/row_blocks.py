@@ -45,8 +45,8 @@ class RowBlocks(NamedTuple):
 
     def nth(self, number: jax.Array) -> RowBlock:
         """Returns a block; behind the last one it has no rows inside."""
-        expert = jnp.minimum(jnp.sum(number >= self.end_block), self.end_row.shape[0] - 1)
+        expert = jnp.minimum(jnp.sum(number >= self.end_block, dtype=number.dtype), self.end_row.shape[0] - 1)
         first = self.row_of_block_0[expert] + number * self.size
         start = jnp.clip(first, 0, self.rows - self.size)  # a block may reach beyond the array
-        row = start + jnp.arange(self.size)
+        row = start + jnp.arange(self.size, dtype=start.dtype)
         return RowBlock(expert, start, ((row >= first) & (row < self.end_row[expert]))[:, None])
