@@ -78,6 +78,7 @@ class RouterConfig:
                 raise TypeError(f"RouterConfig: {name}={value!r} must be a Python integer.")
             if isinstance(value, bool) or value < 1:
                 raise ValueError(f"RouterConfig: {name}={value!r} must be an integer of at least 1.")
+            object.__setattr__(self, name, int(value))
         if self.score not in get_args(Score):
             raise ValueError(
                 f"RouterConfig: score={self.score!r} is not known. Use one of {', '.join(map(repr, get_args(Score)))}."
@@ -88,6 +89,8 @@ class RouterConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise TypeError(f"RouterConfig: {name}={value!r} must be a Python number; float(array) makes one.")
+            # A number of NumPy has a dtype, which weights would get.
+            object.__setattr__(self, name, float(value))
         if self.top_groups > self.num_groups:
             raise ValueError(
                 f"RouterConfig: top_groups={self.top_groups} exceeds num_groups={self.num_groups}. "

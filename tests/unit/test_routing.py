@@ -193,6 +193,20 @@ def test_float64_stays_float64() -> None:
         np.testing.assert_allclose(routing.topk_weights[0], 1 / (1 + math.exp(-1)), rtol=1e-15)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_numbers_of_numpy_make_the_router_that_those_of_python_make():
+    plain = jaxmoe.RouterConfig(top_k=2, score="sigmoid", scaling_factor=2.5, epsilon=0.5)
+    top_k: Any = np.int64(2)
+    config = jaxmoe.RouterConfig(top_k=top_k, score="sigmoid", scaling_factor=np.float64(2.5), epsilon=np.float64(0.5))
+    assert config == plain
+    assert repr(config) == repr(plain)
+    with jax.enable_x64(True):
+        logits = jnp.array([[0.5, -1.0, 2.0]], jnp.float32)
+        found, want = (jaxmoe.route(logits, each).topk_weights for each in (config, plain))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, want)
+
+
 def test_a_choice_made_elsewhere_is_weighted_like_the_routers_own() -> None:
     logits = random_logits(7, 16)
     for config in (GROUPED, jaxmoe.RouterConfig(top_k=3, score="topk_softmax")):
