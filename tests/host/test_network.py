@@ -161,7 +161,7 @@ class TestReference(LayerChecks):
         self.check(self.inputs(62, routing="zipf"), "hosts 4 x 2 on one axis", network=WAYS["gather"])
 
 
-def second_derivatives(network: Any, implementation: str) -> Any:
+def second_derivatives(network: Any, implementation: Any) -> Any:
     """Of the sum of a layer's sines with respect to tokens, weights and experts, along their cosines, and the truth."""
     arguments = jaxmoe.testing.make_inputs(61, tokens=16, hidden=8, intermediate=8, num_experts=8)
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

@@ -393,6 +393,7 @@ def test_experts_print_their_formats_and_bytes():
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) == 199216
     assert repr(jax.eval_shape(lambda: experts)) == repr(experts)
     assert "w_up" not in repr(experts_of(6, 2, 128, 256, gated=False))
+    masked: Any
     for masked in (experts, experts_of(6, 2, 8, 8)):
         of_adam = optax.masked(optax.adam(1e-3), jax.tree.map(lambda leaf: False, masked)).init(masked)
         assert "w_gate=" in repr(of_adam)

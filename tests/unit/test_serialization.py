@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jaxmoe
-import jaxmoe.linen
+import jaxmoe.nnx
 from jaxmoe.testing import make_inputs
 
 WIDE = jaxmoe.Experts.init(jax.random.key(0), 2, 256, 128, biases=True, dtype=jnp.bfloat16)
@@ -50,10 +50,19 @@ def test_a_training_state_of_experts_comes_back_with_its_optimizer():
     state = TrainState.create(apply_fn=None, params={"experts": WIDE}, tx=optax.adam(1e-3))
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
     zeros = TrainState.create(apply_fn=None, params=jax.tree.map(jnp.zeros_like, state.params), tx=state.tx)
-    found = serialization.from_bytes(zeros, serialization.to_bytes(state))
+    found: Any = serialization.from_bytes(zeros, serialization.to_bytes(state))
     assert isinstance(found.params["experts"], jaxmoe.Experts)
     assert found.step == state.step == 1
     assert_same((found.params, found.opt_state), (state.params, state.opt_state))
+
+
+def test_the_state_of_a_layer_with_experts_in_4_bits_comes_back():
+    experts = jaxmoe.quantize(jaxmoe.Experts(WIDE.w_gate, WIDE.w_up, WIDE.w_down), "mxfp4")
+    weights = jaxmoe.convert.MoEWeights(experts, jnp.ones((256, 2)))
+    layer = jaxmoe.nnx.MoE.from_weights(weights, jaxmoe.RouterConfig(top_k=1), axis_name=None)
+    state = nnx.to_pure_dict(nnx.state(layer))
+    assert isinstance(state["w_gate"], jaxmoe.MXFP4)
+    assert_same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state)), state)
 
 
 def test_a_field_that_is_missing_is_named():
