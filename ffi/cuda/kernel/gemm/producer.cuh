@@ -180,8 +180,8 @@ __device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body)
 // Rows and h are read again for every pair of column tiles. Where weights are read once, L2 keeps rows before weights and
 // answers, until the tasks of the last columns give that room back, also to what comes behind the layer. With 512 and 1024
 // tokens, where weights stream through L2 fastest, launches are shorter by a hundredth or two; where row tiles share weights
-// qwen3-30b-a3b was level (docs/performance/forward.md). Of a backward pass, whose weight gradients read rows too, and of few
-// rows in deep stages it has not been measured.
+// qwen3-30b-a3b was level (docs/performance/forward.md). Not measured: backward passes, whose weight gradients read rows
+// too, and few rows in deep stages.
 template <class Variant>
 __device__ __forceinline__ uint64_t rows_policy(const Cta<Variant>& cta, const Task& own) {
   if constexpr (kParksWalks<Variant> || Cta<Variant>::kBackward) return ptx::evict_normal_policy();
