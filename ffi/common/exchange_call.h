@@ -262,9 +262,10 @@ inline std::string call_error(const ExchangeCall& call, const ExchangeAttributes
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxmoe::ExchangeAttributes, xla::ffi::StructMember<std::string_view>("version"),
-    xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"), xla::ffi::StructMember<int32_t>("top_k"),
-    xla::ffi::StructMember<int32_t>("arrays"), xla::ffi::StructMember<int32_t>("alignment"),
-    xla::ffi::StructMember<int32_t>("capacity_per_expert"), xla::ffi::StructMember<int32_t>("power_of_two_scales"),
+    xla::ffi::StructMember<int32_t>("ranks"), xla::ffi::StructMember<int32_t>("num_experts"),
+    xla::ffi::StructMember<int32_t>("top_k"), xla::ffi::StructMember<int32_t>("arrays"),
+    xla::ffi::StructMember<int32_t>("alignment"), xla::ffi::StructMember<int32_t>("capacity_per_expert"),
+    xla::ffi::StructMember<int32_t>("power_of_two_scales"),
     xla::ffi::StructMember<xla::ffi::Span<const int32_t>>("schedule"),
     xla::ffi::StructMember<float>("timeout_seconds"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
