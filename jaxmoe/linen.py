@@ -34,7 +34,7 @@ try:
     from flax.core.spmd import get_logical_axis_rules
     from flax.linen import spmd
 
-    from jaxmoe.flax import serialization
+    from jaxmoe import flax_state
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "jaxmoe.linen needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
@@ -42,7 +42,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["MoE", "MoEAux", "update_selection_bias"]
 
-serialization.register()
+flax_state.register()
 
 
 class MoE(nn.Module):

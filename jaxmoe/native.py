@@ -141,6 +141,7 @@ def version() -> str:
     Raises:
         ModuleNotFoundError: nothing was built.
 
+    >>> import jaxmoe
     >>> version() == jaxmoe.__version__
     True
     """

@@ -35,7 +35,7 @@ try:
     from flax import nnx
     from flax.core import spmd
 
-    from jaxmoe.flax import serialization
+    from jaxmoe import flax_state
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "jaxmoe.nnx needs Flax, which is not installed. Run: pip install 'jaxmoe[flax]'"
@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["MoE", "MoEAux", "QuantizedWeight", "SelectionBias"]
 
-serialization.register()
+flax_state.register()
 
 
 class SelectionBias(nnx.Variable[jax.Array]):

@@ -1,1 +1,1 @@
-"""What `jaxmoe.nnx` and `jaxmoe.linen` wrap: parameters of a layer and its maths; `serialization.py` imports Flax."""
+"""The layer that `jaxmoe.nnx` and `jaxmoe.linen` wrap: its parameters and its maths; nothing here imports Flax."""

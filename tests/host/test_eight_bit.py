@@ -101,6 +101,7 @@ def run(
     order = schedule.ARRAY_NAMES
     given = [name for name in order if name in operands]
     attributes = {
+        "version": native.version(),
         "ranks": np.int32(ranks),
         "num_experts": np.int32(experts.num_experts),
         "arrays": np.int32(sum(1 << order.index(name) for name in ("place", *given, *results))),
