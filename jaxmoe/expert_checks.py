@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmoe.block_scaled import BlockScaled
-from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of
+from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of, present
 from jaxmoe.quantized_matrix import QuantizedMatrix, leaves_of
 from jaxmoe.wording import a_type
 
@@ -59,18 +59,11 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
         raise ValueError(f"moe_layer: experts.{into} has shape {shape}; no dimension may be zero.")
     if fused and shape[2] % 2:
         raise ValueError(f"moe_layer: experts.w_gate_up has shape {shape}; it must have an even number of columns.")
-    needed = _needed_shapes(experts)
+    check_shapes("moe_layer: experts", experts)
     quantized = [name for name, array in arrays.items() if isinstance(array, QuantizedMatrix)]
     wide = {name: array for name, array in arrays.items() if array is not None and name not in quantized}
     for name, array in arrays.items():
-        if array is None:
-            continue
-        if tuple(array.shape) != needed[name]:
-            raise ValueError(
-                f"moe_layer: experts.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with "
-                f"{into} of shape {shape}."
-            )
-        if name in quantized:
+        if array is None or name in quantized:
             continue
         if jnp.dtype(array.dtype).itemsize == 1:
             four_bit = array.dtype in (jnp.float4_e2m1fn, jnp.uint8)
@@ -129,6 +122,22 @@ def check_dimensions(caller: str, name: str, matrix: Any) -> None:
     shape = tuple(matrix.shape)
     if len(shape) != 3:
         raise ValueError(f"{caller}: experts.{name} has shape {shape}; it must be {DIMENSIONS[name]}.")
+
+
+def check_shapes(where: str, experts: AnyExperts) -> None:
+    """Raises a `ValueError` where arrays do not go with the first matrix, which has three dimensions.
+
+    Args:
+      where: what the experts are, for messages: `"moe_layer: experts"`.
+      experts: whose dtypes are not looked at.
+    """
+    into, needed = "w_gate_up" if isinstance(experts, FusedExperts) else "w_gate", _needed_shapes(experts)
+    for name, array in present(experts).items():
+        if tuple(array.shape) != needed[name]:
+            raise ValueError(
+                f"{where}.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with {into} of shape "
+                f"{tuple(experts.matrix.shape)}."
+            )
 
 
 def _needed_shapes(experts: AnyExperts) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from jaxmoe.convert.matrices import SIDES
 from jaxmoe.convert.weights import MoEWeights
-from jaxmoe.expert_checks import DIMENSIONS, arrays_given
+from jaxmoe.expert_checks import DIMENSIONS, arrays_given, check_shapes
 from jaxmoe.experts import Experts, FusedExperts, present, split
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
@@ -59,16 +58,5 @@ def _apart(where: str, experts: Any) -> Experts:
             f"{where}.{into} has shape {shape}; it must be {DIMENSIONS[into]}. One expert has a dimension of 1 for "
             "itself: jax.tree.map(lambda array: array[None], experts)."
         )
-    apart = split(experts)
-    sizes = {"hidden": apart.hidden, "intermediate": apart.intermediate}
-    needed: dict[str, tuple[int, ...]] = {}
-    for name, (out, inner) in SIDES.items():
-        needed[name] = apart.num_experts, sizes[inner], sizes[out]
-        needed[f"b_{name.removeprefix('w_')}"] = apart.num_experts, sizes[out]
-    for name, array in present(apart).items():
-        if tuple(array.shape) != needed[name]:
-            raise ValueError(
-                f"{where}.{name} has shape {tuple(array.shape)}; it must be {needed[name]} to go with w_gate of shape "
-                f"{tuple(apart.w_gate.shape)}."
-            )
-    return apart
+    check_shapes(where, experts)
+    return split(experts)

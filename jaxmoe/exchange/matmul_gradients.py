@@ -79,6 +79,7 @@ def _send(
 def _send_fwd(
     implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array
 ) -> tuple[Arrived, Any]:
+    # Not `_send`: see `_add_up_fwd`.
     assert implementation.send_matmul is not None
     arrived = implementation.send_matmul(call, x, topk_ids, matrices)
     return arrived, (x, matrices, arrived.routes, arrived.rows_per_expert)
@@ -107,6 +108,17 @@ def _add_up(
     weights: jax.Array | None,
     route: Any,
 ) -> jax.Array:
+    return _sums(implementation, call, rows, matrices, weights, route)
+
+
+def _sums(
+    implementation: Implementation,
+    call: ExchangeCall,
+    rows: jax.Array,
+    matrices: jax.Array,
+    weights: jax.Array | None,
+    route: Any,
+) -> jax.Array:
     assert implementation.matmul_add_up is not None
     routes, rows_per_expert, _ = route
     return implementation.matmul_add_up(call, rows, matrices, weights, routes, rows_per_expert)
@@ -120,10 +132,8 @@ def _add_up_fwd(
     weights: jax.Array | None,
     route: Any,
 ) -> tuple[jax.Array, Any]:
-    assert implementation.matmul_add_up is not None
-    routes, rows_per_expert, _ = route
-    y = implementation.matmul_add_up(call, rows, matrices, weights, routes, rows_per_expert)
-    return y, (rows, matrices, weights, route)
+    # Not `_add_up`, of which a second derivative would say nothing but that it has none.
+    return _sums(implementation, call, rows, matrices, weights, route), (rows, matrices, weights, route)
 
 
 def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> tuple[Any, ...]:

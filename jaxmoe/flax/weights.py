@@ -85,15 +85,13 @@ def arrays_of(weights: MoEWeights, table: Mapping[str, Parameter], dtype: DTypeL
             "experts, the shared one included, have an up projection or none has, and biases on all projections or on "
             "none."
         )
-    for name, parameter in table.items():
-        if tuple(arrays[name].shape) != parameter.shape:
+    needed = {name: parameter.shape for name, parameter in table.items()}
+    bias = {} if weights.selection_bias is None else {"selection_bias": weights.selection_bias}
+    needed |= dict.fromkeys(bias, (experts.num_experts,))
+    for name, array in (arrays | bias).items():
+        if np.shape(array) != needed[name]:
             raise ValueError(
-                f"MoE.from_weights: {name} has shape {tuple(arrays[name].shape)}; it must be {parameter.shape} to go "
-                f"with w_gate of shape {tuple(arrays['w_gate'].shape)}."
+                f"MoE.from_weights: {name} has shape {np.shape(array)}; it must be {needed[name]} to go with w_gate of "
+                f"shape {tuple(arrays['w_gate'].shape)}."
             )
-    if weights.selection_bias is not None and np.shape(weights.selection_bias) != (experts.num_experts,):
-        raise ValueError(
-            f"MoE.from_weights: selection_bias has shape {np.shape(weights.selection_bias)}; it must be "
-            f"{(experts.num_experts,)} to go with w_gate of shape {tuple(experts.w_gate.shape)}."
-        )
     return {name: arrays[name] for name in table}

@@ -1,4 +1,4 @@
-"""Experts in `flax.serialization`, alone and in training states."""
+"""Experts stored and restored, by `flax.serialization` and orbax, alone and in training states."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
@@ -39,6 +40,15 @@ def test_experts_come_back_as_they_were(kind):
     assert_same(
         serialization.from_bytes(jax.tree.map(jnp.zeros_like, experts), serialization.to_bytes(experts)), experts
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_come_back_from_orbax_as_they_were(kind, tmp_path):
+    experts = KINDS[kind]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "experts", experts)
+        checkpointer.wait_until_finished()
+        assert_same(checkpointer.restore(tmp_path / "experts", jax.eval_shape(lambda: experts)), experts)
 
 
 def test_statistics_come_back_as_they_were():
