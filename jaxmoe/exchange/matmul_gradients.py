@@ -72,14 +72,13 @@ def _somebodys(rows: Float[Array, "rows width"], routes: Routes) -> Float[Array,
 def _send(
     implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array
 ) -> Arrived:
-    assert implementation.send_matmul is not None
-    return implementation.send_matmul(call, x, topk_ids, matrices)
+    return _send_fwd(implementation, call, x, topk_ids, matrices)[0]
 
 
 def _send_fwd(
     implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array, matrices: jax.Array
 ) -> tuple[Arrived, Any]:
-    # Not `_send`: see `_add_up_fwd`.
+    # As in `_add_up_fwd`.
     assert implementation.send_matmul is not None
     arrived = implementation.send_matmul(call, x, topk_ids, matrices)
     return arrived, (x, matrices, arrived.routes, arrived.rows_per_expert)
@@ -108,20 +107,7 @@ def _add_up(
     weights: jax.Array | None,
     route: Any,
 ) -> jax.Array:
-    return _sums(implementation, call, rows, matrices, weights, route)
-
-
-def _sums(
-    implementation: Implementation,
-    call: ExchangeCall,
-    rows: jax.Array,
-    matrices: jax.Array,
-    weights: jax.Array | None,
-    route: Any,
-) -> jax.Array:
-    assert implementation.matmul_add_up is not None
-    routes, rows_per_expert, _ = route
-    return implementation.matmul_add_up(call, rows, matrices, weights, routes, rows_per_expert)
+    return _add_up_fwd(implementation, call, rows, matrices, weights, route)[0]
 
 
 def _add_up_fwd(
@@ -132,8 +118,12 @@ def _add_up_fwd(
     weights: jax.Array | None,
     route: Any,
 ) -> tuple[jax.Array, Any]:
-    # Not `_add_up`, of which a second derivative would say nothing but that it has none.
-    return _sums(implementation, call, rows, matrices, weights, route), (rows, matrices, weights, route)
+    # The sums here, and the function itself by way of this one: of a custom_vjp in here a second derivative would say
+    # nothing but that it has none.
+    assert implementation.matmul_add_up is not None
+    routes, rows_per_expert, _ = route
+    y = implementation.matmul_add_up(call, rows, matrices, weights, routes, rows_per_expert)
+    return y, (rows, matrices, weights, route)
 
 
 def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
