@@ -200,7 +200,7 @@ def _constant_quantized(experts: AnyExperts) -> AnyExperts:
     """Returns the experts; what is in 8 or 4 bits refuses to be differentiated with respect to."""
 
     def guarded(array: Any) -> Any:
-        return not_differentiated(array) if isinstance(array, QuantizedMatrix) else array
+        return not_differentiated(array, type(array)) if isinstance(array, QuantizedMatrix) else array
 
     return jax.tree.map(guarded, experts, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
 

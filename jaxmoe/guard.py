@@ -2,7 +2,8 @@
 
 `not_mapped` refuses `jax.vmap`. A batching rule cannot be written for a layer that talks to its peers once per call:
 the mapped layer would either repeat the exchange for every element or treat the mapped axis as tokens, and only the
-user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX.
+user knows which of the two is meant. `not_differentiated` refuses gradients: a float8 would be a gradient for JAX, and
+of wide experts that are rounded to few bits it would make zeros, or parts of a gradient.
 `reverse_mode_only` refuses `jax.jvp` of what has a `custom_vjp`, of which JAX would say nothing but that, and
 `first_derivatives_only` what stands in its forward and backward pass and has no derivative of its own.
 """
@@ -18,7 +19,6 @@ from jaxtyping import Array, Shaped
 
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
-Matrix = TypeVar("Matrix", bound=QuantizedMatrix)
 Pytree = TypeVar("Pytree")
 
 
@@ -44,11 +44,13 @@ def _unmapped_identity(name: str) -> Primitive:
 _identity = _unmapped_identity("jaxmoe_not_mapped")
 ad.deflinear2(_identity, lambda cotangent, _, caller: [_identity.bind(cotangent, caller=caller)])
 _constant = _unmapped_identity("jaxmoe_constant")
+# Experts of several layers are rounded under `jax.vmap`; in `moe_layer` `not_mapped` stands before it.
+batching.defvectorized(_constant)
 
 
-def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int) -> Any:
+def _refuse_gradients(primals: Any, tangents: Any, *, kind: str, bits: int, caller: str) -> Any:
     raise TypeError(
-        f"moe_layer: this asks for gradients of {kind} experts, and {bits}-bit values have none. To train experts, "
+        f"{caller}: this asks for gradients of {kind} experts, and {bits}-bit values have none. To train experts, "
         "pass wide master weights with precision='fp8'. To differentiate everything but the experts, leave them out of "
         "the argnums of jax.grad, or pass jax.lax.stop_gradient(experts)."
     )
@@ -142,7 +144,13 @@ def not_mapped(array: Shaped[Array, "..."], caller: str = "moe_layer") -> Shaped
     return jax.tree.map(functools.partial(_identity.bind, caller=caller), array)
 
 
-def not_differentiated(matrix: Matrix) -> Matrix:
-    """Returns the matrix; raises `TypeError` where JAX would differentiate with respect to it."""
-    bind = functools.partial(_constant.bind, kind=type(matrix).__name__, bits=matrix.bits)
-    return jax.tree.map(bind, matrix)
+def not_differentiated(tree: Pytree, kind: type[QuantizedMatrix], caller: str = "moe_layer") -> Pytree:
+    """Returns the arrays; raises `TypeError` where JAX would differentiate with respect to them.
+
+    Args:
+      tree: a matrix of that kind, or wide matrices that are to be rounded to it.
+      kind: whose numbers have no gradients.
+      caller: what the user called.
+    """
+    bind = functools.partial(_constant.bind, kind=kind.__name__, bits=kind.bits, caller=caller)
+    return jax.tree.map(bind, tree)

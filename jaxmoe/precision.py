@@ -37,8 +37,8 @@ from jaxmoe.quantization import (
     decode_8_bits,
     dequantize,
     dequantize_rows,
-    quantize,
     quantize_rows,
+    quantized_by_layer,
 )
 from jaxmoe.quantized_matrix import QuantizedMatrix
 
@@ -207,7 +207,7 @@ def experts_in_8_bits(experts: Experts, precision: Precision) -> Experts:
     """Returns experts whose matrices are in 8 or 4 bits; those that came wide have blocks of 128 x 128."""
     if isinstance(experts.w_gate, QuantizedMatrix):
         return experts
-    return quantize(experts, scale_dtype=SCALES[powers_of_two(precision)])
+    return quantized_by_layer(experts, SCALES[powers_of_two(precision)])
 
 
 def as_multiplied(experts: AnyExperts, precision: Precision | None, dtype: DTypeLike) -> AnyExperts:

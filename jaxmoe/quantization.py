@@ -19,6 +19,7 @@ from jaxmoe.expert_checks import arrays_given, check_dimensions
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import check_wide_dtype
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
+from jaxmoe.guard import not_differentiated
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
@@ -39,6 +40,12 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`, and leaves
     experts where they are. Experts of several layers that are one array are `jax.vmap(jaxmoe.quantize)(experts)`.
 
+    Matrices in few bits are constants: asking for gradients with respect to wide ones that are rounded here is an
+    error, while biases keep theirs. What is not to be differentiated goes through `jax.lax.stop_gradient` before it
+    comes here. `moe_layer` with wide experts and `precision="fp8"` rounds them itself, and has their gradients; a
+    straight-through estimator of another format is `w + jax.lax.stop_gradient(rounded - w)` for each matrix `w`, with
+    `rounded` of `dequantize(quantize(jax.lax.stop_gradient(experts), block))`.
+
     Args:
       experts: in float32, bfloat16 or float16. Gate and up that are one array come back apart.
       block: what shares a scale: `"128x128"` as in DeepSeek-V3's checkpoints, `"channel"` one per output, `"expert"`
@@ -47,7 +54,8 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
       scale_dtype: in 8 bits float32, which `None` is, or `float8_e8m0fnu` for powers of two.
 
     Raises:
-      TypeError: the experts are no `Experts`, quantised already or no float arrays, or `scale_dtype` is another one.
+      TypeError: the experts are no `Experts`, quantised already or no float arrays, or `scale_dtype` is another one;
+        gradients of matrices.
       ValueError: `block` is another one; a matrix has not three dimensions; in 4 bits, inputs of a matrix that are no
         multiple of 32 (`"mxfp4"`) or 16.
 
@@ -79,12 +87,20 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         if matrix is None:
             return None
         check_wide_dtype("quantize", f"experts.{name} is", matrix.dtype)
+        matrix = not_differentiated(matrix, FOUR_BIT_KINDS.get(block, BlockScaled), "quantize")
         if block not in FOUR_BIT_KINDS:
             return _quantized(matrix, block, scale_dtype)
         _check_groups(name, matrix.shape[1], block)
         return mxfp4(matrix) if block == "mxfp4" else nvfp4(matrix)
 
     return dataclasses.replace(wide, **{name: quantized(name) for name in MATRICES})
+
+
+def quantized_by_layer(experts: Experts, scale_dtype: DTypeLike) -> Experts:
+    """Returns wide experts with matrices in blocks of 128 x 128, for a layer that makes their gradients itself."""
+    matrices = {name: getattr(experts, name) for name in MATRICES}
+    made = {name: _quantized(wide, "128x128", scale_dtype) for name, wide in matrices.items() if wide is not None}
+    return dataclasses.replace(experts, **made)
 
 
 def _check_groups(name: str, inner: int, block: str) -> None:

@@ -399,3 +399,128 @@ def test_experts_print_their_formats_and_bytes():
         assert "w_gate=" in repr(of_adam)
     assert "values=None" in repr(jax.tree.map(lambda leaf: None, experts))
     assert repr(jax.tree.map(lambda leaf: P("expert"), experts_of(6, 2, 8, 8))).startswith("Experts(w_gate=P")
+
+
+# Gradients: of wide experts that are rounded there are none.
+
+FORMATS = (*BLOCKS, "mxfp4", "nvfp4")
+NO_GRADIENTS = r"quantize: this asks for gradients of \w+ experts, and [48]-bit values have none.*stop_gradient"
+
+
+def sum_of(experts: Any) -> Any:
+    return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(experts))
+
+
+def sum_after(block: str, wide: jaxmoe.Experts) -> Any:
+    """Through the numbers, as every use of them goes."""
+    return sum_of(dequantize(quantize(wide, block), jnp.float32))
+
+
+def over_layers(wide: jaxmoe.Experts, body: Any) -> Any:
+    """The sum over a scan of two layers with these experts."""
+    return jax.lax.scan(lambda total, layer: (total + body(layer), None), 0.0, stacked(wide))[0]
+
+
+def stacked(wide: jaxmoe.Experts) -> jaxmoe.Experts:
+    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), wide)
+
+
+def in_shard_map(wide: jaxmoe.Experts, body: Any) -> Any:
+    return jax.shard_map(
+        lambda part: jax.lax.psum(body(part), "expert"), mesh=mesh_of("expert"), in_specs=P("expert"), out_specs=P()
+    )(wide)
+
+
+# Each makes a sum of experts and of what sums the experts that it hands on.
+AROUND: dict[str, Any] = {
+    "nothing": lambda wide, body: body(wide),
+    "jit": lambda wide, body: jax.jit(body)(wide),
+    "remat": lambda wide, body: jax.checkpoint(body)(wide),
+    "vmap": lambda wide, body: jnp.sum(jax.vmap(body)(stacked(wide))),
+    "scan": over_layers,
+    "scan of remat": lambda wide, body: over_layers(wide, jax.checkpoint(body)),
+    "shard_map": in_shard_map,
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "around"),
+    [(block, around) for block in FORMATS for around in AROUND if around == "nothing" or block in ("128x128", "mxfp4")],
+)
+def test_gradients_of_wide_experts_that_are_rounded_are_refused_in_every_format(block, around):
+    wide = experts_of(7, 8, 32, 32, biases=True)
+
+    def loss(wide: jaxmoe.Experts) -> Any:
+        return AROUND[around](wide, functools.partial(sum_after, block))
+
+    assert jax.eval_shape(loss, wide).shape == ()
+    with pytest.raises(TypeError, match=NO_GRADIENTS):
+        jax.grad(loss)(wide)
+    with pytest.raises(TypeError, match=NO_GRADIENTS):
+        jax.jvp(loss, (wide,), (wide,))
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("block", ["128x128", "mxfp4"])
+def test_experts_behind_stop_gradient_are_rounded_beside_what_is_trained(block, around):
+    wide = experts_of(7, 8, 32, 32, biases=True)
+
+    def loss(scale: jax.Array, biases: jaxmoe.Experts, wide: jaxmoe.Experts) -> Any:
+        def body(experts: jaxmoe.Experts) -> Any:
+            matrices = {name: getattr(experts, name) for name in ("w_gate", "w_up", "w_down")}
+            frozen = dataclasses.replace(experts, **jax.lax.stop_gradient(matrices))
+            return scale * sum_after(block, frozen)
+
+        return AROUND[around](dataclasses.replace(wide, b_gate=biases.b_gate), body)
+
+    # Left out of the argnums, and stopped.
+    value, (of_scale, of_biases) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(jnp.float32(1), wide, wide)
+    assert of_scale == pytest.approx(float(value), rel=1e-5)
+    assert not np.asarray(of_biases.w_gate).any()
+    assert (of_biases.b_gate == (2 if around in ("vmap", "scan", "scan of remat") else 1)).all()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("block", ["128x128", "mxfp4"])
+def test_gradients_of_experts_that_are_split_are_refused_too(block, kind):
+    mesh = mesh_of("expert", kind=kind)
+    wide = jax.device_put(experts_of(2, 8, 32, 32), NamedSharding(mesh, P("expert")))
+    with jax.set_mesh(mesh):
+        for gradient in (jax.grad, lambda loss: jax.jit(jax.grad(loss))):
+            with pytest.raises(TypeError, match=NO_GRADIENTS):
+                gradient(functools.partial(sum_after, block))(wide)
+        stopped = jax.jit(jax.grad(lambda wide: sum_after(block, jax.lax.stop_gradient(wide))))(wide)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(stopped))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_layer_of_experts_that_a_loss_rounds_to_mxfp4_says_so_and_trains_their_biases(implementation):
+    wide, x = experts_of(8, 4, 32, 32, biases=True), jax.random.normal(jax.random.key(9), (6, 32))
+    routing = jaxmoe.route(x[:, :4], jaxmoe.RouterConfig(top_k=2))
+
+    def loss(wide: jaxmoe.Experts) -> Any:
+        rounded = quantize(wide, "mxfp4")
+        return jnp.sum(jaxmoe.moe_layer(x, routing, rounded, axis_name=None, implementation=implementation))
+
+    with pytest.raises(TypeError, match="quantize: this asks for gradients of MXFP4 experts"):
+        jax.jit(jax.grad(loss))(wide)
+    matrices = {name: getattr(wide, name) for name in ("w_gate", "w_up", "w_down")}
+    of_biases = jax.grad(lambda biases: loss(dataclasses.replace(biases, **matrices)))(wide)
+    assert not np.asarray(of_biases.w_gate).any()
+    assert all(np.asarray(bias).any() for bias in (of_biases.b_gate, of_biases.b_up, of_biases.b_down))
+
+
+def test_a_straight_through_estimator_has_the_gradients_of_the_rounded_matrices():
+    wide, x = experts_of(8, 4, 32, 32), jax.random.normal(jax.random.key(9), (6, 32))
+    routing = jaxmoe.route(x[:, :4], jaxmoe.RouterConfig(top_k=2))
+
+    def loss(experts: jaxmoe.Experts) -> Any:
+        return jnp.sum(jaxmoe.moe_layer(x, routing, experts, axis_name=None))
+
+    def through(wide: jaxmoe.Experts) -> Any:
+        rounded = dequantize(quantize(jax.lax.stop_gradient(wide), "mxfp4"), jnp.float32)
+        return loss(jax.tree.map(lambda w, r: w + jax.lax.stop_gradient(r - w), wide, rounded))
+
+    expected = jax.grad(loss)(dequantize(quantize(wide, "mxfp4"), jnp.float32))
+    for got, want in zip(jax.tree.leaves(jax.grad(through)(wide)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
