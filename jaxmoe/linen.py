@@ -202,6 +202,7 @@ class MoE(nn.Module):
         chosen = {field.name for field in dataclasses.fields(LayerConfig)} - {"accumulation"}
         return LayerConfig(**{name: getattr(self, name) for name in chosen})
 
+    @nn.nowrap
     def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""
         if not config.is_placed:

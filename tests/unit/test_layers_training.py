@@ -290,3 +290,16 @@ class TestLinen(Behaviours):
         assert state["step"] is others["step"]
         with pytest.raises(ValueError, match=r"no moe_stats lie beside it in intermediates, only \[\]"):
             jaxmoe.linen.update_selection_bias(others, {})
+
+    @pytest.mark.filterwarnings("error")
+    def test_intermediates_that_linen_captures_and_its_table_are_those_of_the_call(self):
+        moe, x = self.layer().make(**BLOCKS["deepseek-v3"].arguments, axis_name=None), X()[:, 0]
+        variables = jax.eval_shape(moe.init, jax.random.key(0), x)
+        captured = functools.partial(
+            moe.apply, capture_intermediates=lambda module, method: True, mutable=["intermediates"]
+        )
+        y, sown = jax.eval_shape(captured, variables, x)
+        assert sown["intermediates"].keys() == {"__call__", "moe_stats"}
+        assert sown["intermediates"]["__call__"] == (y,)
+        table = moe.tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
+        assert all(name in table for name in variables["params"])
