@@ -1,7 +1,7 @@
-"""Experts in `flax.serialization`: state dicts by the names of fields.
+"""Experts, and what layers say of their routing, in `flax.serialization`: state dicts by the names of fields.
 
-Without it `to_bytes` refuses what has experts in it, and `from_state_dict` puts dicts in their place. `jaxmoe.nnx` and
-`jaxmoe.linen` call `register` when they are imported.
+Without it `to_bytes` refuses what has one of them in it, and `from_state_dict` puts dicts in their place. `jaxmoe.nnx`
+and `jaxmoe.linen` call `register` when they are imported.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from flax import serialization
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.four_bit import MXFP4, NVFP4
-from jaxmoe.routing import MoEStats
+from jaxmoe.routing import MoEAux, MoEStats, Routing
 
-# What models and training states keep.
-CLASSES = (Experts, FusedExperts, BlockScaled, MXFP4, NVFP4, MoEStats)
+# What models and training states keep, and intermediates of a layer.
+CLASSES = (Experts, FusedExperts, BlockScaled, MXFP4, NVFP4, MoEStats, MoEAux, Routing)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Experts stored and restored, by `flax.serialization` and orbax, alone and in training states."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jaxmoe
+import jaxmoe.linen
 import jaxmoe.nnx
 from jaxmoe.testing import make_inputs
 
@@ -54,6 +56,23 @@ def test_experts_come_back_from_orbax_as_they_were(kind, tmp_path):
 def test_statistics_come_back_as_they_were():
     stats = jaxmoe.load_stats(make_inputs(0).topk_ids, num_experts=8)
     assert_same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, stats), serialization.to_bytes(stats)), stats)
+
+
+def test_what_a_layer_says_of_its_routing_comes_back_as_it_was():
+    logits = jax.random.normal(jax.random.key(0), (6, 4))
+    routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2))
+    alone = jaxmoe.router_aux(routing, logits)
+    for given in (routing, alone, dataclasses.replace(alone, routing=routing, logits=logits)):
+        zeros = jax.tree.map(jnp.zeros_like, given)
+        assert_same(serialization.from_bytes(zeros, serialization.to_bytes(given)), given)
+
+
+def test_all_that_a_layer_of_linen_sows_comes_back_as_it_was():
+    moe = jaxmoe.linen.MoE(8, 16, 4, jaxmoe.RouterConfig(top_k=2), return_routing=True, axis_name=None)
+    x = jax.random.normal(jax.random.key(0), (6, 8))
+    _, sown = moe.apply(moe.init(jax.random.key(1), x), x, mutable=["losses", "intermediates"])
+    assert isinstance(sown["intermediates"]["moe_routing"][0], jaxmoe.Routing)
+    assert_same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, sown), serialization.to_bytes(sown)), sown)
 
 
 def test_a_training_state_of_experts_comes_back_with_its_optimizer():
