@@ -21,6 +21,7 @@ from jaxmoe.experts import AnyExperts, split
 from jaxmoe.guard import not_differentiated, not_mapped
 from jaxmoe.implementations import IMPLEMENTATIONS, AnyPlan
 from jaxmoe.implementations.base import ARRIVED_NAME, CHECKPOINT_NAMES, Call, Inputs
+from jaxmoe.jitted import jitted
 from jaxmoe.network import layer as across_hosts
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Accumulation, Arguments, CallOptions, ImplementationName, Precision, Residuals, as_jax
@@ -190,10 +191,7 @@ def run(
     if arguments.x.size == 0:
         # Nothing to mask, and XLA (jax 0.11.2) fails on an operand without elements that is used twice.
         arguments = arguments._replace(token_valid=None)
-    # Whatever `jax.disable_jit` says, which is for what users write: without jit JAX has no symbolic zeros in a
-    # `shard_map`, and takes half a minute for one.
-    with jax.disable_jit(False):
-        return _compiled(call, return_stats)(arguments)
+    return _compiled(call, return_stats)(arguments)
 
 
 def _constant_quantized(experts: AnyExperts) -> AnyExperts:
@@ -215,13 +213,13 @@ def _compiled(call: Call, return_stats: bool) -> Callable[[Arguments], tuple[jax
         return layer(arguments._replace(experts=_constant_quantized(arguments.experts)))
 
     if IMPLEMENTATIONS[call.implementation].by_autodiff:
-        return jax.jit(guarded)
+        return jitted(guarded)
     # The backward pass starts from the arguments themselves. What is made of them inside, such as the part of the
     # experts that a rank of `shard_map` sees, would be new arrays for JAX, and a scan over layers would keep a copy of
     # all experts for its backward pass. No kernel runs twice: nobody asks for what it would compute again.
     kept = (*CHECKPOINT_NAMES, ARRIVED_NAME) if call.residuals == "save" else (ARRIVED_NAME,)
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    return jax.jit(jax.checkpoint(guarded, policy=policy, prevent_cse=False))
+    return jitted(jax.checkpoint(guarded, policy=policy, prevent_cse=False))
 
 
 def _on_mesh(call: Call, return_stats: bool, arguments: Arguments) -> tuple[jax.Array, MoEStats | None]:

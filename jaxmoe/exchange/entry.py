@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxmoe import array_layout
 from jaxmoe.exchange.base import ExchangeCall
+from jaxmoe.jitted import jitted
 
 
 def entered(call: ExchangeCall, on_rank: Callable[..., Any], with_matrices: bool = False) -> Callable[..., Any]:
@@ -20,7 +21,7 @@ def entered(call: ExchangeCall, on_rank: Callable[..., Any], with_matrices: bool
     """
     placement = call.placement
     if placement.mesh is None:
-        return jax.jit(on_rank)
+        return jitted(on_rank)
     split = PartitionSpec(placement.token_axes or None)
     specs = (split, PartitionSpec(call.group.axis_names or None)) if with_matrices else (split,)
     sharded = jax.shard_map(
@@ -30,4 +31,4 @@ def entered(call: ExchangeCall, on_rank: Callable[..., Any], with_matrices: bool
         out_specs=split,
         axis_names=set(placement.manual_axes),
     )
-    return jax.jit(lambda *trees: sharded(*array_layout.reshard_explicit(trees, specs, placement.mesh)))
+    return jitted(lambda *trees: sharded(*array_layout.reshard_explicit(trees, specs, placement.mesh)))

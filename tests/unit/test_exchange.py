@@ -216,6 +216,30 @@ def test_combine_is_called_where_dispatch_was():
     assert jax.eval_shape(again, *from_inside).shape == X.shape
 
 
+def through_the_exchange(x: jax.Array, matrices: jax.Array) -> list[jax.Array]:
+    """Calls every function of the exchange."""
+    ids = jnp.zeros((x.shape[0], 2), jnp.int32)
+    sent = jaxmoe.dispatch(x, ids, num_experts=8)
+    started = jaxmoe.start_dispatch(x, ids, num_experts=8).finish()
+    halves = jaxmoe.dispatch_matmul(x, ids, matrices)
+    return [
+        jaxmoe.combine(sent.rows, None, sent.handle),
+        jaxmoe.start_combine(started.rows, None, started.handle).finish(),
+        jaxmoe.matmul_combine(halves.rows, matrices, None, halves.handle),
+    ]
+
+
+def test_where_users_disable_jit_all_of_it_is_compiled_as_ever():
+    with jax.set_mesh(mesh_of("expert")):
+        arguments = jnp.ones((8, 4)), jnp.ones((8, 4, 4))
+        program = jax.make_jaxpr(through_the_exchange)(*arguments)
+        with jax.disable_jit():
+            without = jax.make_jaxpr(through_the_exchange)(*arguments)
+    assert not [equation for equation in program.eqns if equation.primitive.name == "shard_map"]
+    names = [[equation.primitive.name for equation in each.eqns] for each in (program, without)]
+    assert names[0] == names[1]
+
+
 # --- the choice of an implementation --------------------------------------------------------------------------------
 
 
