@@ -25,7 +25,7 @@ from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.network import choice, levels
 from jaxmoe.network.levels import Levels
 from jaxmoe.network.plan import NetworkPlan
-from jaxmoe.options import Arguments, CallOptions, Residuals
+from jaxmoe.options import Arguments, CallOptions, Residuals, check_implementation
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
 
@@ -41,12 +41,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
       options: of the call.
       routed_experts: among how many experts the router chose, where that is known.
     """
-    names = tuple(IMPLEMENTATIONS)
-    if options.implementation is not None and options.implementation not in names:
-        raise ValueError(
-            f"moe_layer: implementation={options.implementation!r} is not known. Use one of "
-            f"{', '.join(map(repr, names))}, or None to choose."
-        )
+    check_implementation("moe_layer", options.implementation)
     if options.residuals is not None and options.residuals not in get_args(Residuals):
         raise ValueError(
             f"moe_layer: residuals={options.residuals!r} is not known. Use 'recompute' or 'save', or None for the "

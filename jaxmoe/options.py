@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,26 @@ ImplementationName = Literal["megakernel", "xla", "reference"]
 Residuals = Literal["recompute", "save"]
 Precision = Literal["fp8", "fp8-e8m0", "fp8-static", "w8a16", "w4a16"]
 Accumulation = Literal["promoted", "fast"]
+
+
+def check_implementation(caller: str, name: Any, none_chooses: bool = True) -> None:
+    """Raises where there is no implementation of such a name.
+
+    Args:
+      caller: what the user called.
+      name: as the user wrote it.
+      none_chooses: `None` is one too.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    names = get_args(ImplementationName)
+    if name in names or (none_chooses and name is None):
+        return
+    choice = ", or None to choose" if none_chooses else ""
+    raise ValueError(
+        f"{caller}: implementation={name!r} is not known. Use one of {', '.join(map(repr, names))}{choice}."
+    )
 
 
 class Arguments(NamedTuple):

@@ -28,7 +28,7 @@ from jaxmoe.exchange.base import (
 from jaxmoe.exchange.handle import Handle
 from jaxmoe.formats import FLOAT_DTYPES
 from jaxmoe.integers import integer
-from jaxmoe.options import ImplementationName
+from jaxmoe.options import ImplementationName, check_implementation
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.routing.router import Routing
 from jaxmoe.routing.stats import check_token_valid
@@ -64,12 +64,8 @@ def check_dispatch(
     With `matrices`, which tokens are multiplied with, there are as many experts as matrices.
     """
     caller = options.caller
-    names, precisions = get_args(ImplementationName), get_args(ExchangePrecision)
-    if options.implementation is not None and options.implementation not in names:
-        raise ValueError(
-            f"{caller}: implementation={options.implementation!r} is not known. Use one of "
-            f"{', '.join(map(repr, names))}, or None to choose."
-        )
+    check_implementation(caller, options.implementation)
+    precisions = get_args(ExchangePrecision)
     if options.precision is not None and options.precision not in precisions:
         raise ValueError(
             f"{caller}: precision={options.precision!r} is not known. Use one of "

@@ -52,6 +52,13 @@ def test_a_named_implementation_is_the_one_that_runs():
         assert "was asked for" in str(told)
 
 
+def test_a_plan_for_an_implementation_that_there_is_not_is_refused():
+    shape = Shape(tokens=64, hidden=32, intermediate=64, num_experts=4, top_k=2)
+    told = r"default_plan: implementation='megakernal' is not known. Use one of 'megakernel', 'xla', 'reference'\.$"
+    with pytest.raises(ValueError, match=told):
+        default_plan(shape, "cpu", "megakernal")
+
+
 def test_a_passed_plan_is_the_one_that_is_used():
     plan = jaxmoe.Plan(batch_rows=77)
     assert jaxmoe.explain(*make_inputs(0)[:4], axis_name=None, plan=plan).call.plan == plan
