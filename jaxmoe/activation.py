@@ -48,6 +48,10 @@ class Pointwise:
     kind: int | None = dataclasses.field(default=None, repr=False)
     needs_up = False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # By the name in the table: pickle would not find the functions.
+        return (resolve, (self.name,)) if ACTIVATIONS.get(self.name) is self else super().__reduce_ex__(protocol)
+
     def value(self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None) -> Float[Array, "*rows"]:
         """Returns `f(gate) * up`."""
         return self.function(gate) if up is None else self.function(gate) * up

@@ -13,6 +13,8 @@ from jaxmoe.precision import rounds_rows
 class Explanation:
     """What one call of `moe_layer` does; `print` it.
 
+    It can be compared, be a key of a dict, and be pickled, but for one of a call over a mesh: JAX pickles no devices.
+
     Args:
       call: the checked call: implementation, placement, shape, plan.
       reasons: why this implementation and this plan.
@@ -32,9 +34,9 @@ class Explanation:
 
     call: Call
     reasons: tuple[str, ...]
-    memory_bytes: dict[str, int]
-    backward_memory_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    residual_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory_bytes: dict[str, int] = dataclasses.field(hash=False)
+    backward_memory_bytes: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    residual_bytes: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     worst_case_bytes: int
     wire_bytes: int
     flops: int

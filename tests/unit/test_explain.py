@@ -1,6 +1,7 @@
 """`explain`, `default_plan` and the choice of implementation."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmoe
+from jaxmoe.activation import ACTIVATIONS
 from jaxmoe.formats import Format, Formats
+from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED
 from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
@@ -57,6 +60,17 @@ def test_a_plan_for_an_implementation_that_there_is_not_is_refused():
     told = r"default_plan: implementation='megakernal' is not known. Use one of 'megakernel', 'xla', 'reference'\.$"
     with pytest.raises(ValueError, match=told):
         default_plan(shape, "cpu", "megakernal")
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, jaxmoe.SwiGLU.gpt_oss()], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_said_can_be_pickled_and_is_a_key(implementation, activation):
+    told = jaxmoe.explain(*make_inputs(0)[:4], axis_name=None, activation=activation, implementation=implementation)
+    again = pickle.loads(pickle.dumps(told))
+    assert again == told
+    assert str(again) == str(told)
+    assert {told: "found"}[again] == "found"
+    assert told != dataclasses.replace(told, memory_bytes={})
 
 
 def test_a_passed_plan_is_the_one_that_is_used():
