@@ -83,7 +83,8 @@ def moe_layer(
         `jaxmoe.NVFP4`): those are constants, and asking for their gradients is an error.
       activation: `"silu"`, `"gelu"` (exact), `"gelu_tanh"`, `"relu"` or a `jaxmoe.SwiGLU`. Or an elementwise function
         of gate (`h = function(gate) * up`), or of gate and up: those of `jax.nn` with such names are taken for them,
-        others run on `"xla"` and `"reference"`. Define it once, not in the call: see `jaxmoe.activation.resolve`.
+        others run on `"xla"` and `"reference"`. Define it once, not in the call: see `jaxmoe.activation.resolve`. What
+        it closes over is constant: outside of `jit` the values are those of the first call.
       axis_name: mesh axis, or axes, over which the experts are spread; `None` for no expert parallelism: `experts` are
         then all there are. Inside `shard_map` tokens should be split over it too, since every rank computes those it is
         given, and experts must be.

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.activation import Activation
+from jaxmoe.activation import Activation, check_differentiable
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import at_least_float32
 from jaxmoe.guard import not_mapped, reverse_mode_only
@@ -107,6 +107,7 @@ def _rounded(
 
 
 def _rounded_fwd(static: _Static, *arrays: Any) -> tuple[jax.Array, Any]:
+    check_differentiable(static.activation)
     return _dense(static, *arrays), arrays
 
 

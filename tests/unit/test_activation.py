@@ -180,6 +180,79 @@ def test_the_arguments_of_a_function_say_whether_it_takes_up():
     assert [resolve(f).needs_up for f in (squared_times, either, jax.nn.elu)] == [True, False, False]
 
 
+class Scaled:
+    """No pytree: what it holds cannot be seen."""
+
+    def __init__(self, slope: Any) -> None:
+        self.slope = slope
+
+    def __call__(self, gate: jax.Array) -> jax.Array:
+        return gate * self.slope
+
+
+@jax.tree_util.register_pytree_node_class
+class ScaledPytree(Scaled):
+    def tree_flatten(self):
+        return (self.slope,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+class ScaledModule(nnx.Module, pytree=False):
+    def __init__(self) -> None:
+        self.slope = nnx.Param(jnp.ones(()))
+
+    def __call__(self, gate: jax.Array) -> jax.Array:
+        return gate * self.slope
+
+    of_another_name = __call__
+
+
+@pytest.mark.parametrize(
+    ("activation", "named"),
+    [
+        (nnx.PReLU(), "a PReLU"),
+        (ScaledModule(), "a ScaledModule"),
+        (ScaledModule().of_another_name, "a method of a ScaledModule"),
+        (ScaledPytree(1.0), "a ScaledPytree"),
+        (functools.partial(ScaledPytree(jnp.ones(()))), "a partial of a ScaledPytree"),
+        (jax.tree_util.Partial(jax.nn.leaky_relu, negative_slope=0.5), "a Partial"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_has_values_that_may_change_is_refused_with_what_to_do(activation, named):
+    x, ids, weights, experts, _ = make_inputs(0)
+    told = f"moe_layer: activation is {named}, which has values of its own.*dispatch_matmul and jaxmoe.matmul_combine"
+    with pytest.raises(TypeError, match=told):
+        jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None, activation=activation)
+
+
+def test_pytrees_without_values_and_objects_are_taken():
+    for activation in (jax.tree_util.Partial(jnp.tanh), functools.partial(jnp.tanh), Scaled(2.0), jax.jit(jnp.tanh)):
+        assert resolve(activation).value(jnp.ones(1), jnp.ones(1)).shape == (1,)
+
+
+@pytest.mark.parametrize("options", [{"implementation": "xla"}, {"implementation": "reference", "precision": "fp8"}])
+@pytest.mark.parametrize("kind", ["function", "partial", "object"])
+def test_derivatives_of_a_layer_whose_activation_closes_over_a_traced_value_say_so(kind, options):
+    x, ids, weights, experts, _ = make_inputs(0)
+
+    def loss(x: jax.Array, slope: Any) -> jax.Array:
+        activation = {
+            "function": lambda gate: gate * slope,
+            "partial": functools.partial(jax.nn.leaky_relu, negative_slope=slope),
+            "object": Scaled(slope),
+        }[kind]
+        return jnp.sum(jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None, activation=activation, **options))
+
+    assert jax.eval_shape(jax.jit(loss), x, 2.0).shape == ()
+    with pytest.raises(TypeError, match=r"moe_layer: activation=.* closes over a value that JAX traces"):
+        jax.jit(jax.grad(loss))(x, 2.0)
+    assert jax.eval_shape(jax.grad(functools.partial(loss, slope=2.0)), x).shape == x.shape
+
+
 def test_calls_with_one_function_are_one_program_and_with_equal_ones_two():
     x, ids, weights, experts, _ = make_inputs(0)
     calls = [

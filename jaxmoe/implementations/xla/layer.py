@@ -29,6 +29,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxmoe.activation import check_differentiable
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts
 from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import marked
@@ -235,6 +236,7 @@ def _layer(call: Call, inputs: Inputs) -> jax.Array:
 
 
 def _layer_fwd(call: Call, inputs: Inputs) -> tuple[jax.Array, SavedRows]:
+    check_differentiable(call.activation)
     y, rows, gate_up = _forward(call, inputs)
     # Of rounded tokens and experts they are not those that the backward pass differentiates.
     return y, SavedRows(inputs, rows, None if rounds_rows(call.precision) else gate_up)
