@@ -101,6 +101,10 @@ ffi::Error Arena::prepare_launches() {
 
 ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
   const auto& [shape, schedule, formats, pass] = sizes;
+  if (const int32_t ranks = sizes.shape.ranks; link.ranks != ranks_ || ranks != ranks_) {  // what others say is read by rank
+    return ffi::Error::Internal("jaxmoe: an arena of " + std::to_string(ranks_) + " ranks was found for a call of " +
+                                std::to_string(ranks) + " in a group of " + std::to_string(link.ranks) + ".");
+  }
   std::unique_lock<std::mutex> lock;
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = usable(); error.failure()) return error;

@@ -19,11 +19,15 @@ namespace ffi = xla::ffi;
 namespace jaxmoe {
 namespace {
 
+// The devices of all groups, one group after the other, and how many of them are a group: groups of 2 and of 4 of the
+// same devices have the same list.
+using Names = std::pair<int32_t, std::vector<int64_t>>;
+
 struct Table {
   std::mutex mutex;
   std::map<std::pair<int32_t, Members>, std::unique_ptr<Arena>> arenas;
-  // By the current device and the devices that a program named. Several names may lead to one arena.
-  std::map<std::pair<int32_t, std::vector<int64_t>>, Arena*> named;
+  // By the current device and what a program named. Several names may lead to one arena.
+  std::map<std::pair<int32_t, Names>, Arena*> named;
   std::set<std::string> told;  // failures that a call or a person has heard of
 
   static Table& get() {
@@ -83,13 +87,14 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vec
   }
   if (ffi::Error error = check_membership(found, device, link.ranks); error.failure()) return ffi::Unexpected(error);
   Table& table = Table::get();
+  const Names names{link.ranks, devices};
   if (!devices.empty()) {
     const std::lock_guard lock(table.mutex);
-    if (const auto named = table.named.find({device, devices}); named != table.named.end()) {
+    if (const auto named = table.named.find({device, names}); named != table.named.end()) {
       if (named->second->rank() == found.rank) return named->second;
       return ffi::Unexpected(ffi::Error::Internal(
           "jaxmoe: rank " + std::to_string(found.rank) + " of XLA's communicator was rank " +
-          std::to_string(named->second->rank()) + " when a program named the same devices before."));
+          std::to_string(named->second->rank()) + " when a program named the same groups before."));
     }
   }
   ffi::ErrorOr<Members> members = meet_group(device, link, found, devices);
@@ -97,7 +102,7 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vec
   Arena* arena = arena_of(device, *members, link.ranks, found.rank);
   if (!devices.empty()) {
     const std::lock_guard lock(table.mutex);
-    table.named[{device, devices}] = arena;
+    table.named[{device, names}] = arena;
   }
   return arena;
 }

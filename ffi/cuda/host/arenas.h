@@ -15,8 +15,9 @@
 namespace jaxmoe {
 
 // The arena of the current device `device` in the group that `link` leads to. `devices` names the devices of all groups
-// of the program by numbers that all processes know them by, or is empty. Where a program named the same ones before,
-// nobody is asked: who meets whom follows from what has run before, which is the same on all ranks. Else collective.
+// of the program by numbers that all processes know them by, or is empty. Where a program named the same ones before, in
+// groups of as many ranks, nobody is asked: who meets whom follows from what has run before, which is the same on all
+// ranks. Else collective.
 xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vector<int64_t>& devices);
 
 // Why no layer of this process runs again, as the error of a call: what has failed on any GPU of it. Success where

@@ -27,6 +27,7 @@ ffi::ErrorOr<Members> meet_group(int32_t device, const Link& link, const Members
   static_assert(sizeof(own.gpu) == sizeof(properties.uuid));
   std::memcpy(own.gpu, &properties.uuid, sizeof(own.gpu));
   Agreement names;
+  names.add(link.ranks);
   for (const int64_t name : devices) names.add(name);
   own.agreement = names.hash();
   std::vector<Note> notes;
