@@ -99,6 +99,19 @@ void time_counts_from_the_last_device_that_came_or_went() {
   });
 }
 
+void a_device_that_goes_on_is_waited_for() {
+  Runs runs;
+  on_all_devices([&](int number) {
+    const std::shared_ptr<Run> run = runs.enter(1, number, waiting);
+    for (int sign = 0; number == 3 && sign < 5; ++sign) {  // longer than the limit, but never that long without one
+      pause(200);
+      run->goes_on();
+    }
+    run->leave(Error::Success(), kDevices, 0.6);
+    require(run->error().success(), "nobody was given up");
+  });
+}
+
 constexpr auto ready = [] { return Run::Start{Error::Success(), false}; };
 
 void runs_are_apart_and_old_ones_are_forgotten() {
@@ -130,6 +143,7 @@ int main() {
   the_first_device_decides_for_all();
   a_device_that_stays_away_is_an_error_of_the_others();
   time_counts_from_the_last_device_that_came_or_went();
+  a_device_that_goes_on_is_waited_for();
   runs_are_apart_and_old_ones_are_forgotten();
   runs_without_numbers_are_told_apart_by_the_devices_that_begin_them();
   std::puts("done");

@@ -54,7 +54,7 @@ class Arena {
 
   // Makes the arena large enough for launches of these sizes. Collective where it is not: all ranks have the same sizes
   // and the same history, so all of them come here together. Waits for the work of this device then, and for the other
-  // ranks until the deadline of `link`.
+  // ranks at each step as long as `link` allows.
   xla::ffi::Error reserve(const Link& link, const LaunchSizes& sizes);
 
   // Launches the kernel of a call after the last launch on this GPU, whatever stream that was on. Neither allocates nor

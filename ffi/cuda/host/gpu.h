@@ -54,8 +54,9 @@ class Gpu {
   // more. Returns what is wrong, empty where nothing is.
   std::string finish(cudaStream_t program, const std::vector<const void*>& arrays);
 
-  // Waits until all launches of layers on this GPU and all that has been enqueued on the stream of `link` have ended.
-  // Returns what went wrong, empty where nothing did.
+  // Waits until all launches of layers on this GPU and all that has been enqueued on the stream of `link` have ended,
+  // however long that takes: nothing is wrong with a program that computes for hours, and launches have limits of their
+  // own. Returns what went wrong, empty where nothing did.
   std::string await_earlier_work(const Link& link);
 
   // As the function of that name (cuda/host/notes.h). Where it fails the GPU is condemned.

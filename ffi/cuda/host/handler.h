@@ -27,7 +27,6 @@
 
 #include <cuda_runtime.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -121,15 +120,13 @@ class Handlers {
     return body(*device, call);
   }
 
-  static xla::ffi::ErrorOr<Link> link_of(const xla::ffi::Context& context, cudaStream_t stream,
+  static xla::ffi::ErrorOr<Link> link_of(Run& run, const xla::ffi::Context& context, cudaStream_t stream,
                                          const Attributes& attributes) {
-    const double seconds = attributes.timeout_seconds;
     Link link{.communicator = nullptr,
               .ranks = attributes.ranks,
               .stream = stream,
-              .timeout_seconds = seconds,
-              .deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(seconds))};
+              .timeout_seconds = attributes.timeout_seconds,
+              .goes_on = [&run] { run.goes_on(); }};
     if (attributes.ranks == 1) return link;
     xla::ffi::ErrorOr<void*> communicator = get_communicator(context, groups_of(attributes));
     if (communicator.has_error()) return xla::ffi::Unexpected(communicator.error());
@@ -138,11 +135,11 @@ class Handlers {
   }
 
   // All that may fail on one device alone, which is current.
-  static Error make_ready(Instruction* instruction, int device, const xla::ffi::Context& context,
+  static Error make_ready(Instruction* instruction, int device, Run& run, const xla::ffi::Context& context,
                           cudaStream_t stream, const Call& call, const Attributes& attributes) {
     xla::ffi::ErrorOr<LaunchSizes> sizes = with_workers(device, Target::sizes(call, attributes));
     if (sizes.has_error()) return sizes.error();
-    xla::ffi::ErrorOr<Link> link = link_of(context, stream, attributes);
+    xla::ffi::ErrorOr<Link> link = link_of(run, context, stream, attributes);
     if (link.has_error()) return link.error();
     Arena* arena = instruction->arena_of(device);
     if (arena == nullptr) {
@@ -165,7 +162,7 @@ class Handlers {
                         .waits = devices > 1 && !instruction->is_ready(devices, Target::sizes(call, attributes))};
     });
     if (run->is_refused()) return Error::Success();
-    Error error = make_ready(instruction, device, context, stream, call, attributes);
+    Error error = make_ready(instruction, device, *run, context, stream, call, attributes);
     if (error.failure() && devices != 1) {
       error = Error(*error.errc(), error.message() + " (On GPU " + std::to_string(device) +
                                        " of this process; the call fails on all of them.)");

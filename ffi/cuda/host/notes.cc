@@ -28,11 +28,22 @@ std::string make(Board* board) {
   return status == cudaSuccess ? "" : cuda_text("cudaEventCreate", status);
 }
 
+Clock::time_point deadline_of(const Link& link) {
+  const std::chrono::duration<double> limit(link.timeout_seconds);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+}
+
+std::string too_late(const Link& link) {
+  char text[128];
+  std::snprintf(text, sizeof(text), "Not all ranks came within %g s (JAXMOE_TIMEOUT_SECONDS).", link.timeout_seconds);
+  return text;
+}
+
 // Enqueues the collective; the communicator may be of the kind that does not block.
-std::string gather(const Nccl& nccl, const Board& board, const Link& link) {
+std::string gather(const Nccl& nccl, const Board& board, const Link& link, Clock::time_point deadline) {
   Nccl::Result result = nccl.all_gather(board.on_gpu, board.on_gpu + 1, sizeof(Note), Nccl::kBytes, link.communicator,
                                         link.stream);
-  const bool enqueued = wait_until(link.deadline, [&] {
+  const bool enqueued = wait_until(deadline, [&] {
     return result == Nccl::kInProgress && nccl.async_error(link.communicator, &result) == Nccl::kSuccess &&
            result == Nccl::kInProgress;
   });
@@ -41,12 +52,6 @@ std::string gather(const Nccl& nccl, const Board& board, const Link& link) {
 }
 
 }  // namespace
-
-std::string too_late(const Link& link) {
-  char text[128];
-  std::snprintf(text, sizeof(text), "Not all ranks came within %g s (JAXMOE_TIMEOUT_SECONDS).", link.timeout_seconds);
-  return text;
-}
 
 std::string membership(const Link& link, Membership* found) {
   const Nccl* nccl = nullptr;
@@ -63,17 +68,18 @@ std::string exchange(Board* board, const Link& link, const Note& own, std::vecto
   const Nccl* nccl = nullptr;
   if (const std::string missing = find_nccl(&nccl); !missing.empty()) return missing;
   if (const std::string error = make(board); !error.empty()) return error;
+  const Clock::time_point deadline = deadline_of(link);
   board->on_host[0] = own;
   const std::size_t bytes = sizeof(Note) * link.ranks;
   cudaError_t status =
       cudaMemcpyAsync(board->on_gpu, board->on_host, sizeof(own), cudaMemcpyHostToDevice, link.stream);
   if (status != cudaSuccess) return cuda_text("cudaMemcpyAsync", status);
-  if (const std::string error = gather(*nccl, *board, link); !error.empty()) return error;
+  if (const std::string error = gather(*nccl, *board, link, deadline); !error.empty()) return error;
   status = cudaMemcpyAsync(board->on_host + 1, board->on_gpu + 1, bytes, cudaMemcpyDeviceToHost, link.stream);
   if (status == cudaSuccess) status = cudaEventRecord(board->gathered, link.stream);
   if (status != cudaSuccess) return cuda_text("cudaMemcpyAsync", status);
   const auto is_on_its_way = [&] { return (status = cudaEventQuery(board->gathered)) == cudaErrorNotReady; };
-  if (!wait_until(link.deadline, is_on_its_way)) return too_late(link);
+  if (!wait_until(deadline, is_on_its_way)) return too_late(link);
   if (status != cudaSuccess) return cuda_text("ncclAllGather", status);
   notes->assign(board->on_host + 1, board->on_host + 1 + link.ranks);
   return "";

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,8 +25,9 @@ struct Link {
   void* communicator;  // ncclComm_t; null for a group of one
   int32_t ranks;
   cudaStream_t stream;  // of the program's own kernels
-  double timeout_seconds;
-  Clock::time_point deadline;  // for all that is waited for in one initialize
+  double timeout_seconds;  // for the ranks of one exchange to come
+  // Tells the other devices of this process that this one goes on: they wait for it, and not for ever.
+  std::function<void()> goes_on = [] {};
 };
 
 struct Membership {
@@ -52,9 +54,9 @@ struct Board {
   cudaEvent_t gathered = nullptr;
 };
 
-// Sends `own` to all ranks and returns what each of them sent, in the order of ranks. Waits for all of them, or until
-// the deadline. Returns what went wrong, empty where nothing did. The other ranks may then wait for this one, and this
-// GPU may hold a collective that never ends.
+// Sends `own` to all ranks and returns what each of them sent, in the order of ranks. Waits for all of them, as long as
+// `link` allows from here on. Returns what went wrong, empty where nothing did. The other ranks may then wait for this
+// one, and this GPU may hold a collective that never ends.
 std::string exchange(Board* board, const Link& link, const Note& own, std::vector<Note>* notes);
 
 // Asks `is_pending` until it says no; false when the time is over.
@@ -66,7 +68,5 @@ bool wait_until(Clock::time_point deadline, IsPending is_pending) {
   }
   return true;
 }
-
-std::string too_late(const Link& link);
 
 }  // namespace jaxmoe

@@ -56,8 +56,15 @@ class Run {
     return entered_.contains(device);
   }
 
+  // A device does what may take longer than others wait for it, or has done a part of it.
+  void goes_on() {
+    const std::lock_guard lock(mutex_);
+    ++events_;
+    changed_.notify_all();
+  }
+
   // A device has ended initialize, with this error or success. Where devices wait it returns when `devices` of them
-  // have. It waits as long as one of them comes or goes within `seconds`.
+  // have. It waits as long as one of them comes, goes on or goes within `seconds`.
   void leave(const xla::ffi::Error& error, int32_t devices, double seconds) {
     std::unique_lock lock(mutex_);
     if (error.failure()) keep(error);
