@@ -100,7 +100,6 @@ ffi::Error Arena::prepare_launches() {
 }
 
 ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
-  const auto& [shape, schedule, formats, pass] = sizes;
   if (const int32_t ranks = sizes.shape.ranks; link.ranks != ranks_ || ranks != ranks_) {  // what others say is read by rank
     return ffi::Error::Internal("jaxmoe: an arena of " + std::to_string(ranks_) + " ranks was found for a call of " +
                                 std::to_string(ranks) + " in a group of " + std::to_string(link.ranks) + ".");
@@ -109,6 +108,11 @@ ffi::Error Arena::reserve(const Link& link, const LaunchSizes& sizes) {
   if (ffi::Error error = claim(&lock); error.failure()) return error;
   if (ffi::Error error = usable(); error.failure()) return error;
   program_stream_ = link.stream;
+  return shortage_ = make_room(link, sizes);
+}
+
+ffi::Error Arena::make_room(const Link& link, const LaunchSizes& sizes) {
+  const auto& [shape, schedule, formats, pass] = sizes;
   if (holds(sizes)) return reserve_timeline(sizes);
   if (ffi::Error error = prepare_launches(); error.failure()) return error;
 
@@ -188,7 +192,11 @@ ffi::Error Arena::launch(const ArenaCall& call) {
   // Another thread has it while it launches, or until its ranks have met.
   const std::lock_guard lock(claimed_);
   if (ffi::Error error = usable(); error.failure()) return error;
-  if (!holds(call.sizes)) return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
+  if (!holds(call.sizes)) {
+    // A larger call of the same program found no memory after this one had its own, and is executed later.
+    if (shortage_.failure()) return shortage_;
+    return ffi::Error::Internal("jaxmoe: execute without an initialize that made room for it.");
+  }
   const auto& [shape, schedule, formats, pass] = call.sizes;
   RankParams rank{.shape = shape,
                   .schedule = schedule,

@@ -78,6 +78,7 @@ class Arena {
 
   xla::ffi::Error claim(std::unique_lock<std::mutex>* lock);
   xla::ffi::Error usable();
+  xla::ffi::Error make_room(const Link& link, const LaunchSizes& sizes);  // reserve(), of who has claimed it
   xla::ffi::Error prepare_launches();
   xla::ffi::Error reserve_timeline(const LaunchSizes& sizes);
   xla::ffi::Error replace_memory(const Link& link, const WantedArena& wanted, const Schedule& schedule,
@@ -91,6 +92,7 @@ class Arena {
   std::mutex claimed_;
   SharedMemory memory_;
   int64_t body_bytes_ = 0;
+  xla::ffi::Error shortage_ = xla::ffi::Error::Success();  // why the last reserve() made no room
   cudaStream_t program_stream_ = nullptr;  // of the program that was initialized last
   std::byte* timeline_ = nullptr;          // in memory of the GPU
   int32_t timeline_blocks_ = 0;            // that it has room for
