@@ -88,14 +88,14 @@ ffi::Error Arena::usable() {
 
 ffi::Error Arena::prepare_launches() {
   if (const std::string error = gpu_.prepare(); !error.empty()) return ffi::Error::Internal("jaxmoe: " + error);
+  if (report_ != nullptr) return ffi::Error::Success();
+  void* report = nullptr;
+  constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
+  // Without the lock, which failure() takes: it may wait for the GPU.
+  const cudaError_t status = cudaHostAlloc(&report, sizeof(Report), kFlags);
+  if (status != cudaSuccess) return cuda_error("host memory that the GPU can write", status);
   const std::lock_guard lock(state_mutex_);
-  if (report_ == nullptr) {
-    void* report = nullptr;
-    constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
-    const cudaError_t status = cudaHostAlloc(&report, sizeof(Report), kFlags);
-    if (status != cudaSuccess) return cuda_error("host memory that the GPU can write", status);
-    report_ = new (report) Report{};
-  }
+  report_ = new (report) Report{};
   return ffi::Error::Success();
 }
 

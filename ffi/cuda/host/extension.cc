@@ -62,7 +62,8 @@ std::vector<LaunchTimeline> timelines() { return arena_timelines(); }
 // it.
 void define_part(pybind11::module_& module) {
   namespace py = pybind11;
-  // Without the interpreter's lock: both wait for a GPU, whose work may wait for other threads of Python.
+  // Without the interpreter's lock: they wait for a GPU, or for threads that do, and its work may wait for other threads
+  // of Python.
   const py::call_guard<py::gil_scoped_release> unlocked;
   py::class_<Occupant>(module, "Occupant", "Holds multiprocessors of a GPU (cuda/host/occupant.h).")
       .def(py::init<int, int, double>(), py::arg("device"), py::arg("blocks"), py::arg("most_seconds"), unlocked)
@@ -73,14 +74,14 @@ void define_part(pybind11::module_& module) {
              "Whether one GPU can reach the memory of another one.");
   module.def("know_devices", &know_devices, pybind11::arg("local"), pybind11::arg("several_processes"),
              "Ids of the devices of this process, and whether there are other processes.");
-  module.def("failures", &failures, "What keeps the layers of this process from running again.");
+  module.def("failures", &failures, "What keeps the layers of this process from running again.", unlocked);
   py::class_<LaunchProgress>(module, "LaunchProgress", "How far the launches on one GPU are (cuda/host/progress.h).")
       .def_readonly("device", &LaunchProgress::device)
       .def_readonly("enqueued", &LaunchProgress::enqueued)
       .def_readonly("waiting", &LaunchProgress::waiting)
       .def_readonly("waiting_seconds", &LaunchProgress::waiting_seconds);
   module.def("progress", &launch_progress, "How far the launches of layers are on each GPU of this process.", unlocked);
-  module.def("untold_failures", &untold_failures, "Of those, what no call has returned and nobody has asked for.");
+  module.def("untold_failures", &untold_failures, "Of those, what no call has returned and nobody has asked for.", unlocked);
 }
 
 }  // namespace jaxmoe

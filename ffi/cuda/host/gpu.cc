@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 
+#include "cuda/host/driver.h"
 #include "cuda/host/errors.h"
 
 namespace jaxmoe {
@@ -20,6 +21,14 @@ struct Gpus {
     static Gpus* gpus = new Gpus;  // never destroyed: handlers may still run while the process ends
     return *gpus;
   }
+
+  // For what takes locks of each: nobody who looks for a GPU waits meanwhile.
+  std::vector<Gpu*> all() {
+    const std::lock_guard lock(mutex);
+    std::vector<Gpu*> found;
+    for (const auto& [device, gpu] : by_device) found.push_back(gpu.get());
+    return found;
+  }
 };
 
 }  // namespace
@@ -33,10 +42,8 @@ Gpu& Gpu::of(int32_t device) {
 }
 
 std::vector<std::string> Gpu::condemned() {
-  Gpus& gpus = Gpus::get();
-  const std::lock_guard lock(gpus.mutex);
   std::vector<std::string> all;
-  for (const auto& [device, gpu] : gpus.by_device) {
+  for (Gpu* gpu : Gpus::get().all()) {
     if (std::string text = gpu->failure(); !text.empty()) all.push_back(std::move(text));
   }
   return all;
@@ -58,7 +65,12 @@ std::string Gpu::condemn(const std::string& reason) {
 std::string Gpu::prepare() {
   const std::lock_guard lock(launches_mutex_);
   if (last_launch_ != nullptr) return "";
+  // This binds the context of the current device to the thread.
   cudaError_t status = cudaEventCreateWithFlags(&watched_launch_, cudaEventDisableTiming);
+  if (status == cudaSuccess) {
+    const auto current = driver_function<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent", &status);
+    if (current == nullptr || current(&context_) != CUDA_SUCCESS) return cuda_text("cuCtxGetCurrent", status);
+  }
   if (status == cudaSuccess) status = cudaEventCreateWithFlags(&last_launch_, cudaEventDisableTiming);
   return status == cudaSuccess ? "" : cuda_text("cudaEventCreate", status);
 }
@@ -135,9 +147,15 @@ std::string Gpu::finish(cudaStream_t program, const std::vector<const void*>& ar
 
 // One launch is watched at a time: the next one that is enqueued after it has ended.
 void Gpu::count_launch(cudaStream_t stream) {
+  {
+    const std::lock_guard lock(progress_mutex_);
+    ++progress_.enqueued;
+    if (is_waiting()) return;
+  }
+  // Without the lock: it waits where the stream has no room. No other launch is counted meanwhile, and while none is
+  // watched nobody looks at the event.
+  if (cudaEventRecord(watched_launch_, stream) != cudaSuccess) return;
   const std::lock_guard lock(progress_mutex_);
-  ++progress_.enqueued;
-  if (is_waiting() || cudaEventRecord(watched_launch_, stream) != cudaSuccess) return;
   progress_.waiting = progress_.enqueued;
   watched_since_ = std::chrono::steady_clock::now();
 }
@@ -148,17 +166,17 @@ bool Gpu::is_waiting() {
 }
 
 std::vector<LaunchProgress> Gpu::progress() {
-  Gpus& gpus = Gpus::get();
-  const std::lock_guard lock(gpus.mutex);
   std::vector<LaunchProgress> all;
-  for (const auto& [device, gpu] : gpus.by_device) {
-    const std::lock_guard progress(gpu->progress_mutex_);
+  for (Gpu* gpu : Gpus::get().all()) {
+    const std::lock_guard lock(gpu->progress_mutex_);
+    if (gpu->progress_.waiting != 0) {
+      const CurrentContext current(gpu->context_);
+      gpu->is_waiting();
+    }
     LaunchProgress found = gpu->progress_;
-    if (gpu->is_waiting()) {
+    if (found.waiting != 0) {
       const std::chrono::duration<double> since = std::chrono::steady_clock::now() - gpu->watched_since_;
       found.waiting_seconds = since.count();
-    } else {
-      found.waiting = 0;
     }
     all.push_back(found);
   }

@@ -3,6 +3,7 @@
 // device.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -91,6 +92,7 @@ class Gpu {
   // Not launches_mutex_, which a thread may hold that waits for room in a stream.
   std::mutex progress_mutex_;
   cudaEvent_t watched_launch_ = nullptr;
+  CUcontext context_ = nullptr;  // of this GPU, for threads that have another one or none
   LaunchProgress progress_;
   std::chrono::steady_clock::time_point watched_since_;
   Board board_;  // of the thread that exchanges; a device has one at a time

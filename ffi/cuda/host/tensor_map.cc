@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/host/driver.h"
+
 namespace jaxmoe {
 namespace {
 
@@ -18,11 +20,9 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 
 // The driver's function, or null and why.
 Encode find_encode(std::string& error) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                              cudaEnableDefault, &found);
-  if (status == cudaSuccess && found == cudaDriverEntryPointSuccess) return reinterpret_cast<Encode>(function);
+  cudaError_t status = cudaSuccess;
+  const Encode encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", &status);
+  if (encode != nullptr) return encode;
   error = "jaxmoe: the CUDA driver has no cuTensorMapEncodeTiled (" + std::string(cudaGetErrorString(status)) +
           "). It needs a driver of CUDA 12.0 or newer.";
   return nullptr;
