@@ -181,8 +181,8 @@ inline std::string types_error(const LayerCall& call) {
     expect({Name::kDWGate, Name::kDWUp, Name::kDBGate, Name::kDBUp, Name::kDBDown, Name::kDWGateUp, Name::kDBGateUp},
            [&](auto type) { return type == gradients; });
   }
-  if (!agree || call.type(Name::kTopkIds) != xla::ffi::S32) {
-    return "jaxmoe: topk_ids must be int32, topk_weights and their gradients " +
+  if (!agree || call.type(Name::kTopkIds) != xla::ffi::S32 || call.type(Name::kPlace) != xla::ffi::S32) {
+    return "jaxmoe: place and topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
            "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
            "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits uint8, and "

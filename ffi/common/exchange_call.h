@@ -204,14 +204,14 @@ inline std::string types_error(const ExchangeCall& call) {
     if (call.has(name)) agree = agree && element_of(call.type(name)) == element;
   }
   const auto sum = info_of(*element).bits == 64 ? xla::ffi::F64 : xla::ffi::F32;
-  expect({Name::kTopkIds, Name::kSlotRows, Name::kRowSources, Name::kMadeRowSources, Name::kMadeSlotRows,
+  expect({Name::kPlace, Name::kTopkIds, Name::kSlotRows, Name::kRowSources, Name::kMadeRowSources, Name::kMadeSlotRows,
           Name::kRowsPerExpert, Name::kDroppedRows, Name::kKnownRowsPerExpert},
          xla::ffi::S32);
   expect({Name::kScales}, xla::ffi::F32);
   expect({Name::kWeights, Name::kWeightGradients}, sum);
   if (agree) return "";
   return "jaxmoe: rows, outputs, matrices and tokens must have one type, or rows be float8_e4m3fn where there are "
-         "scales; ids, routes and counts int32, scales float32, weights and their gradients as wide as sums.";
+         "scales; place, ids, routes and counts int32, scales float32, weights and their gradients as wide as sums.";
 }
 
 // Of a product: with fewer ring tiles a pull would wait for a tile that waits for it.

@@ -61,6 +61,10 @@ inline std::string gpu_call_error(const LayerCall& call, const LayerAttributes& 
     return std::string("jaxmoe: weight_slots=0, weights in 4 bits and x in ") + info_of(element).name +
            "; without slots for decoded weights it must be bfloat16.";
   }
+  if (formats.decodes() && formats.tokens.is_scaled() && element != Element::kBf16) {
+    return "jaxmoe: rounds_rows=" + std::to_string(attributes.rounds_rows) + ", weights in 4 bits and x in " +
+           info_of(element).name + "; beside rows in 8 bits it must be bfloat16.";
+  }
   return sums_error(call, attributes, formats);
 }
 

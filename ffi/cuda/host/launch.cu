@@ -15,7 +15,8 @@
 namespace jaxmoe {
 namespace {
 
-const KernelVariant& variant_for(Pass pass, const Formats& formats, const Schedule& schedule) {
+// Null where none is compiled for that; call_checks.h refuses such calls.
+const KernelVariant* variant_for(Pass pass, const Formats& formats, const Schedule& schedule) {
   static const std::array all = {forward_bf16(),         forward_f16(),         backward_bf16(),
                                  backward_f16(),         forward_e4m3_bf16(),   forward_e4m3_f16(),
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
@@ -34,7 +35,15 @@ const KernelVariant& variant_for(Pass pass, const Formats& formats, const Schedu
            each.decoding == decoding && each.accumulation == formats.accumulation &&
            each.sums_at_experts == schedule.sums_at_experts();
   };
-  return *std::ranges::find_if(all, is_it);  // call_checks.h lets no other elements come here
+  const auto found = std::ranges::find_if(all, is_it);
+  return found == all.end() ? nullptr : &*found;
+}
+
+std::string no_variant_text(const Formats& formats, const Schedule& schedule) {
+  return std::string("jaxmoe: no kernel is compiled for tokens in ") + info_of(formats.tokens.element).name +
+         ", weights in " + info_of(formats.weights.element).name + ", answers in " +
+         info_of(formats.answers.element).name + ", weight_slots=" + std::to_string(schedule.weight_slots) +
+         " and summed_tiles=" + std::to_string(schedule.summed_tiles) + ". Calls made by jaxmoe have others.";
 }
 
 // How a kernel is launched with a number of workers. Not cooperatively: that would wait until all blocks fit at once,
@@ -65,11 +74,14 @@ std::string cuda_error(const char* what, cudaError_t status) {
 }  // namespace
 
 const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule) {
-  return variant_for(pass, formats, schedule).kernel;
+  const KernelVariant* const variant = variant_for(pass, formats, schedule);
+  return variant == nullptr ? nullptr : variant->kernel;
 }
 
 std::string prepare_kernel(Pass pass, const Formats& formats, const Schedule& schedule, int32_t* workers) {
-  const KernelVariant& variant = variant_for(pass, formats, schedule);
+  const KernelVariant* const found = variant_for(pass, formats, schedule);
+  if (found == nullptr) return no_variant_text(formats, schedule);
+  const KernelVariant& variant = *found;
   // The attribute also loads the kernel, which later could wait for kernels of peers that wait for this one.
   cudaError_t status = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(variant.shared_bytes));
@@ -351,7 +363,9 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
     static_cast<RankParams&>(p) = rank;
     const auto& of_call = std::get<LayerArrays<void, float>>(arrays);
     std::string error = complete_layer(p, of_call, formats, timeline);
-    const KernelVariant& variant = variant_for(pass, formats, p.schedule);
+    const KernelVariant* const found = variant_for(pass, formats, p.schedule);
+    if (found == nullptr) return no_variant_text(formats, p.schedule);
+    const KernelVariant& variant = *found;
     if (error.empty() && p.shape.local_experts() > variant.most_local_experts) {
       error = "jaxmoe: the kernel of this precision has room for " + std::to_string(variant.most_local_experts) +
               " experts per rank" + (kTimeline ? " in a build that records timelines (JAXMOE_TIMELINE=on)" : "") +
@@ -369,16 +383,18 @@ std::string make_launch(const RankParams& rank, Pass pass, const Formats& format
 
 int32_t timeline_blocks(const LaunchSizes& sizes) {
   const auto& [shape, schedule, formats, pass] = sizes;
-  return variant_for(pass, formats, schedule).records_timeline ? schedule.workers * Tiling::kBlocks : 0;
+  const KernelVariant* const variant = variant_for(pass, formats, schedule);
+  return variant != nullptr && variant->records_timeline ? schedule.workers * Tiling::kBlocks : 0;
 }
 
 cudaError_t enqueue(const ReadyLaunch& ready, cudaStream_t stream) {
   return std::visit(
       [&](const auto& params) {
-        const KernelVariant& variant = variant_for(ready.pass, ready.formats, params.schedule);
-        const LaunchShape shape(variant, params.schedule.workers, stream);
+        const KernelVariant* const variant = variant_for(ready.pass, ready.formats, params.schedule);
+        if (variant == nullptr) return cudaErrorInvalidDeviceFunction;
+        const LaunchShape shape(*variant, params.schedule.workers, stream);
         void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))};
-        return cudaLaunchKernelExC(&shape.config, variant.kernel, arguments);
+        return cudaLaunchKernelExC(&shape.config, variant->kernel, arguments);
       },
       ready.params);
 }

@@ -24,7 +24,7 @@ struct LaunchSizes {
 };
 
 // The kernel of a pass for these formats. Of the schedule it takes whether weights that are decoded are so into a ring,
-// and whether sums are made at experts.
+// and whether sums are made at experts. Null where no kernel is compiled for that.
 const void* kernel_of(Pass pass, const Formats& formats, const Schedule& schedule);
 
 // Thread blocks of a launch on the current device, and how the schedule's workers follow from them. Loads that kernel
