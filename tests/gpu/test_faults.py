@@ -88,6 +88,20 @@ def test_a_process_that_is_late_when_memory_grows_ends_no_other():
 
 
 @several_gpus
+def test_memory_grows_behind_work_that_takes_longer_than_the_limit():
+    for output in start("faults", "busy", waits_s=LIMIT_S):
+        [seconds] = re.findall(r"^right after ([\d.]+) s, failures: \(\)", output, re.M)
+        assert float(seconds) > LIMIT_S
+
+
+@several_gpus
+def test_memory_grows_behind_work_of_one_gpu_of_a_process_that_takes_longer_than_the_others_wait():
+    [output] = start("faults", "one is busy", waits_s=LIMIT_S, **in_processes_of(GPUS))
+    [seconds] = re.findall(r"^right after ([\d.]+) s, failures: \(\)", output, re.M)
+    assert float(seconds) > LIMIT_S + 10
+
+
+@several_gpus
 def test_too_little_memory_on_one_gpu_is_an_error_of_the_call_on_all_of_them():
     [output] = start("faults", "full", **in_processes_of(GPUS))
     for number in range(2):

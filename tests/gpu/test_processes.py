@@ -165,6 +165,32 @@ def test_of_two_hosts_groups_on_one_each_and_groups_across_both_get_the_megakern
         assert output.count("ran over {'data': 2, 'expert': 2}") == 2
 
 
+@pytest.mark.parametrize("sizes", [("2", "4"), ("4", "2"), ("1", "4", "2")], ids=" then ".join)
+def test_groups_of_different_sizes_over_the_same_devices_get_the_output_of_the_reference(sizes):
+    ranks: dict[str, Any] = {"processes": 4, "devices_per_process": 1, "shared_gpus": min(GPUS, 4)}
+    for output in start("megakernel", "sizes", *sizes, waits_s=20, **ranks):
+        for size in sizes:
+            assert output.count(f"groups of {size}: right") == 2
+
+
+@several_gpus
+@pytest.mark.parametrize("sizes", [("1", str(GPUS)), (str(GPUS), "1")], ids=" then ".join)
+def test_groups_of_one_and_of_all_over_the_same_devices_get_the_output_of_the_reference(sizes):
+    for output in start("megakernel", "sizes", *sizes, waits_s=20):
+        for size in sizes:
+            assert output.count(f"groups of {size}: right") == 2
+
+
+@several_gpus
+def test_a_rank_that_asks_how_far_its_launches_are_makes_no_context_on_the_gpu_of_another():
+    for output in start("megakernel", "progress"):
+        [(elsewhere, waited)] = re.findall(
+            r"^contexts elsewhere before \[\], after \[(.*)\]; .* (\d+) times", output, re.M
+        )
+        assert elsewhere == ""
+        assert int(waited) > 0
+
+
 @several_gpus
 def test_two_threads_get_right_results_or_an_error_that_names_them():
     [output] = start("megakernel", "threads", waits_s=3, **in_processes_of(GPUS))

@@ -10,6 +10,8 @@ argument 1   "absent": the last rank does not take part in the second call
              "late host": each rank is a host, and the last one comes late to the second call
              "lost host": each rank is a host, and the last one is killed before the second call
              "full": one process, groups of one rank, and one GPU without memory
+             "busy": memory grows behind work that takes longer than the limit
+             "one is busy": the same of one process with groups of one rank, on its last GPU alone
 """
 
 import ctypes
@@ -265,6 +267,56 @@ def lost_host() -> None:
     os._exit(0)  # the collective never ends
 
 
+def occupied(device: Any, seconds: float) -> Any:
+    """What a device computes for so long from now on."""
+    work = jax.jit(lambda array, turns: jax.lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ a), array))
+    array = jax.device_put(jnp.ones((4096, 4096), jnp.bfloat16), device)
+    jax.block_until_ready(work(array, 1))
+    started = time.monotonic()
+    jax.block_until_ready(work(array, 200))
+    return work(array, int(200 * seconds / (time.monotonic() - started)))
+
+
+def busy() -> None:
+    """What is wrong with no rank is no failure, however long it takes."""
+    group = Group()
+    arguments, larger = group.inputs(top_k=8)
+    layer = group.layer.lower(*larger).compile()
+    step("compiled")
+    [device] = jax.local_devices()
+    work = occupied(device, 10)
+    started = time.monotonic()
+    y = layer(*larger)
+    error = relative_error(group.own(y), np.asarray(dense(arguments))[y.addressable_shards[0].index])
+    assert error <= ALLOWED_ERROR, f"error {error:.2e}"
+    assert work.is_ready()
+    step(f"right after {time.monotonic() - started:.1f} s, failures: {jaxmoe.failures()}")
+
+
+def one_is_busy() -> None:
+    """The other devices of the process wait for the one that waits for its own work."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    where: dict[str, Any] = {"mesh": mesh, "axis_name": None, "data_axes": "data"}
+    layer = jax.jit(lambda *a: jaxmoe.moe_layer(*a, **where, implementation="megakernel"))
+
+    def call(count: int) -> tuple[np.ndarray, Any, Any]:
+        arguments = make_inputs(1, **{**SIZES, "tokens": count}, dtype=jnp.bfloat16)
+        arrays = (*jax.device_put(arguments[:3], split), jax.device_put(arguments.experts, whole))
+        return np.asarray(dense(arguments)), layer.lower(*arrays).compile(), arrays
+
+    _, small, few = call(256)
+    truth, large, many = call(32768)
+    jax.block_until_ready((small(*few), many))
+    step("first call ended")
+    work = occupied(jax.local_devices()[-1], 25)  # longer than others wait for a device that gives no sign
+    started = time.monotonic()
+    error = relative_error(np.asarray(large(*many)), truth)
+    assert error <= ALLOWED_ERROR, f"error {error:.2e}"
+    assert work.is_ready()
+    step(f"right after {time.monotonic() - started:.1f} s, failures: {jaxmoe.failures()}")
+
+
 LATE_S = 50  # longer than XLA lets the devices of a process wait for each other
 
 
@@ -302,6 +354,8 @@ MODES: dict[str, Callable[[], None]] = {
     "late host": late_host,
     "lost host": lost_host,
     "full": full,
+    "busy": busy,
+    "one is busy": one_is_busy,
 }
 
 if __name__ == "__main__":

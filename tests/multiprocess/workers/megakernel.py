@@ -4,8 +4,11 @@ argument 1   "layer"
              "forgetful": the first rank forgets what it has compiled, the others do not
              "threads": two Python threads call two layers at the same time
              "programs": groups of half the devices, in programs that have other collectives and in some that do not
+             "sizes": groups of each of the sizes that follow, over the same devices
+             "progress": a thread that has used no GPU asks how far the launches of this rank are
 """
 
+import ctypes
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import native
 from jaxmoe.testing import dense, make_inputs, relative_error
 from tests.multiprocess.rank import join, step
 
@@ -65,6 +69,66 @@ def programs() -> None:
         step(f"right: {name}")
 
 
+def sizes() -> None:
+    """Each size of a group is one of its own, whatever was called before with the same devices."""
+    arguments = make_inputs(4, **SIZES, dtype=jnp.bfloat16)
+    truth = np.asarray(dense(arguments))
+    ranks_of_calls = [int(ranks) for ranks in sys.argv[2:]]
+    for ranks in ranks_of_calls * 2:
+        kinds = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh((jax.device_count() // ranks, ranks), ("data", "expert"), axis_types=kinds)
+        tokens, split = NamedSharding(mesh, P(("data", "expert"))), NamedSharding(mesh, P("expert"))
+
+        def put(array: jax.Array, where: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(array.shape, where, np.asarray(array).__getitem__)
+
+        where: dict[str, Any] = {"mesh": mesh, "axis_name": "expert", "data_axes": "data"}
+        layer = jax.jit(lambda *a, where=where: jaxmoe.moe_layer(*a, **where, implementation="megakernel"))
+        arrays = [put(array, tokens) for array in arguments[:3]]
+        y = jax.block_until_ready(layer(*arrays, jax.tree.map(lambda a, to=split: put(a, to), arguments.experts)))
+        errors = [relative_error(np.asarray(s.data), truth[s.index]) for s in y.addressable_shards]
+        assert max(errors) <= ALLOWED_ERROR, f"groups of {ranks}: errors {errors}"
+        jaxmoe.raise_if_failed()
+        step(f"groups of {ranks}: right")
+
+
+def progress() -> None:
+    """A context on a GPU that is not this rank's would take memory there as long as the process lives."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    arguments = make_inputs(5, **{**SIZES, "tokens": 8192 * jax.device_count()}, dtype=jnp.bfloat16)
+
+    def put(array: jax.Array, where: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, where, np.asarray(array).__getitem__)
+
+    arrays = [put(array, split) for array in arguments[:3]]
+    experts = jax.tree.map(lambda array: put(array, whole), arguments.experts)
+    where: dict[str, Any] = {"mesh": mesh, "axis_name": None, "data_axes": "data"}
+    layer = jax.jit(lambda *a: jaxmoe.moe_layer(*a, **where, implementation="megakernel"))
+    jax.block_until_ready(layer(*arrays, experts))
+    driver, module = ctypes.CDLL("libcuda.so.1"), native.extension("gpu")
+    assert module is not None
+    [own] = [device.local_hardware_id for device in jax.local_devices()]
+
+    def other_contexts() -> list[int]:
+        count, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        assert driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        found = []
+        for device in range(count.value):
+            assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active)) == 0
+            if is_active.value and device != own:
+                found.append(device)
+        return found
+
+    before = other_contexts()
+    results = [layer(*arrays, experts) for _ in range(200)]
+    with ThreadPoolExecutor(1) as pool:
+        told = [pool.submit(module.progress).result() for _ in range(100)]
+    jax.block_until_ready(results)
+    waited = sum(each.waiting != 0 for [each] in told)
+    step(f"contexts elsewhere before {before}, after {other_contexts()}; a launch was on its way {waited} times")
+
+
 def threads() -> None:
     """Ranks may see the calls of two threads in different orders. Each call is right or says why not; none hangs."""
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -91,7 +155,7 @@ def threads() -> None:
 
 def main() -> None:
     join()
-    alone = {"programs": programs, "threads": threads}
+    alone = {"programs": programs, "threads": threads, "sizes": sizes, "progress": progress}
     if sys.argv[1] in alone:
         alone[sys.argv[1]]()
         return
