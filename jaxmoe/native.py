@@ -9,7 +9,10 @@ import atexit
 import functools
 import importlib
 import sys
+import weakref
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -58,7 +61,6 @@ def _load(name: str) -> ModuleType:
     for target, stages in module.registrations().items():
         jax.ffi.register_ffi_target(target, stages, platform=_PLATFORMS[name], api_version=1)
     if name == "_cuda":
-        module.know_devices([device.id for device in _local_devices("cuda")], jax.process_count() > 1)
         atexit.register(_report_untold_failures)
     return module
 
@@ -93,9 +95,27 @@ def always_built() -> ModuleType:
 
 def _load_cuda() -> ModuleType | None:
     try:
-        return _load("_cuda")
+        module = _load("_cuda")
     except ModuleNotFoundError:
         return None
+    _tell_devices(module)
+    return module
+
+
+# XLA's client of the GPUs that compiled code was told of last. Not held: it has the memory of the GPUs.
+_told_of: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def _tell_devices(module: ModuleType) -> None:
+    """Tells compiled code which devices and processes there are, again where JAX has begun anew.
+
+    That is so after `jax.extend.backend.clear_backends`, perhaps with `jax.distributed.initialize` behind it.
+    """
+    global _told_of
+    devices = _local_devices("cuda")
+    if devices and devices[0].client is not _told_of():
+        module.know_devices([device.id for device in devices], jax.process_count() > 1)
+        _told_of = weakref.ref(devices[0].client)
 
 
 def targets(platform: str) -> frozenset[str]:

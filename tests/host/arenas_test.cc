@@ -41,6 +41,7 @@ std::atomic<bool> has_context[kDevices] = {};
 // What other ranks are: those of `group_ranks` neighbours, in one process.
 int32_t group_ranks = 1;
 std::atomic<int> meetings = 0;
+std::atomic<uint64_t> restarts = 0;  // of the processes
 
 // Of a thread: the device that it has chosen, and the context of one, which comes first.
 thread_local int chosen_device = 0;
@@ -162,6 +163,7 @@ std::string exchange(Board*, const Link& link, const Note& own, std::vector<Note
   notes->assign(link.ranks, own);
   for (int32_t rank = 0; rank < link.ranks; ++rank) {
     (*notes)[rank].gpu[0] = static_cast<unsigned char>(chosen_device / link.ranks * link.ranks + rank);
+    (*notes)[rank].block.process += restarts;
   }
   return "";
 }
@@ -237,6 +239,20 @@ void groups_of_the_same_devices_have_arenas_of_their_own(int32_t first, int32_t 
 void groups_of_2_and_then_of_4() { groups_of_the_same_devices_have_arenas_of_their_own(2, 4); }
 void groups_of_4_and_then_of_2() { groups_of_the_same_devices_have_arenas_of_their_own(4, 2); }
 void groups_of_1_and_then_of_2() { groups_of_the_same_devices_have_arenas_of_their_own(1, 2); }
+
+// After JAX has begun anew, with the same processes or with others.
+void groups_meet_again_when_names_are_forgotten() {
+  const std::vector<Arena*> arenas = find_arenas(2);
+  const int before = meetings;
+  forget_names();
+  require(find_arenas(2) == arenas, "the same ranks have the same arenas");
+  require(meetings == before + kDevices, "each has met its group");
+  restarts = 1;
+  forget_names();
+  for (Arena* arena : find_arenas(2)) {
+    require(std::ranges::find(arenas, arena) == arenas.end(), "other processes have others");
+  }
+}
 
 void an_arena_is_for_groups_of_its_size() {
   Arena arena(0, 4, 1);
@@ -353,6 +369,7 @@ int main(int count, char** arguments) {
       SCENARIO(groups_of_2_and_then_of_4),
       SCENARIO(groups_of_4_and_then_of_2),
       SCENARIO(groups_of_1_and_then_of_2),
+      SCENARIO(groups_meet_again_when_names_are_forgotten),
       SCENARIO(an_arena_is_for_groups_of_its_size),
       SCENARIO(earlier_work_of_one_rank_is_waited_for),
       SCENARIO(earlier_work_of_several_ranks_is_waited_for),

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import jax
@@ -137,6 +138,29 @@ def test_without_the_cuda_part_no_gpu_can_be_asked_and_the_error_says_why(monkey
     for name, arguments in (("visible_gpus", ()), ("peer_access", (0, 1))):
         with pytest.raises(NotImplementedError, match=rf"^{name}: no GPU can be asked\. The CUDA part was not built"):
             getattr(machine, name)(*arguments)
+
+
+def test_compiled_code_is_told_of_devices_and_processes_once_and_again_where_jax_has_begun_anew(monkeypatch):
+    class Client:
+        pass
+
+    told: list[tuple[list[int], bool]] = []
+    module, devices, processes = types.ModuleType("_cuda"), [], [1]
+    monkeypatch.setattr(module, "know_devices", lambda *known: told.append(known), raising=False)
+    monkeypatch.setattr(native, "_load", lambda name: module)
+    monkeypatch.setattr(native, "_local_devices", lambda platform: devices)
+    monkeypatch.setattr(native, "_told_of", lambda: None, raising=False)
+    monkeypatch.setattr(jax, "process_count", lambda: processes[0])
+    native.extension("gpu")
+    assert told == [], "there are none"
+    for ids, processes[0] in (((0, 1), 1), ((2, 3), 2)):
+        client = Client()
+        devices[:] = [types.SimpleNamespace(id=number, client=client) for number in ids]
+        for _ in range(3):
+            native.extension("gpu")
+    assert told == [([0, 1], False), ([2, 3], True)]
+    del client, devices[:]
+    assert native._told_of() is None, "the client is not held, nor the memory that it has"
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])

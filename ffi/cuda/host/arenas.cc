@@ -107,6 +107,12 @@ ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vec
   return arena;
 }
 
+void forget_names() {
+  Table& table = Table::get();
+  const std::lock_guard lock(table.mutex);
+  table.named.clear();
+}
+
 std::vector<std::string> failures() {
   std::vector<std::string> texts = Gpu::condemned();
   for (Arena* arena : Table::get().all()) {

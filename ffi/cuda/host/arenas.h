@@ -20,6 +20,10 @@ namespace jaxmoe {
 // ranks. Else collective.
 xla::ffi::ErrorOr<Arena*> find_arena(int32_t device, const Link& link, const std::vector<int64_t>& devices);
 
+// The numbers of devices may stand for others from here on: groups that programs name meet again. Arenas stay, and are
+// found by who the ranks are.
+void forget_names();
+
 // Why no layer of this process runs again, as the error of a call: what has failed on any GPU of it. Success where
 // nothing has. All of them stop at once, since programs whose results are missing on some devices alone hang.
 xla::ffi::Error process_failure();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/tiling.h"
+#include "cuda/host/arenas.h"
 #include "cuda/host/errors.h"
 
 namespace ffi = xla::ffi;
@@ -88,6 +89,7 @@ ffi::ErrorOr<LaunchSizes> with_workers(int device, LaunchSizes sizes) {
 }
 
 void know_devices(const std::vector<int64_t>& local, bool several_processes) {
+  forget_names();
   Devices& devices = Devices::get();
   const std::lock_guard lock(devices.mutex);
   devices.local = {local.begin(), local.end()};

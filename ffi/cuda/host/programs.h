@@ -12,7 +12,7 @@ namespace jaxmoe {
 StateType instruction_type();
 
 // What the handlers cannot ask XLA: the numbers by which all processes know the devices of this one, and whether there
-// is another process.
+// is another process. Of other processes than those that there were before, nothing is taken for known.
 void know_devices(const std::vector<int64_t>& local, bool several_processes);
 
 }  // namespace jaxmoe
