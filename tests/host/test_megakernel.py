@@ -247,6 +247,7 @@ WRONG_ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
     "of another size": ({"w_down": jnp.zeros((8, 24, 39))}, "shapes do not go together"),
     "of another type": ({"w_down": jnp.zeros((8, 40, 24), jnp.bfloat16)}, "weights, biases, y, dy, dx and what is"),
     "unknown": ({"topk_ids": jnp.zeros((88, 3))}, "topk_ids must be int32"),
+    "a place of another type": ({"place": jnp.zeros(2)}, "place and topk_ids must be int32"),
     "of fused experts too": ({"w_gate_up": jnp.zeros((8, 24, 80))}, "a forward pass with w_gate, w_up"),
     "of fused experts alone": (
         {"w_gate": None, "w_up": None, "w_gate_up": jnp.zeros((8, 24, 80))},
