@@ -42,6 +42,7 @@ std::atomic<bool> has_context[kDevices] = {};
 int32_t group_ranks = 1;
 std::atomic<int> meetings = 0;
 std::atomic<uint64_t> restarts = 0;  // of the processes
+std::atomic<bool> they_come = true;  // to a meeting
 
 // Of a thread: the device that it has chosen, and the context of one, which comes first.
 thread_local int chosen_device = 0;
@@ -160,6 +161,7 @@ std::string membership(const Link&, Membership* found) {
 }
 std::string exchange(Board*, const Link& link, const Note& own, std::vector<Note>* notes) {
   ++meetings;
+  if (!they_come) return "Not all ranks came.";
   notes->assign(link.ranks, own);
   for (int32_t rank = 0; rank < link.ranks; ++rank) {
     (*notes)[rank].gpu[0] = static_cast<unsigned char>(chosen_device / link.ranks * link.ranks + rank);
@@ -285,6 +287,22 @@ void earlier_work_is_waited_for(int32_t ranks) {
 void earlier_work_of_one_rank_is_waited_for() { earlier_work_is_waited_for(1); }
 void earlier_work_of_several_ranks_is_waited_for() { earlier_work_is_waited_for(2); }
 
+// What is waited for may be the collective of a meeting to which not all have come.
+void a_wait_for_earlier_work_ends_when_the_gpu_is_given_up() {
+  Arena arena(0, 1, 0);
+  is_busy = true;
+  they_come = false;
+  std::thread meets([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    std::vector<Note> notes;
+    Gpu::of(0).exchange(link_of(2), {}, &notes);
+  });
+  const std::string error = error_of(arena.reserve(link_of(1), sizes(1)));
+  meets.join();
+  require(error.find("another call has failed on this GPU") != std::string::npos, "it is told", error);
+  require(process_failure().failure(), "and every later call is");
+}
+
 // A kernel on the second GPU, while a thread asks that has used none.
 void asking_for_progress_makes_no_context() {
   std::thread([] {
@@ -373,6 +391,7 @@ int main(int count, char** arguments) {
       SCENARIO(an_arena_is_for_groups_of_its_size),
       SCENARIO(earlier_work_of_one_rank_is_waited_for),
       SCENARIO(earlier_work_of_several_ranks_is_waited_for),
+      SCENARIO(a_wait_for_earlier_work_ends_when_the_gpu_is_given_up),
       SCENARIO(asking_for_progress_makes_no_context),
       SCENARIO(nobody_waits_for_a_launch_that_waits_for_room_in_a_stream),
       SCENARIO(nobody_waits_for_memory_of_the_host),
