@@ -3,8 +3,8 @@
 // passes, so that a rank may be one launch ahead, and tests can make signals late, missing or ignored.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -180,7 +180,7 @@ py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, con
                     std::any_of(passes.begin(), passes.end(), backward), !host::kDecodes<Precision>);
   HeadCapacity head;
   const host::Arenas arenas = arenas_for(shape, passes, in.formats, head);
-  std::atomic<bool> given_up = false;
+  host::Outcome outcome;
   const auto run = [&](int32_t rank) -> std::string {
     for (int64_t i = 0; i < in.launches(); ++i) {
       for (const Schedule& schedule : passes) {
@@ -193,7 +193,7 @@ py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, con
                                   .power_of_two_scales = in.power_of_two_scales,
                                   .arenas = arenas.of_ranks(),
                                   .timeout_seconds = timeout_seconds,
-                                  .given_up = &given_up,
+                                  .outcome = &outcome,
                                   .disturbance = disturbance};
         LaunchTimeline timeline;
         const bool recorded = host::timeline_is_on;
@@ -210,7 +210,14 @@ py::dict run_passes(const Shape& shape, const std::vector<Schedule>& passes, con
     const py::gil_scoped_release unlocked;
     std::vector<std::thread> ranks;
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
-      ranks.emplace_back([&, rank] { failures[rank] = run(rank); });
+      ranks.emplace_back([&, rank] {
+        try {
+          failures[rank] = run(rank);
+        } catch (const std::exception& thrown) {
+          outcome.break_off(rank, thrown.what());
+          failures[rank] = outcome.reason();
+        }
+      });
     }
     for (std::thread& thread : ranks) thread.join();
   }

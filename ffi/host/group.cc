@@ -105,7 +105,7 @@ Attendance::~Attendance() {
   if (++all.ranks_left[meeting_.get()] < ranks_) return;
   all.ranks_left.erase(meeting_.get());
   // What a launch that was given up left behind is of no use to the next one.
-  if (!meeting_->given_up.load()) all.free_arenas.push_back(std::move(meeting_->arenas));
+  if (!meeting_->outcome.is_given_up()) all.free_arenas.push_back(std::move(meeting_->arenas));
 }
 
 }  // namespace jaxmoe::host

@@ -6,13 +6,13 @@
 // as the last one left them, as on a GPU.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "common/layout.h"
+#include "host/launch.h"
 
 namespace jaxmoe::host {
 
@@ -38,7 +38,7 @@ class Arenas {
 // What the ranks of one call share.
 struct Meeting {
   std::unique_ptr<Arenas> arenas;
-  std::atomic<bool> given_up = false;
+  Outcome outcome;
 };
 
 // Names a call: one instruction of one executable, in one run, for one group of devices. `device` tells apart devices

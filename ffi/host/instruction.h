@@ -23,37 +23,55 @@ struct Instruction {
 };
 StateType instruction_type();
 
-// Runs body(launch) on a thread of its own, with what the ranks of `launch` share filled in: it returns what went wrong, or
-// nothing. A call waits for those of its peers, and XLA:CPU may have begun another one on their devices, which waits for
-// one of this device: so none may keep its device from beginning the next. `launch` and `body` have copies of all that they
-// read but the arrays, which XLA keeps until then.
+// Runs body(launch), with what the ranks of `launch` share filled in: it returns what went wrong, or nothing. What it
+// throws is an error of its peers as well.
+template <class Body>
+xla::ffi::Error run_among_peers(const CallSite& site, Launch& launch, const Body& body) {
+  try {
+    const Attendance attendance(site, launch.shape, launch.schedule, launch.formats);
+    Meeting& meeting = attendance.meeting();
+    if (meeting.outcome.is_broken_off()) return xla::ffi::Error::Internal(meeting.outcome.reason());
+    launch.head = meeting.arenas->head();
+    launch.arenas = meeting.arenas->of_ranks();
+    launch.outcome = &meeting.outcome;
+    try {
+      const std::string failure = body(std::as_const(launch));
+      if (failure.empty()) return xla::ffi::Error::Success();
+      if (meeting.outcome.is_broken_off()) return xla::ffi::Error::Internal(failure);
+      return xla::ffi::Error(xla::ffi::ErrorCode::kDeadlineExceeded, failure);
+    } catch (const std::exception& thrown) {
+      meeting.outcome.break_off(site.rank, thrown.what());
+      return xla::ffi::Error::Internal(meeting.outcome.reason());
+    }
+  } catch (const std::exception& thrown) {  // behind this one it would end the process
+    return xla::ffi::Error::Internal(std::string("jaxmoe: ") + thrown.what());
+  }
+}
+
+// Does so on a thread of its own. A call waits for those of its peers, and XLA:CPU may have begun another one on their
+// devices, which waits for one of this device: so none may keep its device from beginning the next. `launch` and `body`
+// have copies of all that they read but the arrays, which XLA keeps until then.
 template <class Body>
 xla::ffi::Future run_beside_others(const CallSite& site, Launch launch, Body body) {
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
   launch.dispatchers_per_worker = launch.schedule.dispatchers / launch.schedule.workers;
-  std::thread([=]() mutable {
-    // Made before the promise is kept: then XLA may go on, and nothing here is used any more.
-    const xla::ffi::Error error = [&] {
-      try {
-        const Attendance attendance(site, launch.shape, launch.schedule, launch.formats);
-        Meeting& meeting = attendance.meeting();
-        launch.head = meeting.arenas->head();
-        launch.arenas = meeting.arenas->of_ranks();
-        launch.given_up = &meeting.given_up;
-        const std::string failure = body(std::as_const(launch));
-        if (failure.empty()) return xla::ffi::Error::Success();
-        return xla::ffi::Error(xla::ffi::ErrorCode::kDeadlineExceeded, failure);
-      } catch (const std::exception& thrown) {  // no memory, or no threads: behind this one it would end the process
-        return xla::ffi::Error::Internal(std::string("jaxmoe: ") + thrown.what());
-      }
-    }();
+  const auto keep = [](xla::ffi::Promise& promise, const xla::ffi::Error& error) {
     if (error.success()) {
       promise.SetAvailable();
     } else {
       promise.SetError(error);
     }
-  }).detach();
+  };
+  try {
+    std::thread([=]() mutable {
+      // Made before the promise is kept: then XLA may go on, and nothing here is used any more.
+      const xla::ffi::Error error = run_among_peers(site, launch, body);
+      keep(promise, error);
+    }).detach();
+  } catch (const std::exception&) {  // no thread: the peers have to know, which wait for this rank
+    keep(promise, run_among_peers(site, launch, [](const Launch&) -> std::string { throw; }));
+  }
   return future;
 }
 // Of a call that does not begin.

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <exception>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,18 +30,26 @@ class RankRoles {
       : m_(launch, rank, arrays), sorters_(num_sorters(m_.shape, m_.schedule)),
         launch_number_(m_.control().launch_number + 1), signals_(launch, rank, m_.layout, launch_number_) {}
 
-  // Runs body(number) in so many threads.
+  // Runs body(number) in so many threads. Where one of them cannot begin, those before it stop, and finish() says why.
   template <class Body>
   void start(std::vector<std::thread>& threads, int32_t count, Body body) {
-    for (int32_t number = 0; number < count; ++number) {
-      threads.emplace_back([this, body, number] { signals_.guard([&] { body(number); }); });
+    try {
+      for (int32_t number = 0; number < count; ++number) {
+        threads.emplace_back([this, body, number] { signals_.guard([&] { body(number); }); });
+      }
+    } catch (const std::exception& thrown) {
+      char why[128];
+      std::snprintf(why, sizeof why, "no thread beside the %d that it has: %s", static_cast<int>(threads.size()),
+                    thrown.what());
+      signals_.break_off(why);
     }
   }
   // After all threads. Returns what went wrong, empty where nothing did.
   std::string finish(std::vector<std::thread>& threads) {
     for (std::thread& thread : threads) thread.join();
-    if (signals_.failures().empty()) m_.control().launch_number = launch_number_;
-    return signals_.failures();
+    std::string failures = signals_.failures();
+    if (failures.empty()) m_.control().launch_number = launch_number_;
+    return failures;
   }
 
   struct Span {

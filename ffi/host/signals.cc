@@ -22,6 +22,10 @@ void Signals::wait(const Wait& wait, Site site, int32_t worker) {
   if (!has_reached(seen, wait.target)) {
     const Clock::time_point deadline = Clock::now() + timeout_;
     for (int polls = 0; !has_reached(seen, wait.target); ++polls) {
+      if (launch_.outcome->is_broken_off()) {
+        stopped_.store(true);
+        throw GivenUp{};
+      }
       if (Clock::now() > deadline) give_up({rank_, worker, site, wait, seen});
       if (polls < 64) {
         std::this_thread::yield();
@@ -36,10 +40,15 @@ void Signals::wait(const Wait& wait, Site site, int32_t worker) {
 
 // Other threads go on until their own waits fail: what is missing is among what they say, whoever noticed first.
 void Signals::give_up(const WaitFailure& failure) {
-  launch_.given_up->store(true);
+  launch_.outcome->give_up();
   const std::lock_guard lock(failures_mutex_);
   failures_ += (failures_.empty() ? "" : "\n") + describe(failure, launch_.timeout_seconds, "worker");
   throw GivenUp{};
+}
+
+std::string Signals::failures() const {
+  if (!stopped_.load()) return failures_;
+  return failures_ + (failures_.empty() ? "" : "\n") + launch_.outcome->reason();
 }
 
 void Signals::release(const Release& release) {

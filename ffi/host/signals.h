@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <string>
 
@@ -20,16 +21,25 @@ class Signals {
   // Launch and layout have to outlive it.
   Signals(const Launch& launch, int32_t rank, const ArenaLayout& layout, uint32_t launch_number);
 
-  // Runs a thread's work, which ends where one of its waits is given up.
+  // Runs a thread's work, which ends where one of its waits is given up, or where it throws something else.
   template <class Body>
   void guard(Body body) {
     try {
       body();
-    } catch (const GivenUp&) {  // give_up() has recorded it
+    } catch (const GivenUp&) {  // whoever threw it has recorded why
+    } catch (const std::exception& thrown) {
+      break_off(thrown.what());
     }
   }
 
-  // Returns once the word has reached its target; throws what guard() catches when that takes too long.
+  // This rank cannot go on: neither its threads nor its peers' wait for it any longer.
+  void break_off(const char* why) {
+    stopped_.store(true);
+    launch_.outcome->break_off(rank_, why);
+  }
+
+  // Returns once the word has reached its target; throws what guard() catches when that takes too long, or when a rank
+  // of the group cannot go on.
   void wait(const Wait& wait, Site site, int32_t worker);
 
   void release(const Release& release);
@@ -40,8 +50,8 @@ class Signals {
   // As tests ask for it.
   void delay() const;
 
-  // A line for each thread that gave up; after all threads.
-  const std::string& failures() const { return failures_; }
+  // A line for each thread that gave up, and why a rank could not go on where that stopped some; after all threads.
+  std::string failures() const;
 
  private:
   struct GivenUp {};
@@ -57,6 +67,7 @@ class Signals {
   const std::chrono::steady_clock::duration timeout_;
   std::mutex failures_mutex_;
   std::string failures_;
+  std::atomic<bool> stopped_ = false;  // threads of this rank, because some rank could not go on
 };
 
 }  // namespace jaxmoe::host

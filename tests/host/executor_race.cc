@@ -3,7 +3,6 @@
 // which passes: forward, backward or both, in turn; or eight_bit, forward passes of weights in 8 bits; or decoded, both
 // passes of such weights beside wide tokens; or decoded_to_8_bits, forward passes of weights in 4 bits. A second one names a wait that one rank leaves out, which must be found.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -196,7 +195,7 @@ void run(const Plan& plan, const host::Disturbance& disturbance) {
     bytes = std::max(bytes, layout_of(shape, schedule, plan.formats, head).bytes);
   }
   const host::Arenas arenas(head, bytes);
-  std::atomic<bool> given_up = false;
+  host::Outcome outcome;
   std::vector<host::Launch> launches;
   for (const Schedule& schedule : plan.passes) {
     launches.push_back({.shape = shape,
@@ -207,7 +206,7 @@ void run(const Plan& plan, const host::Disturbance& disturbance) {
                         .activation = {},
                         .arenas = arenas.of_ranks(),
                         .timeout_seconds = 2,
-                        .given_up = &given_up,
+                        .outcome = &outcome,
                         .disturbance = disturbance});
   }
   std::vector<std::string> failures(shape.ranks);
