@@ -2,7 +2,9 @@
 #include "host/group.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <new>
@@ -35,7 +37,6 @@ struct Attendance::Table {
   std::mutex mutex;
   std::map<Key, Calls> calls;
   std::vector<std::unique_ptr<Arenas>> free_arenas;
-  std::map<const Meeting*, int32_t> ranks_left;
 
   // Runs are numbered upwards; of one that is long over nothing will be asked.
   static constexpr size_t kRemembered = 4096;
@@ -80,8 +81,16 @@ Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule&
   auto& [meeting, arrived] = calls.meetings[{replica, call}];
   if (meeting == nullptr) {
     meeting = std::make_shared<Meeting>();
-    meeting->arenas = all.take_arenas(needed_head(shape, schedule), shape, schedule, formats);
-    all.ranks_left[meeting.get()] = 0;
+    try {
+      meeting->arenas = all.take_arenas(needed_head(shape, schedule), shape, schedule, formats);
+    } catch (const std::exception& thrown) {
+      // The meeting takes place nevertheless: it is where the peers of this rank look for what has gone wrong.
+      char why[160];
+      const int64_t bytes = layout_of(shape, schedule, formats, needed_head(shape, schedule)).bytes;
+      std::snprintf(why, sizeof why, "no memory for arenas of %lld bytes for each of %d ranks: %s",
+                    static_cast<long long>(bytes), static_cast<int>(ranks_), thrown.what());
+      meeting->outcome.break_off(site.rank, why);
+    }
   }
   meeting_ = meeting;
   if (++arrived == ranks_) calls.meetings.erase({replica, call});
@@ -102,10 +111,13 @@ Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule&
 Attendance::~Attendance() {
   Table& all = table();
   const std::lock_guard lock(all.mutex);
-  if (++all.ranks_left[meeting_.get()] < ranks_) return;
-  all.ranks_left.erase(meeting_.get());
+  if (++meeting_->ranks_left < ranks_) return;
   // What a launch that was given up left behind is of no use to the next one.
-  if (!meeting_->outcome.is_given_up()) all.free_arenas.push_back(std::move(meeting_->arenas));
+  if (meeting_->outcome.is_given_up()) return;
+  try {
+    all.free_arenas.push_back(std::move(meeting_->arenas));
+  } catch (const std::bad_alloc&) {  // no memory to remember them: the next call makes its own
+  }
 }
 
 }  // namespace jaxmoe::host

@@ -37,8 +37,9 @@ class Arenas {
 
 // What the ranks of one call share.
 struct Meeting {
-  std::unique_ptr<Arenas> arenas;
+  std::unique_ptr<Arenas> arenas;  // null where there was no memory for them: then the call is broken off
   Outcome outcome;
+  int32_t ranks_left = 0;  // of Attendance
 };
 
 // Names a call: one instruction of one executable, in one run, for one group of devices. `device` tells apart devices

@@ -83,6 +83,28 @@ def lines_of(code: str, stack_bytes: int) -> list[str]:
     return result.stdout.splitlines()
 
 
+def test_arenas_without_memory_are_an_error_of_all_ranks_and_the_next_call_runs():
+    """Answers take 32 times as much memory as tokens."""
+    code = """
+        tokens, top_k, hidden = 1 << 15, 32, 64
+        arguments = (
+            jnp.ones((tokens, hidden)),
+            jnp.full((tokens, top_k), -1, jnp.int32),
+            jnp.ones((tokens, top_k)),
+            jaxmoe.Experts.init(jax.random.key(0), num_experts=32, hidden=hidden, intermediate=1),
+        )
+        program, arguments = compile(
+            lambda *of: jaxmoe.moe_layer(*of, mesh=mesh, implementation="megakernel"), *arguments
+        )
+        run_in(96 * MIB, program, *arguments)
+        run_in(None, program, *arguments)
+    """
+    refused, later = lines_of(code, stack_bytes=MIB)
+    assert "could not go on: no memory for arenas of" in refused
+    assert "for each of 2 ranks: std::bad_alloc" in refused
+    assert later == "nothing went wrong"
+
+
 def test_a_thread_that_cannot_begin_is_an_error_of_the_call_and_the_next_call_runs():
     code = """
         arguments = (
