@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <iterator>
+#include <list>
 #include <map>
 #include <mutex>
 #include <new>
@@ -25,21 +27,45 @@ Arenas::Arenas(const HeadCapacity& head, int64_t bytes) : head_(head), bytes_(by
 }
 
 struct Attendance::Table {
+  using Key = std::tuple<const void*, int64_t, int32_t>;
+
   // One instruction of a run for one group.
   struct Calls {
+    std::list<Key>::iterator place;  // in by_use
     std::map<std::pair<int32_t, int32_t>, int64_t> calls_of_device;  // by (rank, device)
     // A device that repeats a rank's work joins the meetings of its own replica of the group.
     std::map<int32_t, std::vector<int32_t>> devices_of_rank;
     std::map<std::pair<int64_t, int64_t>, std::pair<std::shared_ptr<Meeting>, int32_t>> meetings;  // by (replica, call)
   };
-  using Key = std::tuple<const void*, int64_t, int32_t>;
 
   std::mutex mutex;
   std::map<Key, Calls> calls;
+  std::list<Key> by_use;  // the keys of `calls`; that of the last call behind all others
   std::vector<std::unique_ptr<Arenas>> free_arenas;
 
-  // Runs are numbered upwards; of one that is long over nothing will be asked.
+  // What so many others came behind is over. The numbers of runs say nothing: XLA has them in any order.
   static constexpr size_t kRemembered = 4096;
+
+  Calls& calls_of(const Key& key) {
+    if (const auto known = calls.find(key); known != calls.end()) {
+      by_use.splice(by_use.end(), by_use, known->second.place);
+      return known->second;
+    }
+    std::list<Key> place{key};
+    Calls& made = calls[key];
+    made.place = place.begin();
+    by_use.splice(by_use.end(), place);
+    return made;
+  }
+
+  void forget_oldest() {
+    for (auto key = by_use.begin(); calls.size() > kRemembered && std::next(key) != by_use.end();) {
+      const auto oldest = calls.find(*key++);
+      if (!oldest->second.meetings.empty()) continue;  // a run with an open meeting is not over
+      by_use.erase(oldest->second.place);
+      calls.erase(oldest);
+    }
+  }
 
   std::unique_ptr<Arenas> take_arenas(const HeadCapacity& needed, const Shape& shape, const Schedule& schedule,
                                       const Formats& formats) {
@@ -71,7 +97,7 @@ Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule&
     : ranks_(shape.ranks) {
   Table& all = table();
   const std::lock_guard lock(all.mutex);
-  Table::Calls& calls = all.calls[{site.instruction, site.run, site.group}];
+  Table::Calls& calls = all.calls_of({site.instruction, site.run, site.group});
   std::vector<int32_t>& devices = calls.devices_of_rank[site.rank];
   auto device = std::find(devices.begin(), devices.end(), site.device);
   if (device == devices.end()) device = devices.insert(devices.end(), site.device);
@@ -94,18 +120,7 @@ Attendance::Attendance(const CallSite& site, const Shape& shape, const Schedule&
   }
   meeting_ = meeting;
   if (++arrived == ranks_) calls.meetings.erase({replica, call});
-  while (all.calls.size() > Table::kRemembered) {
-    // Oldest run first; a run with an open meeting is not over.
-    auto oldest = all.calls.end();
-    for (auto it = all.calls.begin(); it != all.calls.end(); ++it) {
-      if (it->second.meetings.empty() && std::get<1>(it->first) != site.run &&
-          (oldest == all.calls.end() || std::get<1>(it->first) < std::get<1>(oldest->first))) {
-        oldest = it;
-      }
-    }
-    if (oldest == all.calls.end()) break;
-    all.calls.erase(oldest);
-  }
+  all.forget_oldest();
 }
 
 Attendance::~Attendance() {
