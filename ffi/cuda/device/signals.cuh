@@ -81,6 +81,9 @@ class Signals {
 
   __device__ bool given_up() const { return ptx::load_relaxed_gpu(&control()->given_up) != 0; }
 
+  // The same at the beginning of a launch, for all threads of a multiprocessor by one load: what earlier launches have left.
+  __device__ bool gave_up_before() const { return __ldca(&control()->given_up) != 0; }
+
   __device__ Control* control() const { return peers_.here<Control>(params_.layout.control.offset); }
 
  private:

@@ -6,6 +6,9 @@
 //   crew         numbered in the order in which they start, from 0 on; block b of a launch is here block b of the crew
 //   latecomers   workers that start after that: they take GEMM tasks while there are any, and nothing that was dealt
 //
+// Behind a launch that has given up a wait all workers are latecomers without tasks: peers may still be in that launch, and
+// read what it has sent them or what it lets them pull.
+//
 // The result has the same bits for every crew, as for every number of workers.
 #pragma once
 
@@ -44,15 +47,18 @@ inline constexpr uint32_t kComplete = 1u << 16;
 struct Enlisted {
   uint64_t begin_ns;
   uint32_t started;  // workers before this one, and kComplete
+  bool given_up;     // the arena is of no use any more
 };
 
 // By one thread of the first block of a worker, as early as can be: what it does until muster() passes the time in
 // which the others start.
 __device__ inline Enlisted enlist(Control* control, uint32_t launched) {
   const uint64_t begin_ns = ptx::nanoseconds();
+  // Before it counts, when no wait of this launch has begun: all of the crew see what earlier launches have left.
+  const bool given_up = ptx::load_relaxed_gpu(&control->given_up) != 0;
   const uint32_t started = atomicAdd(&control->workers_started, 1u);
   if (started == launched - 1) ptx::store_release_gpu(&control->crew, launched);
-  return {begin_ns, started};
+  return {begin_ns, started, given_up};
 }
 
 // By the same thread: waits until the crew is known.
@@ -73,6 +79,7 @@ __device__ inline Crew await_crew(Control* control, const Enlisted& self, uint64
     __threadfence();
     tasks_left = ptx::load_relaxed_gpu(&control->tasks_ended) == 0;
   }
+  if (self.given_up) return {static_cast<int32_t>(size), static_cast<int32_t>(size), 0, 0};
   return {static_cast<int32_t>(size), worker, tasks_left, 0};
 }
 

@@ -10,6 +10,7 @@
 #include "common/block_part.h"
 #include "common/layout.h"
 #include "common/scheduler.h"
+#include "cuda/device/ptx/fence.cuh"
 #include "cuda/device/signals.cuh"
 #include "cuda/device/timeline.cuh"
 #include "cuda/kernel/crew.cuh"
@@ -128,6 +129,15 @@ template <class Variant>
 __device__ __forceinline__ int32_t first_weight_row(const Cta<Variant>& cta, const Task& task) {
   return task.weight_row_tile * cta.params.schedule.tile.rows +
          static_cast<int32_t>(cta.cta_rank) * Tiling::kRows;
+}
+
+// All threads of all blocks of a worker.
+__device__ __forceinline__ void sync_worker() {
+  if constexpr (Tiling::kBlocks > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 }
 
 // Threads of the crew, and this one's number.

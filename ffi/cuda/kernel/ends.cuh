@@ -57,7 +57,8 @@ __device__ __forceinline__ void enroll(const Cta<Variant>& cta, First first, Cop
     if (cta.cta_rank == 0) first(self);
   }
   if constexpr (kCopiesEarly) {
-    copy(Team{int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x});
+    const Team all{int64_t{gridDim.x} * blockDim.x, int64_t{blockIdx.x} * blockDim.x + threadIdx.x};
+    if (!cta.signals.gave_up_before()) copy(all);
   }
   crew::muster<Tiling::kBlocks>(cta.shared.crew, cta.signals, cta.cta_rank, self, muster_ns_of(cta.params));
   if (!cta.is_latecomer()) {
@@ -196,12 +197,13 @@ __device__ void poison_results(const Params& p) {
   }
 }
 
-// The last block to leave makes the arena ready for the next launch. Where a wait was given up it first overwrites all
+// Blocks of a cluster leave together: until then each may read the other's shared memory (crew::muster). The last
+// block to leave makes the arena ready for the next launch. Where a wait was given up it first overwrites all
 // results, alone and slowly; the fence of every block puts what it has stored before that.
 template <class Variant>
 __device__ void leave(const Cta<Variant>& cta) {
   Control* control = cta.signals.control();
-  __syncthreads();
+  sync_worker();
   bool is_last = false;
   if (threadIdx.x == 0) {
     __threadfence();

@@ -15,7 +15,6 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device/ptx/fence.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/ends.cuh"
@@ -71,7 +70,6 @@ __device__ __forceinline__ void run_block(const typename Variant::Params& params
     const int again = Cta<Variant>::kSumsAtExperts ? Roles::warp() : warp;
     combine::run<Variant::config.registers.math>(cta, again - Roles::kFirstMathWarp, ptx::read_lane());
   }
-  if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
   cta.timeline.end();
 }

@@ -12,7 +12,6 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device/ptx/fence.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/ends.cuh"
@@ -50,7 +49,6 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_dispatch_matmul(const 
                                      int64_t{cta.block()} * Roles::kMathThreads + threadIdx.x % Roles::kMathThreads});
     }
   }
-  if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
 }
 
@@ -73,7 +71,6 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) moe_matmul_combine(const _
     math::run(cta);
     combine::run<Variant::config.registers.math>(cta, warp - Roles::kFirstMathWarp, threadIdx.x % 32);
   }
-  if constexpr (Tiling::kBlocks > 1) ptx::cluster_sync();
   ends::leave(cta);
 }
 

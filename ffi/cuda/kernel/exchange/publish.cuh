@@ -159,11 +159,7 @@ __device__ __forceinline__ bool are_inputs_usable(const Cta<Variant>& cta) {
       ptx::store_cluster(&cta.shared.inputs_usable, other, usable);
     }
   }
-  if constexpr (Tiling::kBlocks > 1) {
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  sync_worker();
   // A latecomer without tasks walks none.
   return cta.shared.inputs_usable != 0 && cta.shared.crew.tasks_left != 0;
 }

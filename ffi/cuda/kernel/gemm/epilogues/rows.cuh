@@ -81,7 +81,8 @@ __device__ __forceinline__ void send_lines(std::byte* staging, int lane, TileCol
   constexpr int kColumns = Tiling::kColumns / 2;
   constexpr int kStores = 2 * kLines;
   ptx::fence_proxy_async_shared();
-  auto* const target = row_of_lane(row, lane % kStores);  // also where all lanes meet, after their fences
+  __syncwarp();  // the shuffle below is no fence of memory
+  auto* const target = row_of_lane(row, lane % kStores);
   if (lane < kStores && target != nullptr) {
     ptx::store_bytes(
         target + columns.first,
