@@ -26,7 +26,7 @@ from jaxmoe.experts import AnyExperts, FusedExperts, present
 from jaxmoe.formats import at_least_float32
 from jaxmoe.four_bit import NVFP4
 from jaxmoe.quantized_matrix import QuantizedMatrix
-from jaxmoe.sharding import axis_tuple, vary_as
+from jaxmoe.sharding import axis_tuple, vary_as, with_wide_sums
 
 # Dimensions of the arrays of Experts behind that of the experts. Quantised matrices lie as [out, in].
 _WIDE = {
@@ -121,7 +121,7 @@ class ExpertSplit:
 
 
 def _gather(shard: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-    return jax.lax.all_gather(shard, axes, axis=dimension, tiled=True)
+    return with_wide_sums(lambda part: jax.lax.all_gather(part, axes, axis=dimension, tiled=True), shard)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))

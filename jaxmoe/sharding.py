@@ -4,6 +4,7 @@ Called by `api.py`; the implementations get an `ExpertGroup` and never see a mes
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -66,7 +67,10 @@ class ExpertGroup:
         """Returns the arrays of all ranks, concatenated along the first dimension in the order of `index`."""
         if not self.axis_names:
             return array
-        return jax.lax.all_gather(array, self.axis_names, tiled=True, axis_index_groups=self._index_groups())
+        gather = functools.partial(
+            jax.lax.all_gather, axis_name=self.axis_names, tiled=True, axis_index_groups=self._index_groups()
+        )
+        return with_wide_sums(gather, array)
 
     def exchange(self, array: Shaped[Array, "all_rows ..."]) -> Shaped[Array, "ranks rows ..."]:
         """Sends the i-th of `size` equal parts to rank i and returns what the ranks sent here, `[ranks, rows, ...]`."""
@@ -130,17 +134,31 @@ def vary_alike(tree: Pytree) -> Pytree:
     """
     axes = frozenset[Any]().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
 
-    def cast(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying(leaf)))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(lambda leaf: _vary_over(leaf, axes), tree)
 
 
 def vary_as(array: jax.Array, other: jax.Array) -> jax.Array:
     """Casts an array to vary over the manual mesh axes that another varies over too, as `vary_alike` does."""
-    missing = tuple(sorted(_varying(other) - _varying(array)))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
+    return _vary_over(array, _varying(other))
+
+
+def _vary_over(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(array)))
+    return with_wide_sums(lambda leaf: jax.lax.pcast(leaf, missing, to="varying"), array) if missing else array
+
+
+def with_wide_sums(move: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """Returns `move(array)`, which brings an array to more ranks, so that its transpose adds up over them.
+
+    Where XLA cannot add up in 16 bits the array goes through float32: on CPUs jaxlib 0.11.2 ends the process in its
+    pass AllReducePromotion if some axes of the mesh are not manual. Elsewhere on CPUs that pass adds up in float32 too.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_partly_manual = any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2
+    if is_narrow and is_partly_manual and _platform_of(mesh) == "cpu":
+        return move(array.astype(jnp.float32)).astype(array.dtype)
+    return move(array)
 
 
 def _varying(array: Any) -> frozenset[Any]:
@@ -325,7 +343,10 @@ def _check_in_mesh(names: Sequence[str], mesh: Mesh | AbstractMesh, caller: str)
 
 def platform(placement: Placement, x: Any) -> str:
     """Returns the platform the call will be compiled for: of the mesh, of `x`, or the one JAX uses by default."""
-    mesh = placement.mesh if placement.mesh is not None else jax.sharding.get_abstract_mesh()
+    return _platform_of(placement.mesh if placement.mesh is not None else jax.sharding.get_abstract_mesh(), x)
+
+
+def _platform_of(mesh: Mesh | AbstractMesh, x: Any = None) -> str:
     if isinstance(mesh, Mesh) and not mesh.empty:
         return mesh.devices.flat[0].platform
     if known := getattr(getattr(mesh, "abstract_device", None), "platform", None):

@@ -266,6 +266,38 @@ def test_gradients_are_scattered_before_they_are_added_up_over_the_other_axes_of
     assert not [line for line in sums if any(shape in line for shape in whole)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("hidden_axis", [(), "data"], ids=["whole", "FSDP"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel"])
+def test_gradients_in_16_bits_are_added_up_on_a_mesh_that_has_an_axis_which_the_call_does_not_name(
+    implementation, hidden_axis, dtype
+):
+    """XLA for CPUs ends the process where sums in 16 bits stand in a `shard_map` that leaves it an axis."""
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": 4, "top_k": 2}
+    arguments = testing.make_inputs(tokens=24, seed=1, dtype=dtype, **sizes)
+
+    def of_experts(arguments: Arguments, **options: Any) -> jaxmoe.Experts:
+        def loss(experts: jaxmoe.Experts) -> jax.Array:
+            y = jaxmoe.moe_layer(*arguments[:3], experts, **options)
+            return jnp.sum(y.astype(jnp.float32) * cotangent(y))
+
+        return jax.jit(jax.grad(loss))(arguments.experts)
+
+    def widened(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == dtype else leaf, tree)
+
+    low = of_experts(arguments, implementation="reference", axis_name=None)
+    truth = of_experts(widened(arguments), implementation="reference", axis_name=None)
+    with jax.set_mesh(mesh_of(AxisType.Auto)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)  # of the axis that is left out
+        found = of_experts(arguments, implementation=implementation, data_axes="data", hidden_axis=hidden_axis)
+    for name in ("w_gate", "w_up", "w_down"):
+        assert getattr(found, name).dtype == dtype
+        allowed = testing.tolerance(getattr(low, name), getattr(truth, name), dtype)
+        assert relative_error(getattr(found, name), getattr(truth, name)) < allowed, name
+
+
 @pytest.mark.parametrize("format_", ["128x128", "channel", "mxfp4", "nvfp4"])
 def test_quantised_experts_may_be_split_inside_too(format_):
     sizes: dict[str, Any] = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2}
