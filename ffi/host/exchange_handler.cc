@@ -1,5 +1,5 @@
-// Handler of jaxmoe_dispatch and jaxmoe_combine on XLA:CPU. Every device of the group blocks here until it is done, as
-// in those of a layer (host/layer_handler.cc). Python side: jaxmoe/exchange/kernel.py.
+// Handler of jaxmoe_dispatch and jaxmoe_combine on XLA:CPU. Each call has a thread of its own, as those of a layer have
+// (host/layer_handler.cc). Python side: jaxmoe/exchange/kernel.py.
 #include <memory>
 #include <string>
 #include <type_traits>

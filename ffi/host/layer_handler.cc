@@ -1,6 +1,5 @@
 // Handler of jaxmoe_forward and jaxmoe_backward on XLA:CPU: finds the other ranks of the call and runs the host
-// executor. Every device of the group blocks here until the layer is done; XLA:CPU needs a thread for each
-// (jaxmoe.testing.use_virtual_devices).
+// executor. Each call has a thread of its own, where it waits for those of the other devices (host/instruction.h).
 //
 // Python side: jaxmoe/implementations/megakernel/layer.py, which checks sizes before anything is lowered.
 #include <memory>
