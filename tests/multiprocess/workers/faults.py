@@ -271,10 +271,12 @@ def occupied(device: Any, seconds: float) -> Any:
     """What a device computes for so long from now on."""
     work = jax.jit(lambda array, turns: jax.lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ a), array))
     array = jax.device_put(jnp.ones((4096, 4096), jnp.bfloat16), device)
-    jax.block_until_ready(work(array, 1))
-    started = time.monotonic()
-    jax.block_until_ready(work(array, 200))
-    return work(array, int(200 * seconds / (time.monotonic() - started)))
+    turns, took = 1, 0.0
+    while took < 1:  # the first calls take longer, for what XLA prepares in them
+        turns, started = 2 * turns, time.monotonic()
+        jax.block_until_ready(work(array, turns))
+        took = time.monotonic() - started
+    return work(array, int(turns * seconds / took))
 
 
 def busy() -> None:
