@@ -22,6 +22,12 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   return policy;
 }
 
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // One box into this block's shared memory. Coordinates are those of its first element, innermost dimension first; what
 // lies outside the tensor arrives as zeros and counts as bytes of the barrier all the same.
 __device__ __forceinline__ void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, uint64_t policy,

@@ -142,6 +142,12 @@ __device__ __forceinline__ bool reads_whole_lines(const Cta<Variant>& cta, const
   return (own.part & kDeepSteps) != 0 && (own.gemm == Gemm::kDown ? shape.intermediate : shape.hidden) % kLineNumbers == 0;
 }
 
+// Whether no other row tile multiplies the weights of the task.
+template <class Variant>
+__device__ __forceinline__ bool has_one_tile(const Cta<Variant>& cta, const Task& task) {
+  return cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
+}
+
 // Weights that only one task needs are read once: then they take no room in L2 from rows and h. Where those are decoded
 // to 8 bits there is no register to ask. Lines of packed weights that more than one stage reads must not be evicted before the
 // last of these does: that matters where memory is the limit, with few rows.
@@ -152,9 +158,8 @@ __device__ __forceinline__ uint64_t weights_policy(const Cta<Variant>& cta, cons
   if (Variant::Precision::kPacked && task.rows <= kMemoryBoundRows && !reads_whole_lines(cta, task)) {
     return ptx::evict_normal_policy();
   }
-  const bool one_tile = cta.shared.rows_per_expert[task.expert] <= cta.params.schedule.tile.rows;
   const bool exchanges = Cta<Variant>::kExchangesHalves && (task.part & kRowHalves) != 0;
-  return one_tile && !exchanges ? ptx::evict_first_policy() : ptx::evict_normal_policy();
+  return has_one_tile(cta, task) && !exchanges ? ptx::evict_first_policy() : ptx::evict_normal_policy();
 }
 
 // Returns body(kind): std::type_identity of the deep stages in which the steps of a block's part of a task come, or of void.
@@ -170,6 +175,22 @@ __device__ __forceinline__ auto with_steps_of(const Task& own, const Body& body)
     }
   }
   return body(std::type_identity<void>{});
+}
+
+// Rows and h are read again for every pair of column tiles. Where weights are read once, L2 keeps rows before weights and
+// answers, until the tasks of the last columns give that room back, also to what comes behind the layer. With 512 and 1024
+// tokens, where weights stream through L2 fastest, launches are shorter by up to a hundredth (docs/performance/forward.md).
+// Where row tiles share weights a unit's h can be larger than L2, and would keep these out. Of a backward pass, whose weight
+// gradients read rows too, and of few rows in deep stages it has not been measured.
+template <class Variant>
+__device__ __forceinline__ uint64_t rows_policy(const Cta<Variant>& cta, const Task& own) {
+  if constexpr (kParksWalks<Variant> || Cta<Variant>::kBackward) return ptx::evict_normal_policy();
+  if (!has_one_tile(cta, own)) return ptx::evict_normal_policy();
+  const auto& p = cta.params;
+  const int32_t behind_pair = (own.column_tile | 1) + 1;  // a block may have either column tile of a pair
+  const bool last = own.gemm == Gemm::kDown ? behind_pair * p.schedule.tile.columns >= p.shape.hidden
+                                            : behind_pair * p.schedule.tile.h_columns >= p.shape.intermediate;
+  return last ? ptx::evict_first_policy() : ptx::evict_last_policy();
 }
 
 // Weights on their way before the rows of their task are waited for. Tasks are known as soon as rows are counted; the first rows
@@ -257,7 +278,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Made anew for each task: no registers are held for them.
     const uint64_t keep = ptx::evict_normal_policy();
-    const uint64_t b_policy = is_weight ? keep : weights_policy(cta, own);
+    const uint64_t a_policy = rows_policy(cta, own), b_policy = is_weight ? keep : weights_policy(cta, own);
     ProductsOf<Variant>::template with<AllOf>(own.gemm, [&](auto product) {
       using Product = decltype(product);
       const auto draw = [&] { numbers.draw(); };
@@ -266,7 +287,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
         if constexpr (!std::is_void_v<Deep>) {
           return load_deep_tile<Product, Deep>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
         } else {
-          return load_tile<Product>(cta, ring, position, to_load, b_policy, keep, begun, track, draw);
+          return load_tile<Product>(cta, ring, position, to_load, b_policy, a_policy, begun, track, draw);
         }
       });
       if constexpr (std::is_same_v<typename Product::Epilogue, epilogue::HGradients>) {
