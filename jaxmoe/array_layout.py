@@ -72,6 +72,15 @@ def reshard_explicit(tree: Pytree, specs: Any, mesh: Mesh | AbstractMesh | None)
     return jax.tree.map(move, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec))
 
 
+def whole_in_last(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Returns an array whose last dimension no Explicit axis splits; the others stay as they are."""
+    sharding = jax.typeof(array).sharding
+    spec = tuple(sharding.spec)
+    if len(spec) < array.ndim or not names_in(spec[-1]):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec[:-1], None)))
+
+
 def like(
     array: Shaped[Array, "..."],
     model: Shaped[Array, "..."],

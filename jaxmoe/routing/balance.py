@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.array_layout import whole_in_last
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.router import Routing
@@ -306,7 +307,7 @@ def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.
 
 def _squares(logits: jax.Array, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's square of the z-loss, and one where it is valid: `_masked`."""
-    logits = logits.astype(at_least_float32(logits.dtype))
+    logits = whole_in_last(logits.astype(at_least_float32(logits.dtype)))
     valid = jnp.ones_like(logits[..., 0], bool) if token_valid is None else token_valid
     log_sum = jax.nn.logsumexp(jnp.where(valid[..., None], logits, 0), axis=-1)
     return _masked(log_sum[..., None] ** 2, valid)

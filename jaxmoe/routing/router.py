@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxmoe.array_layout import whole_in_last
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.largest import largest, positions_of
@@ -242,7 +243,8 @@ def choose(
 ) -> Routing:
     """`route` of arguments that have been checked."""
     num_experts = logits.shape[-1]
-    logits = logits.astype(at_least_float32(logits.dtype))
+    logits = whole_in_last(logits.astype(at_least_float32(logits.dtype)))
+    selection_bias = selection_bias if selection_bias is None else whole_in_last(selection_bias)
     if token_valid is not None:
         # Before any arithmetic: a zero cotangent times the slope at a NaN would be a NaN again.
         logits = jnp.where(token_valid[..., None], logits, 0)

@@ -99,6 +99,24 @@ def test_a_gradient_taken_inside_shard_map_is_that_of_the_global_loss() -> None:
     assert_close(jax.jit(inside)(logits), jax.jit(jax.grad(lambda logits: loss(logits, None)))(logits))
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_logits_and_a_bias_that_explicit_axes_split_over_experts_give_the_same(jit: bool) -> None:
+    def loss(logits: jax.Array, bias: jax.Array) -> jax.Array:
+        routing = jaxmoe.route(logits, GROUPED, selection_bias=bias)
+        aux = jaxmoe.router_aux(routing, logits)
+        losses = aux.load_balancing_loss + aux.router_z_loss + jaxmoe.router_z_loss(logits)
+        return jnp.sum(routing.topk_weights**2) + losses
+
+    logits, bias = random_logits(4, 12), jnp.linspace(0, 0.1, 12)
+    wanted = jax.value_and_grad(loss)(logits, bias)
+    with jax.set_mesh(mesh_of((2, 2), ("data", "expert"), AxisType.Explicit)):
+        split = jax.reshard(logits, PartitionSpec("data", "expert")), jax.reshard(bias, PartitionSpec("expert"))
+        function = jax.value_and_grad(loss)
+        got = (jax.jit(function) if jit else function)(*split)
+        assert jax.typeof(got[1]).sharding.spec == PartitionSpec("data", "expert")
+    assert_close(got, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_need_no_axis_name_under_jit(kind: AxisType) -> None:
