@@ -4,13 +4,16 @@ Rounds of both run in one `jax.lax.scan` with no host in between, each on what t
 
 - `wide`: rows in the dtype of the tokens, there and back.
 - `fp8`: rows in 8 bits with their scales there, wide ones back, as with experts that multiply in 8 bits. The answers
-  are ones, so tokens are ones after the first round.
+  are random rows, the same in every round, so tokens are their weighted sums after the first one.
 - `ragged_all_to_all`: XLA's own collective for the same rows, there and back, without the sort, the gather and the sum
   that a program needs besides. Left out where XLA has none (CPUs).
 
-Before a line is timed its rows are compared, bit for bit, with the tokens that their handles name, each slot's row with
-its expert, and what comes back with the weighted sum of the answers. Of the collective each rank has to get the rows
-that others have for it, and all come back. With `--with_experts`: `exchange_experts.py`.
+Weights are random and add up to one. Before a line is timed its rows are compared, bit for bit, with the tokens that
+their handles name, and each slot's row with its expert. Then random answers, another one for each row, have to come
+back as the weighted sums that the host makes of them in float64, token by token; how far they may be off is twice the
+error of the same sums in float32, rounded once. The last round that was timed is compared too: `wide` with the tokens
+of the first one, `fp8` with the sums. Of the collective each rank has to get the rows that others have for it, and all
+come back. With `--with_experts`: `exchange_experts.py`.
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +31,20 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench import exchange_experts
-from jaxmoe.bench.inputs import AXIS, random_tokens, whole
+from jaxmoe.bench.inputs import AXIS, random_arguments, random_tokens, whole
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
 from jaxmoe.quantization import dequantize_rows, quantize_rows
-from jaxmoe.testing import make_ids
+from jaxmoe.testing import tolerance
 
 Line = Literal["wide", "fp8", "ragged_all_to_all"]
 LINES: tuple[Line, ...] = ("wide", "fp8", "ragged_all_to_all")
 ROUNDS = 16
+SAMPLED_TOKENS = 64  # whose sums in float32 say how far sums may be off
+CHUNK_TOKENS = 1024  # that the host adds up at once: 60 MB of float64 for 7168 columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +132,9 @@ def run(options: ExchangeOptions) -> int:
 def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
     shape, ranks = case.shape, mesh.size
-    split = NamedSharding(mesh, P(AXIS))
-    x = random_tokens(mesh, (tokens * ranks, shape.hidden), options.dtype, 0)
-    ids = make_ids(np.random.default_rng(1), tokens * ranks, shape.num_experts, shape.top_k, "uniform")
-    weights = np.full(ids.shape, 1 / shape.top_k, np.float32)  # so that rounds keep the size of their tokens
-    given = {"x": x, "ids": jax.device_put(ids, split), "weights": jax.device_put(weights, split)}
+    arguments, ids = random_arguments(shape, tokens, "uniform", mesh, options.dtype, 1)
+    x = arguments.x
+    unchanged = functools.partial(_has_changed, whole(x, mesh), whole(arguments.topk_weights, mesh))
     remote = _remote_rows(ids, shape.num_experts, ranks)
     row_bytes = shape.hidden * jnp.dtype(options.dtype).itemsize
     for line in LINES:
@@ -140,19 +143,22 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             if ranks == 1 or mesh.devices.flat[0].platform == "cpu":
                 continue
             program, arrays, wrong = _ragged(ids, x, shape.num_experts, mesh)
+            is_off = functools.partial(_is_other, whole(arrays[0], mesh))
         else:
             one = _one_round(line, shape.num_experts, mesh, options.implementation)
-            if line == "fp8":
-                given = {**given, "answers": _answers(given, shape.num_experts, mesh, options.implementation)}
-            program, arrays = _rounds(one), tuple(given.values())
-            wrong = _check(line, one, given, shape.num_experts, mesh)
+            given = arguments[:3]
+            answers = _answers(x, arguments.topk_ids, shape.num_experts, mesh, options.implementation)
+            wrong, sums = _check(line, one, given, answers, shape.num_experts, mesh)
+            program, arrays = _rounds(one), (*given, answers) if line == "fp8" else given
+            is_off = functools.partial(_is_off, sums) if line == "fp8" else unchanged
+            del answers, sums
         if wrong:
             yield dataclasses.replace(blank, failure=wrong)
             continue
         compiled = program.lower(*arrays).compile()
         timed, last = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
-        if _differs(whole(last, mesh), _sums(line, whole(arrays[0], mesh)), ROUNDS):
-            yield dataclasses.replace(blank, failure="the rounds that are timed do not return the weighted sums")
+        if wrong := is_off(whole(last, mesh)):
+            yield dataclasses.replace(blank, failure=f"the rounds that are timed: {wrong}")
             continue
         there, back = _of_kernels(lambda: compiled(*arrays), mesh)  # noqa: B023, the same
         crossing = remote * row_bytes * (1.5 if line == "fp8" else 2)
@@ -187,17 +193,14 @@ def _one_round(line: Line, num_experts: int, mesh: Mesh, implementation: Any) ->
     return one
 
 
-def _answers(given: dict[str, jax.Array], num_experts: int, mesh: Mesh, implementation: Any) -> jax.Array:
-    """Returns the answers of experts that multiply in 8 bits, which are wide: ones, an array that is made once.
+def _answers(x: jax.Array, ids: jax.Array, num_experts: int, mesh: Mesh, implementation: Any) -> jax.Array:
+    """Returns random answers, another one for each row, in the dtype of the tokens.
 
-    Which they are does not matter here. Every round needs the handle of its own dispatch for them, and the tokens of
-    the next round are their sums, so no round can be left out.
+    Every round needs the handle of its own dispatch for them, and in `fp8` the tokens of the next round are their sums,
+    so no round can be left out.
     """
-    dispatch = functools.partial(
-        jaxmoe.dispatch, num_experts=num_experts, mesh=mesh, implementation=implementation, precision="fp8"
-    )
-    shape = jax.eval_shape(dispatch, given["x"], given["ids"]).rows.shape
-    return jax.device_put(jnp.ones(shape, given["x"].dtype), NamedSharding(mesh, P(AXIS)))
+    dispatch = functools.partial(jaxmoe.dispatch, num_experts=num_experts, mesh=mesh, implementation=implementation)
+    return random_tokens(mesh, jax.eval_shape(dispatch, x, ids).rows.shape, x.dtype, 3)
 
 
 def _rounds(one: Round) -> Any:
@@ -207,16 +210,39 @@ def _rounds(one: Round) -> Any:
     return jax.jit(rounds)
 
 
-def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int, mesh: Mesh) -> str | None:
-    """Returns what is wrong with a round; `None` where nothing is."""
-    y, arrived = jax.tree.map(lambda array: whole(array, mesh), jax.jit(one)(*given.values()))
-    x, ids = whole(given["x"], mesh), whole(given["ids"], mesh)
+class Sums(NamedTuple):
+    """What `combine` has to add up, on the host.
+
+    Args:
+      answers: of all rows.
+      rows: `[tokens, top_k]`, the row of each slot.
+      weights: of each slot.
+    """
+
+    answers: np.ndarray
+    rows: np.ndarray
+    weights: np.ndarray
+
+    def of(self, tokens: Any, dtype: Any) -> np.ndarray:
+        """Returns the weighted sums of these tokens, slot after slot in this dtype."""
+        slots = zip(self.rows[tokens].T, self.weights[tokens].T.astype(dtype), strict=True)
+        return sum(weight[:, None] * self.answers[row].astype(dtype) for row, weight in slots)  # pyright: ignore[reportReturnType]
+
+
+def _check(
+    line: Line, one: Round, given: tuple[jax.Array, ...], answers: jax.Array, num_experts: int, mesh: Mesh
+) -> tuple[str | None, Sums | None]:
+    """Returns what is wrong with a round, `None` where nothing is, and what the sums are of these answers."""
+    y, arrived = jax.tree.map(lambda array: whole(array, mesh), jax.jit(one)(*given, answers))
+    x, ids, weights = (whole(array, mesh) for array in given)
     sources, slot_rows = arrived.handle.row_sources, arrived.handle.slot_rows
     there = sources >= 0
-    if there.sum() != ids.size or arrived.dropped_rows.any() or (slot_rows < 0).any():
-        return f"{there.sum()} rows of {ids.size} slots arrived"
     slots = ids.size // mesh.size
     slot = np.where(there, (sources >> 24) * slots + (sources & (2**24 - 1)), 0)
+    if there.sum() != ids.size or arrived.dropped_rows.any() or (slot_rows < 0).any():
+        return f"{there.sum()} rows of {ids.size} slots arrived", None
+    if not np.array_equal(np.sort(slot[there]), np.arange(ids.size)):
+        return "a slot has more than one row", None
     rows, tokens = arrived.rows, x[slot // ids.shape[1]]
     if line == "fp8":
         # On a CPU: XLA's division on GPUs is not always rounded to the nearest.
@@ -224,22 +250,62 @@ def _check(line: Line, one: Round, given: dict[str, jax.Array], num_experts: int
             rows = np.asarray(dequantize_rows(jnp.asarray(rows), jnp.asarray(arrived.scales), jnp.float32))
             tokens = np.asarray(dequantize_rows(*quantize_rows(jnp.asarray(tokens)), jnp.float32))
     if not np.array_equal(rows[there], tokens[there]):
-        return "rows are not those of the tokens that their handle names"
+        return "rows are not those of the tokens that their handle names", None
     rank = np.arange(len(sources)) // (len(sources) // mesh.size)
     if not np.array_equal((ids.reshape(-1)[slot] // (num_experts // mesh.size))[there], rank[there]):
-        return "rows are not at the rank that has their expert"
-    return "what comes back is not the weighted sum" if _differs(y, _sums(line, x), 1) else None
+        return "rows are not at the rank that has their expert", None
+    row_of_slot = np.zeros(ids.size, np.int64)
+    row_of_slot[slot[there]] = np.flatnonzero(there)
+    sums = Sums(whole(answers, mesh), row_of_slot.reshape(ids.shape), weights)
+    return _is_off(sums, y), sums
 
 
-def _sums(line: Line, x: np.ndarray) -> np.ndarray:
-    """Returns the weighted sums of the answers, whose weights add up to 1: the tokens, or ones (`_answers`)."""
-    return np.ones_like(x) if line == "fp8" else x
+def _is_off(sums: Sums, y: np.ndarray) -> str | None:
+    """Says how far the worst token is from its weighted sum, where that is more than `_allowed`."""
+    sampled = _sampled(y)
+    allowed = _allowed(sums.of(sampled, np.float32).astype(y.dtype), sums.of(sampled, np.float64), y.dtype)
+    error = np.max([_errors(y[chunk], sums.of(chunk, np.float64)).max() for chunk in _chunks(y)])
+    return _more_than(error, allowed)
 
 
-def _differs(y: np.ndarray, truth: np.ndarray, rounds: int) -> bool:
-    """Whether a result is off by more than the roundings of so many sums."""
-    error = np.abs(y.astype(np.float32) - truth.astype(np.float32)).max() / np.abs(truth.astype(np.float32)).max()
-    return not error <= 2 * rounds * float(jnp.finfo(y.dtype).eps)
+def _has_changed(tokens: np.ndarray, weights: np.ndarray, y: np.ndarray) -> str | None:
+    """Says the same of tokens that were sent and came back in every round: their weights add up to one, nearly."""
+    sampled, kept = _sampled(y), weights.sum(1, keepdims=True, dtype=np.float64) ** ROUNDS
+    rough, truth = tokens[sampled], kept[sampled] * tokens[sampled].astype(np.float64)
+    its_own = np.broadcast_to(np.arange(len(sampled))[:, None], (len(sampled), weights.shape[1]))
+    for _ in range(ROUNDS):
+        rough = Sums(rough, its_own, weights[sampled]).of(slice(None), np.float32).astype(y.dtype)
+    error = np.max([_errors(y[chunk], kept[chunk] * tokens[chunk].astype(np.float64)).max() for chunk in _chunks(y)])
+    return _more_than(error, _allowed(rough, truth, y.dtype))
+
+
+def _is_other(truth: np.ndarray, y: np.ndarray) -> str | None:
+    return None if np.array_equal(y, truth) else "rows do not come back"
+
+
+def _sampled(y: np.ndarray) -> np.ndarray:
+    return np.linspace(0, len(y) - 1, SAMPLED_TOKENS).astype(int)
+
+
+def _chunks(y: np.ndarray) -> list[slice]:
+    return [slice(begin, begin + CHUNK_TOKENS) for begin in range(0, len(y), CHUNK_TOKENS)]
+
+
+def _errors(y: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Returns the relative error of each token; NaN stays NaN."""
+    return np.linalg.norm(y.astype(np.float64) - truth, axis=1) / np.linalg.norm(truth, axis=1)
+
+
+def _allowed(rough: np.ndarray, truth: np.ndarray, dtype: Any) -> float:
+    """Returns the relative error that a token may have: `jaxmoe.testing.tolerance` of the worst one in the sample."""
+    return max(tolerance(*of_token, dtype) for of_token in zip(rough, truth, strict=True))
+
+
+def _more_than(error: float, allowed: float) -> str | None:
+    """NaN is no error that is small."""
+    if error <= allowed:
+        return None
+    return f"what comes back is not the weighted sum: a token has an error of {error:.1e}, above {allowed:.1e}"
 
 
 def _remote_rows(ids: np.ndarray, num_experts: int, ranks: int) -> int:

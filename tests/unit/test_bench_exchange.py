@@ -1,6 +1,7 @@
 """The benchmark of dispatch and combine: on CPUs, with small sizes, and what it says of functions that are wrong."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -48,10 +49,60 @@ def test_rows_that_are_wrong_have_no_figures(monkeypatch, wrong, told):
     assert all(result.failure and told in result.failure for result in measured())
 
 
-def test_answers_that_are_wrong_have_no_figures(monkeypatch):
-    right = jaxmoe.combine
-    monkeypatch.setattr(jaxmoe, "combine", lambda outputs, weights, handle: right(outputs, 2 * weights, handle))
-    assert [result.failure for result in measured()] == ["what comes back is not the weighted sum"] * 2
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda right, outputs, weights, handle: right(outputs, 2 * weights, handle),
+        lambda right, outputs, weights, handle: right(outputs, jnp.full_like(weights, 1 / weights.shape[1]), handle),
+        lambda right, outputs, weights, handle: right(outputs, jnp.roll(weights, 1, 0), handle),
+        lambda right, outputs, weights, handle: right(outputs, jnp.roll(weights, 1, 1), handle),
+        lambda right, outputs, weights, handle: jnp.roll(right(outputs, weights, handle), 1, 0),
+        lambda right, outputs, weights, handle: right(outputs.at[3].set(jnp.nan), weights, handle),
+    ],
+    ids=["twice", "means", "weights of others", "weights of other slots", "answers of others", "nan"],
+)
+def test_answers_that_are_wrong_have_no_figures(monkeypatch, wrong):
+    monkeypatch.setattr(jaxmoe, "combine", functools.partial(wrong, jaxmoe.combine))
+    for result in measured():
+        assert result.failure
+        assert result.failure.startswith("what comes back is not the weighted sum: a token has an error of ")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_one_slot_of_eight_that_is_lost_in_one_round_is_seen_and_roundings_are_allowed(dtype):
+    rng = np.random.default_rng(0)
+    tokens = np.asarray(jnp.asarray(rng.standard_normal((64, 256)), dtype))
+    weights = rng.random((64, 8), np.float32) + np.float32(0.1)
+    weights /= weights.sum(1, keepdims=True)
+    answers = np.asarray(jnp.asarray(rng.standard_normal((512, 256)), dtype))
+    sums = exchange.Sums(answers, rng.permutation(512).reshape(64, 8), weights)
+    # In another order than the host's.
+    backwards = exchange.Sums(answers, sums.rows[:, ::-1], weights[:, ::-1])
+    y = backwards.of(slice(None), np.float32).astype(dtype)
+    assert exchange._is_off(sums, y) is None
+    sent = tokens
+    for _ in range(exchange.ROUNDS):
+        alike = exchange.Sums(sent, np.repeat(np.arange(64)[:, None], 8, 1), weights[:, ::-1])
+        sent = alike.of(slice(None), np.float32).astype(dtype)
+    assert exchange._has_changed(tokens, weights, sent) is None
+
+    token = 17  # of which the slot with the least weight is lost
+    least = weights[token].argmin()
+    lost = y.astype(np.float32)
+    lost[token] -= weights[token, least] * answers[sums.rows[token, least]].astype(np.float32)
+    assert exchange._is_off(sums, lost.astype(dtype))
+    less = sent.astype(np.float32)
+    less[token] *= 1 - weights[token, least]
+    assert exchange._has_changed(tokens, weights, less.astype(dtype))
+
+
+def test_rounds_that_are_wrong_where_they_are_timed_have_no_figures(monkeypatch):
+    rounds = exchange._rounds
+    rolled = lambda one: lambda x, *others: (jnp.roll(one(x, *others)[0], 1, 0), None)  # noqa: E731
+    monkeypatch.setattr(exchange, "_rounds", lambda one: rounds(rolled(one)))
+    for result in measured():
+        assert result.failure
+        assert result.failure.startswith("the rounds that are timed: what comes back is not the weighted sum")
 
 
 def test_the_baseline_is_checked_by_what_every_rank_gets_and_gets_back(monkeypatch):
