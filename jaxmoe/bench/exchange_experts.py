@@ -1,18 +1,22 @@
 """`python -m jaxmoe.bench exchange --with_experts`: the exchange together with experts.
 
-Rounds in one `jax.lax.scan`, each on what the one before has returned. Lines:
+Rounds in one `jax.lax.scan`, each on what the one before has returned, with random weights. Lines:
 
 - `layer`: `jaxmoe.moe_layer` of gated experts.
 - `halves`: the same by `jaxmoe.dispatch_matmul`, an activation in JAX, and `jaxmoe.matmul_combine`, with room for all
-  slots. Checked against `layer`.
+  slots. Compared with `layer` too.
 - `halves, capacity`: with 1.1 times the balanced rows.
 - `apart`: two micro-batches, one after the other, through `relu(rows @ w1) @ w2` as einsums, between
   `jaxmoe.dispatch` and `jaxmoe.combine`, with 1.25 times the balanced rows of each expert.
 - `in turn`: the same by `jaxmoe.start_dispatch` and `jaxmoe.start_combine`, one beside the experts of the other.
-  Checked bit for bit against `apart`.
+  Compared bit for bit with `apart` too.
 
-Of the last two a profile on GPUs says how long the kernels take that dispatch and combine, and how much of that lies
-beside other kernels.
+Before a line is timed, everything that it returns has to be finite, and sampled tokens of it are compared with the
+reference in float32, of gated experts or of plain ones, as `inputs.py` says. So are the same tokens behind the rounds
+that were timed: a token depends on no other, so the reference computes the rounds of a few.
+
+Of the last two lines a profile on GPUs says how long the kernels take that dispatch and combine, and how much of that
+lies beside other kernels.
 """
 
 import dataclasses
@@ -24,16 +28,25 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jaxmoe
-from jaxmoe.bench.inputs import AXIS, random_experts, random_tokens, whole
+from jaxmoe.bench.inputs import (
+    Sample,
+    dense_of,
+    random_arguments,
+    random_experts,
+    random_tokens,
+    sample_of,
+    take,
+    whole,
+)
 from jaxmoe.bench.kernels import beside_others
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case, LayerShape
 from jaxmoe.bench.windows import time_calls
-from jaxmoe.testing import make_ids
+from jaxmoe.options import Arguments
+from jaxmoe.testing import relative_error, tolerance
 
 Line = Literal["layer", "halves", "halves, capacity", "apart", "in turn"]
 # What a line is compared with, and its time divided by.
@@ -99,14 +112,16 @@ def run(options: Any, mesh: Mesh) -> int:
 
 def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
-    shape, ranks, split = case.shape, mesh.size, NamedSharding(mesh, P(AXIS))
-    x, other = (random_tokens(mesh, (tokens * ranks, shape.hidden), options.dtype, seed) for seed in (0, 1))
-    ids = make_ids(np.random.default_rng(1), tokens * ranks, shape.num_experts, shape.top_k, "uniform")
-    weights = np.full(ids.shape, 1 / shape.top_k, np.float32)
+    shape, ranks = case.shape, mesh.size
+    given, ids = random_arguments(shape, tokens, "uniform", mesh, options.dtype, 1)
+    x, other = given.x, random_tokens(mesh, given.x.shape, options.dtype, 2)
     experts = random_experts(shape, mesh, options.dtype)
     assert experts.w_up is not None
     both = jnp.concatenate([experts.w_gate, experts.w_up], -1)
-    arrays = jax.device_put(ids, split), jax.device_put(weights, split), experts, both
+    arrays = given.topk_ids, given.topk_weights, experts, both
+    plain = dataclasses.replace(experts, w_up=None)
+    gated_truth = [_Truth.of(given._replace(experts=experts), ids, "silu", mesh)]
+    plain_truth = [_Truth.of(given._replace(x=each, experts=plain), ids, "relu", mesh) for each in (x, other)]
     most = int(np.bincount(ids.reshape(-1)).max())
     done: dict[Line, tuple[Any, Any, float]] = {}
     for line, function in _lines(options, case, tokens, mesh).items():
@@ -118,9 +133,9 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
             )
             continue
         results = jax.tree.map(lambda y: whole(y, mesh), jax.jit(function)((x, other), *arrays))
-        wrong = None if all(y.any() for y in results) else "what comes back is zero"
-        if model is not None:
-            wrong = wrong or _difference(line, results, model[0], options.dtype)
+        truths = plain_truth if line in OWN else gated_truth
+        wrong = None if model is None else _difference(line, results, model[0], options.dtype)
+        wrong = wrong or _wrong(results, [truth.once for truth in truths])
         if wrong:
             yield dataclasses.replace(blank, failure=wrong)
             continue
@@ -128,7 +143,8 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
         timed, last = time_calls(lambda _: compiled((x, other), *arrays), options.seconds)  # noqa: B023, in this turn
         microseconds = timed.median / ROUNDS
         ends = jax.tree.map(lambda y: whole(y, mesh), last)
-        if model is not None and (wrong := _difference(line, ends, model[1], options.dtype)):
+        wrong = None if model is None else _difference(line, ends, model[1], options.dtype)
+        if wrong := wrong or _wrong(ends, [truth.at_the_end for truth in truths]):
             yield dataclasses.replace(blank, failure=f"the rounds that are timed: {wrong}")
             continue
         done[line] = results, ends, microseconds
@@ -144,6 +160,50 @@ def measure(options: Any, case: Case, tokens: int, mesh: Mesh) -> Iterator[Resul
             slowest=timed.slowest / ROUNDS,
             x=None if model is None else microseconds / model[2],
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Truth:
+    """What is right for some tokens of a micro-batch.
+
+    Args:
+      once: for what a call returns.
+      at_the_end: for what goes into the round after the last one.
+    """
+
+    once: Sample
+    at_the_end: Sample
+
+    @classmethod
+    def of(cls, arguments: Arguments, ids: np.ndarray, activation: str, mesh: Mesh) -> "_Truth":
+        """Computes it, of these experts with this activation."""
+        once, dtype = sample_of(arguments, ids, mesh, activation=activation), arguments.x.dtype
+        x, *routing = take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), once.tokens)
+
+        def after_rounds(compute_dtype: Any) -> np.ndarray:
+            dense = dense_of(mesh, compute_dtype, None, None, activation)
+            tokens = np.asarray(x, np.float32)
+            for _ in range(ROUNDS):
+                tokens = (tokens + np.asarray(dense(tokens, *routing, arguments.experts))) / 2
+                if compute_dtype is not None:
+                    tokens = tokens.astype(compute_dtype).astype(np.float32)
+            return tokens
+
+        truth, rough = after_rounds(None), after_rounds(dtype)
+        return cls(once, Sample(once.tokens, truth, tolerance(rough, truth, dtype)))
+
+
+def _wrong(results: tuple[np.ndarray, ...], samples: list[Sample]) -> str | None:
+    """Says what is wrong with the results of micro-batches; those of lines with one come with the other as it was."""
+    for y, sample in zip(results, samples, strict=False):
+        if not y.any():
+            return "what comes back is zero"
+        if not np.isfinite(y.astype(np.float32)).all():
+            return "what comes back is not finite"
+        error = relative_error(y[sample.tokens].astype(np.float32), sample.truth)
+        if not error <= sample.allowed:
+            return f"what comes back has an error of {error:.1e}, above {sample.allowed:.1e}"
+    return None
 
 
 def _lines(options: Any, case: Case, tokens: int, mesh: Mesh) -> dict[Line, Callable[..., tuple[jax.Array, ...]]]:

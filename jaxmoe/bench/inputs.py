@@ -288,6 +288,7 @@ def sample_of(
     mesh: Mesh,
     precision: Precision | None = None,
     shape: LayerShape | None = None,
+    activation: str = "silu",
 ) -> Sample:
     """Returns some tokens of a call and what is right for them.
 
@@ -297,6 +298,7 @@ def sample_of(
       mesh: of the call.
       precision: of the call.
       shape: of a layer whose experts are those of `random_experts`: then the sample has the unrounded answer too.
+      activation: between the products.
     """
     popular = np.bincount(ids[ids >= 0]).argmax()
     last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
@@ -307,9 +309,9 @@ def sample_of(
     dtype = arguments.x.dtype
 
     def dense(*options: Any) -> np.ndarray:
-        return np.asarray(_dense(mesh, *options)(x, chosen, weights, arguments.experts))
+        return np.asarray(dense_of(mesh, *options)(x, chosen, weights, arguments.experts))
 
-    truth, rough = (dense(compute_dtype, precision) for compute_dtype in (None, dtype))
+    truth, rough = (dense(compute_dtype, precision, None, activation) for compute_dtype in (None, dtype))
     allowed = tolerance(rough, truth, dtype)
     if precisions.rounds_rows(precision):
         rows = max(int((ids[tokens] >= 0).sum()), 1)
@@ -320,8 +322,12 @@ def sample_of(
 
 
 @functools.lru_cache(maxsize=16)
-def _dense(
-    mesh: Mesh, compute_dtype: Any, precision: Precision | None = None, wide: tuple[LayerShape, Any] | None = None
+def dense_of(
+    mesh: Mesh,
+    compute_dtype: Any,
+    precision: Precision | None = None,
+    wide: tuple[LayerShape, Any] | None = None,
+    activation: str = "silu",
 ) -> Any:
     """The reference of a few tokens that all ranks have, with the experts left where they are.
 
@@ -332,6 +338,7 @@ def _dense(
       compute_dtype: as of `reference`.
       precision: as of `reference`.
       wide: makes `random_experts` of this shape and dtype again, whatever the experts are that it is called with.
+      activation: between the products.
     """
 
     def on_rank(x: Any, ids: Any, weights: Any, experts: jaxmoe.Experts) -> jax.Array:
@@ -345,7 +352,7 @@ def _dense(
                 jnp.where(chosen, 0, -1),
                 jnp.where(chosen, weights, 0),
                 jax.tree.map(lambda array: array[None], expert) if wide is None else _random_expert(*wide, number),
-                activation=resolve("silu"),
+                activation=resolve(activation),  # pyright: ignore[reportArgumentType]
                 group=ExpertGroup(),
                 compute_dtype=compute_dtype,
                 precision=precision,

@@ -49,6 +49,43 @@ def test_what_differs_has_no_figures(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lines"), [("moe_layer", ["layer"]), ("combine", ["apart", "in turn"]), ("matmul_combine", LINES[1:3])]
+)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda y, _: y.at[3, 5].set(jnp.nan), "what comes back is not finite"),
+        (lambda y, _: jnp.roll(y, 1, 0), "what comes back has an error of "),
+        (lambda _, means: means, "what comes back has an error of "),
+    ],
+    ids=["nan", "answers of others", "means"],
+)
+def test_what_is_not_that_of_the_reference_has_no_figures(monkeypatch, name, lines, wrong, said):
+    right, place = getattr(jaxmoe, name), {"moe_layer": 2, "combine": 1, "matmul_combine": 2}[name]
+
+    def planted(*arguments, **options):
+        weights = arguments[place]
+        means = (*arguments[:place], jnp.full_like(weights, 1 / weights.shape[1]), *arguments[place + 1 :])
+        return wrong(right(*arguments, **options), right(*means, **options))
+
+    monkeypatch.setattr(jaxmoe, name, planted)
+    told = {result.line: result.failure for result in measured(monkeypatch)}
+    # Halves are compared with the layer first.
+    assert all((told[line] or "").startswith((said, "off by ")) for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "line"), [("layer", "layer"), ("apart", "apart")])
+def test_lines_that_no_other_is_like_are_compared_where_they_are_timed_too(monkeypatch, name, line):
+    rounds = exchange_experts._rounds
+    rolled = lambda function: lambda *arrays: tuple(jnp.roll(y, 1, 0) for y in function(*arrays))  # noqa: E731
+    monkeypatch.setattr(exchange_experts, "_rounds", lambda f: rounds(rolled(f) if f.__name__ == name else f))
+    told = {result.line: result.failure for result in measured(monkeypatch)}
+    assert (told[line] or "").startswith("the rounds that are timed: what comes back has an error of ")
+
+
+@pytest.mark.slow
 def test_zeros_and_dropped_rows_and_other_timed_rounds_have_no_figures(monkeypatch):
     told = lambda: {result.line: result.failure for result in measured(monkeypatch)}  # noqa: E731
     with monkeypatch.context() as planted:
