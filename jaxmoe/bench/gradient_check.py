@@ -100,7 +100,8 @@ def make_gradient_inputs(inputs: Inputs, mesh: Mesh, *, trained: bool = True) ->
     for seed, (arguments, sample) in enumerate(zip(inputs.sets, inputs.samples, strict=True)):
         dy = random_tokens(mesh, arguments.x.shape, arguments.x.dtype, seed=1000 + seed)
         cotangents.append(dy)
-        samples.append(_sample(arguments._replace(experts=inputs.experts), dy, sample.tokens, mesh, trained))
+        arguments = arguments._replace(experts=inputs.experts)
+        samples.append(gradient_sample_of(arguments, dy, sample.tokens, mesh, trained=trained))
     return GradientInputs(tuple(cotangents), tuple(samples))
 
 
@@ -143,7 +144,18 @@ def _take_columns(mesh: Mesh) -> Any:
 # --- the truth --------------------------------------------------------------------------------------------------------
 
 
-def _sample(arguments: Arguments, dy: jax.Array, tokens: np.ndarray, mesh: Mesh, trained: bool) -> Sample:
+def gradient_sample_of(
+    arguments: Arguments, dy: jax.Array, tokens: np.ndarray, mesh: Mesh, *, trained: bool = True
+) -> Sample:
+    """Returns the truth of some pieces of the gradients of one call.
+
+    Args:
+      arguments: of the call, whose experts are split over the axis of the experts.
+      dy: cotangent of its output.
+      tokens: whose gradients are compared, `inputs.sampled_tokens`.
+      mesh: of the call.
+      trained: as of `make_gradient_inputs`.
+    """
     dtype, experts = arguments.x.dtype, arguments.experts
     ids, weights = (np.asarray(array) for array in _whole(mesh)((arguments.topk_ids, arguments.topk_weights)))
     chosen = _sampled_experts(ids, mesh.size, experts.num_experts)[:, : None if trained else 0]

@@ -300,11 +300,7 @@ def sample_of(
       shape: of a layer whose experts are those of `random_experts`: then the sample has the unrounded answer too.
       activation: between the products.
     """
-    popular = np.bincount(ids[ids >= 0]).argmax()
-    last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
-    spread = np.linspace(0, len(ids) - 1, SPREAD_TOKENS).astype(int)
-    # Always as many, so that nothing has to be compiled again.
-    tokens = np.concatenate([spread, np.resize(last, LAST_TOKENS)]).astype(np.int32)
+    tokens = sampled_tokens(ids)
     x, chosen, weights = take(mesh)((arguments.x, arguments.topk_ids, arguments.topk_weights), tokens)
     dtype = arguments.x.dtype
 
@@ -319,6 +315,15 @@ def sample_of(
     if precision is None or shape is None:
         return Sample(tokens, truth, allowed)
     return Sample(tokens, truth, allowed, unrounded=dense(None, None, (shape, dtype)))
+
+
+def sampled_tokens(ids: np.ndarray) -> Int[np.ndarray, "sample"]:
+    """Returns the numbers of the tokens that are compared, given the experts of all."""
+    popular = np.bincount(ids[ids >= 0]).argmax()
+    last = np.flatnonzero((ids == popular).any(-1))[-LAST_TOKENS:]
+    spread = np.linspace(0, len(ids) - 1, SPREAD_TOKENS).astype(int)
+    # Always as many, so that nothing has to be compiled again.
+    return np.concatenate([spread, np.resize(last, LAST_TOKENS)]).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=16)

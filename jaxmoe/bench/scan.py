@@ -10,8 +10,9 @@ last, which has `jaxmoe.router_aux` in the place of the layer's own statistics (
 
 Before a line is timed, its program runs once with what every layer was given among its results. The layer alone, called
 for each of them, has to return equal numbers, as `"megakernel"` does; of the first one a sample is compared with the
-reference; statistics have to be the counts of the ids. The program that is timed has to return the same output. An
-implementation that XLA fuses in another way in a scan has no figures here.
+reference; statistics have to be the counts of the ids, and balance losses what NumPy makes of those and of the logits.
+The program that is timed has to return the same output, and statistics and losses that are as right. An implementation
+that XLA fuses in another way in a scan has no figures here.
 
 Experts in 8 or 4 bits (`--dtype` of `options.NARROW`) have the four lines alone: they are frozen.
 """
@@ -47,6 +48,8 @@ Line = Literal["layer", "routed", "stats", "loss"]
 LINES: tuple[Line, ...] = ("layer", "routed", "stats", "loss")
 AnyLine = Line | scan_gradients.GradientLine
 COLUMNS = ("shape", "tokens", "EP", "line", "checked", "us/layer", "slowest", "more us", "MB", "floor us", "x floor")
+# Of a balance loss in float32, whose logits and sums over tokens are added up in another order.
+ALLOWED_LOSS_ERROR = 1e-5
 # With what a line is compared.
 WITHOUT: dict[AnyLine, Line] = {"routed": "layer", "stats": "routed", "loss": "routed"}
 
@@ -180,8 +183,13 @@ def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterat
         routings = _routings(seen, mesh, shape.num_experts)
         error, wrong = _check(seen, stats, routings, weights.experts, alone, mesh, precision)
         timed_program = compile_(keeps=False)
-        if not wrong and not bool(_equal(timed_program(x, weights)[0], y)):
-            wrong = "the program that is timed does not return what the checked one does"
+        if not wrong:
+            timed_y, found = timed_program(x, weights)
+            if not bool(_equal(timed_y, y)):
+                wrong = "the program that is timed does not return what the checked one does"
+            elif line in ("stats", "loss"):
+                losses, stats = found if line == "loss" else (None, found)
+                wrong = _wrong_figures(stats, losses, routings, seen, weights.router, mesh)
         if wrong:
             yield dataclasses.replace(blank, failure=wrong)
             continue
@@ -203,9 +211,9 @@ def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterat
     for line in scan_gradients.LINES:
         blank = Result(case.name, tokens, mesh.size, options.layers, options.dtype, line)
         program = scan_gradients.compile_line(line, shape.top_k, of_layer, x, layers)
-        error = scan_gradients.error_of(program, shape.top_k, of_layer, x, layers)
-        if not error <= scan_gradients.ALLOWED_ERROR:
-            yield dataclasses.replace(blank, failure=f"a gradient has an error of {error:.1e}")
+        error, wrong = scan_gradients.compare(program, shape.top_k, of_layer, x, layers, mesh)
+        if wrong:
+            yield dataclasses.replace(blank, failure=wrong)
             continue
         timed, _ = time_calls(lambda _: program(x, layers), options.seconds)  # noqa: B023, called in this turn
         yield dataclasses.replace(
@@ -268,11 +276,31 @@ def _check(
             worst = error_of(given.y, sample, mesh)
             if not worst <= sample.allowed:
                 return worst, f"an error of {worst:.1e}, above {sample.allowed:.1e}"
-        if stats is not None:
-            counted = np.asarray(stats.rows_per_expert[number])
-            if not np.array_equal(counted, routing.slots.sum(0)):
-                return worst, f"the statistics of layer {number} are not the counts of its ids"
+        if stats is not None and (wrong := _wrong_counts(number, stats, routing)):
+            return worst, wrong
     return worst, ""
+
+
+def _wrong_counts(number: int, stats: Any, routing: traffic.Routing) -> str:
+    same = np.array_equal(np.asarray(stats.rows_per_expert[number]), routing.slots.sum(0))
+    return "" if same else f"the statistics of layer {number} are not the counts of its ids"
+
+
+def _wrong_figures(
+    stats: Any, losses: Any, routings: list[traffic.Routing], seen: Seen, router: jax.Array, mesh: Mesh
+) -> str:
+    """Returns what is wrong with the statistics of the program that is timed, and with its losses, if it has some."""
+    losses = None if losses is None else whole(losses, mesh)
+    for number, routing in enumerate(routings):
+        if wrong := _wrong_counts(number, stats, routing):
+            return wrong
+        if losses is not None:
+            scores = scan_gradients.probabilities(seen.x[number], router[number], mesh)
+            truth = scan_gradients.balance_loss(routing.slots.sum(0), scores)
+            error = abs(float(losses[number]) / truth - 1)
+            if not error <= ALLOWED_LOSS_ERROR:
+                return f"the balance loss of layer {number} has an error of {error:.1e}, above {ALLOWED_LOSS_ERROR:.1e}"
+    return ""
 
 
 def _routings(seen: Seen, mesh: Mesh, num_experts: int) -> list[traffic.Routing]:
@@ -306,7 +334,8 @@ def _make_weights(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> 
     ids = np.stack(
         [make_ids(rng, tokens * mesh.size, shape.num_experts, shape.top_k, "uniform") for _ in range(options.layers)]
     )
-    chosen = np.full(ids.shape, 1 / shape.top_k, np.float32)
+    raw = rng.random(ids.shape, np.float32) + np.float32(0.1)
+    chosen = raw / raw.sum(-1, keepdims=True)
     arrays = (jax.make_array_from_callback(each.shape, split, each.__getitem__) for each in (ids, chosen))
     return Weights(router, experts, *arrays)
 

@@ -118,3 +118,74 @@ def test_gradients_that_are_wrong_in_a_scan_alone_have_no_figures(monkeypatch):
     monkeypatch.setattr(scan, "LINES", ())
     monkeypatch.setattr(scan_gradients, "LINES", ("save",))
     assert [result.failure for result in measured()] == ["a gradient has an error of 1.0e-01"]
+
+
+def scaled_gradients(arrays: Any, factor: float) -> Any:
+    """The same arrays, whose gradients are multiplied."""
+
+    @jax.custom_vjp
+    def same(arrays: Any) -> Any:
+        return arrays
+
+    same.defvjp(
+        lambda arrays: (arrays, None), lambda _, gradients: (jax.tree.map(lambda array: factor * array, gradients),)
+    )
+    return same(arrays)
+
+
+@pytest.mark.slow
+def test_a_balance_loss_that_is_wrong_has_no_figures(monkeypatch):
+    right = jaxmoe.MoEAux.load_balancing_loss.fget
+    assert right is not None
+    monkeypatch.setattr(jaxmoe.MoEAux, "load_balancing_loss", property(lambda aux: 1.001 * right(aux)))
+    monkeypatch.setattr(scan, "LINES", ("loss",))
+    monkeypatch.setattr(scan_gradients, "LINES", ())
+    [result] = measured()
+    assert result.failure == "the balance loss of layer 0 has an error of 1.0e-03, above 1.0e-05"
+    monkeypatch.setattr(jaxmoe.MoEAux, "load_balancing_loss", property(lambda aux: 1.5 * right(aux)))
+    monkeypatch.setattr(scan, "LINES", ())
+    monkeypatch.setattr(scan_gradients, "LINES", ("save",))
+    [result] = measured()
+    assert (result.failure or "").startswith("the loss is ")
+
+
+@pytest.mark.slow
+def test_statistics_that_are_wrong_where_they_are_timed_alone_have_no_figures(monkeypatch):
+    right = scan._compile
+
+    def wrong(*arguments: Any, keeps: bool) -> Any:
+        program = right(*arguments, keeps=keeps)
+        if keeps:
+            return program
+        return lambda *arrays: jax.tree.map(lambda array: array + (array.ndim < 3), program(*arrays))
+
+    monkeypatch.setattr(scan, "_equal", lambda *_: True)
+    monkeypatch.setattr(scan, "_compile", wrong)
+    monkeypatch.setattr(scan, "LINES", ("stats",))
+    monkeypatch.setattr(scan_gradients, "LINES", ())
+    [result] = measured(layers=1)
+    assert result.failure == "the statistics of layer 0 are not the counts of its ids"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "x", "topk_weights", "the balance loss"])
+def test_gradients_that_are_wrong_outside_of_a_scan_too_have_no_figures(monkeypatch, name):
+    """By a tenth, of the layer or of the probabilities of the balance loss."""
+    layer, aux = jaxmoe.moe_layer, jaxmoe.router_aux
+
+    def moe_layer(x: Any, ids: Any, weights: Any, experts: Any, **options: Any) -> Any:
+        given = {"x": x, "topk_weights": weights, "experts": experts}
+        given |= {each: scaled_gradients(given[each], 1.1) for each in given if each == name}
+        return layer(given["x"], ids, given["topk_weights"], given["experts"], **options)
+
+    def router_aux(routing: Any) -> Any:
+        scores = scaled_gradients(routing.scores, 1.1) if name == "the balance loss" else routing.scores
+        return aux(scan.dataclasses.replace(routing, scores=scores))
+
+    monkeypatch.setattr(jaxmoe, "moe_layer", moe_layer)
+    monkeypatch.setattr(jaxmoe, "router_aux", router_aux)
+    monkeypatch.setattr(scan, "LINES", ())
+    monkeypatch.setattr(scan_gradients, "LINES", ("recompute",))
+    [result] = measured()
+    said = "w_gate of expert" if name == "experts" else f"{name} has"
+    assert (result.failure or "").startswith(f"the gradient of {said}")
