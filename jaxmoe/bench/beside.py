@@ -1,11 +1,12 @@
 """`python -m jaxmoe.bench beside`: the layer in programs that do other work too, and what that costs.
 
 One line for each number of tokens and each of the programs in `beside_programs.py`. Before a program is timed, what it
-returns is compared with what its two parts return when each runs for itself: the layer alone, whose output was compared
-with the reference before, and the program with the layer's answers given, its other work alone. Both are timed as the
-program is. What the layer returns has to be the same bit for bit (of `"megakernel"`), also in the last call that was
-timed. Without that no time is printed. Where a program takes longer than its parts it is timed once more in rounds
-inside one jit (`beside_rounds.py`), which tells the devices' time from the hosts'.
+returns is compared with what its two parts return when each runs for itself: the layer alone, and the program with the
+layer's answers given, its other work alone. Both are timed as the program is. What the layer returns has to be the same
+bit for bit (of `"megakernel"`), also in the last call that was timed. What it returns alone was compared with the
+reference in float32, once for each pass: its output at sampled tokens, and where the pass has gradients those at the
+samples of `gradient_check.py`. Without that no time is printed. Where a program takes longer than its parts it is timed
+once more in rounds inside one jit (`beside_rounds.py`), which tells the devices' time from the hosts'.
 
 A program that hangs ends through the layer's own limit, `JAXMOE_TIMEOUT_SECONDS`, which the command sets to 10 s where
 the user has not. No layer of that group can run after it, so the programs that come next are told as not run.
@@ -33,6 +34,7 @@ from jaxmoe.bench.beside_prefetch import Prefetching
 from jaxmoe.bench.beside_programs import DATA_AXIS, PROGRAMS, where
 from jaxmoe.bench.beside_rounds import in_rounds, time_rounds
 from jaxmoe.bench.beside_table import Result, header, is_longer, line
+from jaxmoe.bench.gradient_check import errors_of, gradient_sample_of, of_unit_scale
 from jaxmoe.bench.inputs import AXIS, error_of, sample_of, whole
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import BesideOptions
@@ -162,7 +164,7 @@ class _Bench:
         self.inputs = weights(x=make_tokens(self.split, (tokens * mesh.size, hidden), options.wide))
         self.compiled: dict[tuple[str, str], Any] = {}  # or why that could not be compiled
         self.layer_times: dict[tuple[Pass, bool], float] = {}  # and whether the host waits for each call
-        self.is_right = False  # the layer alone, compared with the reference
+        self.right: set[Pass] = set()  # those of the layer alone that agree with the reference
 
     def compile(self, progress: Callable[[str], None]) -> None:
         """Compiles the programs, their other work, and the layer alone."""
@@ -238,7 +240,7 @@ class _Bench:
         answers = tuple(alone(*of_call) for of_call in of_calls)
         error, work_wrong = compare_with_work(outcome, work(self.inputs, answers), self.mesh)
         wrong = (
-            self._compare_with_reference(of_calls[0][0], answers[0])
+            self._compare_with_reference(pass_name, *of_calls[0], answers[0])
             or compare_with_layer(outcome, answers, self.implementation, self.mesh)
             or work_wrong
         )
@@ -335,15 +337,27 @@ class _Bench:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             yield Prefetching(compiled, self.inputs, answers, pool, whole(self.inputs.x, self.mesh))
 
-    def _compare_with_reference(self, arguments: Arguments, answer: Results) -> str:
-        """Of the layer alone, once for each mesh and number of tokens; returns what is wrong."""
-        if self.is_right:
+    def _compare_with_reference(
+        self, pass_name: Pass, arguments: Arguments, dy: jax.Array | None, answer: Results
+    ) -> str:
+        """Of the layer alone, once for each mesh, number of tokens and pass; returns what is wrong."""
+        if pass_name in self.right:
             return ""
         sample = sample_of(arguments, whole(arguments.topk_ids, self.mesh), self.mesh, self.of_layer["precision"])
         assert answer.y is not None
         error = error_of(answer.y, sample, self.mesh)
-        self.is_right = error <= sample.allowed
-        return "" if self.is_right else f"the layer alone has an error of {error:.1e}, above {sample.allowed:.1e}"
+        if not error <= sample.allowed:
+            return f"the layer alone has an error of {error:.1e}, above {sample.allowed:.1e}"
+        if dy is not None:
+            dy, _ = of_unit_scale(dy)
+            gradients = self._compiled("layer", pass_name)(arguments, dy).gradients
+            trained = pass_name != "frozen"
+            of_gradients = gradient_sample_of(arguments, dy, sample.tokens, self.mesh, trained=trained)
+            for name, error, allowed in errors_of(gradients, of_gradients, self.mesh):
+                if not error <= allowed:
+                    return f"the layer alone has a gradient of {name} with an error of {error:.1e}, above {allowed:.1e}"
+        self.right.add(pass_name)
+        return ""
 
 
 def _hosts_of(options: BesideOptions) -> str:

@@ -117,6 +117,16 @@ def errors_of(gradients: Gradients, sample: Sample, mesh: Mesh) -> Iterator[tupl
         yield piece.name, relative_error(value, piece.truth), piece.allowed
 
 
+def of_unit_scale(dy: jax.Array) -> tuple[jax.Array, float]:
+    """Returns a cotangent times a power of two, so that its largest number is near 1, and that power.
+
+    Those of a mean over all numbers are so small that float16 has few bits for what is made of them.
+    """
+    largest = float(jnp.abs(dy).max())
+    scale = 2.0 ** -np.ceil(np.log2(largest)) if 0 < largest < np.inf else 1.0
+    return jax.device_put(dy * jnp.asarray(scale, dy.dtype), dy.sharding), float(scale)
+
+
 def _wide(array: jax.Array) -> np.ndarray:
     return np.asarray(array, np.float32)
 

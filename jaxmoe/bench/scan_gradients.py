@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxmoe
-from jaxmoe.bench.gradient_check import errors_of, gradient_sample_of
+from jaxmoe.bench.gradient_check import errors_of, gradient_sample_of, of_unit_scale
 from jaxmoe.bench.inputs import sampled_tokens, whole
 from jaxmoe.bench.passes import Gradients
 from jaxmoe.options import Arguments
@@ -119,7 +119,7 @@ def _wrong_in_first(
 ) -> str:
     """Returns what in the gradients of the first layer is not that of the reference, or not that of its formula.
 
-    Cotangents are multiplied by a power of two: of a mean over all numbers they are too small for float16.
+    Cotangents are those of `of_unit_scale`.
 
     Args:
       x: its tokens.
@@ -131,8 +131,8 @@ def _wrong_in_first(
       of_balance: cotangent of its balance loss.
       mesh: of the call.
     """
-    scale = 2.0 ** -np.ceil(np.log2(float(jnp.abs(dy).max())))
-    dy, of_balance = dy * jnp.asarray(scale, dy.dtype), of_balance * scale
+    dy, scale = of_unit_scale(dy)
+    of_balance *= scale
     gradients = backward(x, own, dy, jnp.float32(of_balance))[1]
     of_balance_alone = backward(x, own, jnp.zeros_like(dy), jnp.float32(len(x)))[1]
     routing = _routing(x, own.router, top_k)

@@ -227,6 +227,50 @@ def test_no_time_is_printed_where_the_layer_alone_is_wrong(monkeypatch):
     assert wrong.failure.startswith("not timed: the layer alone has an error of nan, above ")
 
 
+@pytest.mark.slow
+def test_no_time_is_printed_where_the_layer_is_wrong_in_one_pass_alone(monkeypatch):
+    """Where it is differentiated, of all that there is."""
+    right = jaxmoe.moe_layer
+
+    @jax.custom_vjp
+    def larger(y: jax.Array) -> jax.Array:
+        return y
+
+    larger.defvjp(lambda y: (1.5 * y, None), lambda _, dy: (1.5 * dy,))
+    monkeypatch.setattr(jaxmoe, "moe_layer", lambda *arguments, **options: larger(right(*arguments, **options)))
+    plain, wrong = measured("plain", "train_router")
+    assert plain.failure is None
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("not timed: the layer alone has an error of 5.0e-01, above ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "program"), [("w_down", "train"), ("x", "train_router"), ("topk_weights", "train_router")]
+)
+def test_no_time_is_printed_where_a_gradient_of_the_layer_alone_is_wrong(monkeypatch, name, program):
+    """By a twentieth, in the program as in the layer alone."""
+    right = jaxmoe.moe_layer
+
+    @jax.custom_vjp
+    def same(array: jax.Array) -> jax.Array:
+        return array
+
+    same.defvjp(lambda array: (array, None), lambda _, gradient: (1.05 * gradient,))
+
+    def wrong(x: Any, ids: Any, weights: Any, experts: Any, **of_layer: Any) -> Any:
+        if name == "w_down":
+            experts = dataclasses.replace(experts, w_down=same(experts.w_down))
+        x, weights = same(x) if name == "x" else x, same(weights) if name == "topk_weights" else weights
+        return right(x, ids, weights, experts, **of_layer)
+
+    monkeypatch.setattr(jaxmoe, "moe_layer", wrong)
+    plain, result = measured("plain", program)
+    assert plain.failure is None
+    assert result.failure is not None
+    assert result.failure.startswith(f"not timed: the layer alone has a gradient of {name} ")
+
+
 def test_no_time_is_printed_where_a_later_call_returns_something_else(add):
     calls = []
 
