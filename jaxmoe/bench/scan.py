@@ -304,7 +304,7 @@ def _wrong_figures(
 
 
 def _routings(seen: Seen, mesh: Mesh, num_experts: int) -> list[traffic.Routing]:
-    return [traffic.Routing.of(whole(ids, mesh), mesh.size, num_experts) for ids in seen.ids]
+    return [traffic.Routing.of(ids, mesh.size, num_experts) for ids in whole(seen.ids, mesh)]
 
 
 @jax.jit
