@@ -150,7 +150,7 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             answers = _answers(x, arguments.topk_ids, shape.num_experts, mesh, options.implementation)
             wrong, sums = _check(line, one, given, answers, shape.num_experts, mesh)
             program, arrays = _rounds(one), (*given, answers) if line == "fp8" else given
-            is_off = functools.partial(_is_off, sums) if line == "fp8" else unchanged
+            is_off = functools.partial(_is_off, sums) if line == "fp8" and sums is not None else unchanged
             del answers, sums
         if wrong:
             yield dataclasses.replace(blank, failure=wrong)

@@ -357,7 +357,7 @@ def dense_of(
                 jnp.where(chosen, 0, -1),
                 jnp.where(chosen, weights, 0),
                 jax.tree.map(lambda array: array[None], expert) if wide is None else _random_expert(*wide, number),
-                activation=resolve(activation),  # pyright: ignore[reportArgumentType]
+                activation=resolve(activation),
                 group=ExpertGroup(),
                 compute_dtype=compute_dtype,
                 precision=precision,

@@ -81,6 +81,7 @@ def compare(
         inputs.append(forward(inputs[-1], own)[0])
     loss, gradients = program(x, layers)
     dy, worst = jax.jit(jax.grad(_mean_square))(inputs[-1]), 0.0
+    of_first = dy
     of_balance = jnp.float32(_OF_BALANCE / number)
     for nth in reversed(range(number)):
         of_first = dy

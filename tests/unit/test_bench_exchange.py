@@ -98,7 +98,14 @@ def test_one_slot_of_eight_that_is_lost_in_one_round_is_seen_and_roundings_are_a
 
 def test_rounds_that_are_wrong_where_they_are_timed_have_no_figures(monkeypatch):
     rounds = exchange._rounds
-    rolled = lambda one: lambda x, *others: (jnp.roll(one(x, *others)[0], 1, 0), None)  # noqa: E731
+
+    def rolled(one: exchange.Round) -> exchange.Round:
+        def wrong(*arrays: Any) -> Any:
+            y, arrived = one(*arrays)
+            return jnp.roll(y, 1, 0), arrived
+
+        return wrong
+
     monkeypatch.setattr(exchange, "_rounds", lambda one: rounds(rolled(one)))
     for result in measured():
         assert result.failure
