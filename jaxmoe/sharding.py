@@ -226,7 +226,7 @@ def place(
     Args:
       x: the tokens.
       axis_name: of the experts.
-      data_axes: of the tokens; those of x where none are named.
+      data_axes: of the tokens; `None`: those of x.
       mesh: what the user passed, if anything.
       inner_axes: those that split experts beside their first dimension, as far as they are named.
       part_axes: those among them whose ranks have the same tokens, unless `data_axes` names them.
@@ -236,6 +236,7 @@ def place(
       ValueError: an axis is not in the mesh, is not manual inside a `shard_map`, or there is no mesh at all.
     """
     expert_axes = axis_tuple(axis_name, "axis_name", caller)
+    as_they_lie = data_axes is None  # an empty tuple says that tokens are split over no other axis
     stated = None
     if isinstance(data_axes, PartitionSpec):
         data_axes = PartitionSpec(*tuple(data_axes)[: len(x.shape) - 1])  # that of x itself may go on
@@ -274,7 +275,7 @@ def place(
     known = known_axes(x, chosen)
     auto = not explicit and known
     dims = known[:-1] if stated is None else stated
-    if not data_axes and stated is None:
+    if as_they_lie:
         data_axes = tuple(name for names in dims for name in names if name not in (*expert_axes, *part_axes))
     token_axes = (*data_axes, *expert_axes)
     return Placement(

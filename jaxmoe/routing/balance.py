@@ -277,8 +277,11 @@ def update_selection_bias(
             f"{rows_per_expert.shape}; both must be [experts]."
         )
     _check_rate(rate)
-    mean, rest = jnp.divmod(rows_per_expert.sum(), rows_per_expert.size)
-    rows, dtype = rows_per_expert.astype(mean.dtype), selection_bias.dtype
+    # Counts of many steps may fit their type where their sum does not.
+    rows, dtype = rows_per_expert.astype(jax.eval_shape(jnp.sum, rows_per_expert).dtype), selection_bias.dtype
+    parts, rests = jnp.divmod(rows, rows.size)
+    more, rest = jnp.divmod(rests.sum(), rows.size)
+    mean = parts.sum() + more
     below_mean = (rows < mean) | ((rows == mean) & (rest > 0))
     sign = below_mean.astype(dtype) - (rows > mean).astype(dtype)
     return selection_bias + jnp.asarray(rate, dtype) * sign

@@ -265,7 +265,9 @@ def choose(
     else:
         weights = jnp.where(used, selected, 0)
         if config.renormalize:
-            weights = _divide_by_sum(weights, config.epsilon)
+            # A token that uses no slot would divide zero by zero, where epsilon is zero.
+            some = used.any(-1, keepdims=True)
+            weights = _divide_by_sum(weights, jnp.where(some, jnp.asarray(config.epsilon, weights.dtype), 1))
     weights = jnp.where(used, weights * config.scaling_factor, 0)
     if config.score in ("sigmoid", "sqrtsoftplus"):
         probabilities = _divide_by_sum(scores, _EPSILON)
@@ -291,7 +293,7 @@ def _sqrt_softplus(logits: jax.Array) -> jax.Array:
     )
 
 
-def _divide_by_sum(scores: jax.Array, epsilon: float) -> jax.Array:
+def _divide_by_sum(scores: jax.Array, epsilon: float | jax.Array) -> jax.Array:
     # Scores / total, written so that total / total = 1 carries the derivative: JAX's rule for a quotient squares the
     # denominator, which overflows float32 where all scores have underflowed and only epsilon is left.
     total = scores.sum(-1, keepdims=True) + epsilon

@@ -85,8 +85,8 @@ class MoEStats:
 
         Without any row it is 1.0 as well, since no expert waits for another.
         """
-        rows = self.rows_per_expert
-        most, mean = rows.max(-1).astype(jnp.float32), rows.sum(-1).astype(jnp.float32) / rows.shape[-1]
+        rows = self.rows_per_expert.astype(jnp.float32)
+        most, mean = rows.max(-1), rows.mean(-1)
         return jnp.where(mean > 0, most / jnp.where(mean > 0, mean, 1), 1)
 
 

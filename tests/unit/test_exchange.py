@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -184,6 +185,21 @@ def test_a_bad_combine_raises_what_was_given_and_what_to_do(wrong):
 def test_group_sizes_are_of_sorted_rows_alone():
     with pytest.raises(ValueError, match=r"group_sizes.*per_expert=True.*einsum"):
         _ = OF_EXPERTS.group_sizes
+
+
+def test_how_tokens_lie_changes_neither_rows_nor_what_finds_no_room():
+    rng, mesh = np.random.default_rng(0), mesh_of("data", "expert")
+    x, ids = jnp.arange(64.0).reshape(32, 2), jnp.asarray(make_ids(rng, 32, 8, 1, "uniform"))
+
+    def dispatch(x: jax.Array) -> jaxmoe.Dispatched:
+        return jaxmoe.dispatch(x, ids, num_experts=8, capacity=4)
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(("data", "expert"))))
+        results = [dispatch(x), dispatch(placed), jax.jit(dispatch)(placed)]
+    for result in results[1:]:
+        for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(results[0]), strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 def test_combine_is_called_where_dispatch_was():

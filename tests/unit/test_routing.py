@@ -323,7 +323,11 @@ def test_nan_in_the_selection_bias_gives_every_valid_token_a_nan_weight_and_reac
     assert (gradient[~token_valid] == 0).all()
 
 
-@pytest.mark.parametrize("config", [config_of({"score": score} | LIMITED) for score in SCORES], ids=SCORES)
+@pytest.mark.parametrize(
+    "config",
+    [*(config_of({"score": score} | LIMITED) for score in SCORES), jaxmoe.RouterConfig.mixtral()],
+    ids=[*SCORES, "mixtral, whose epsilon is zero"],
+)
 def test_debug_nans_finds_none_where_logits_are_finite_or_masked(config: jaxmoe.RouterConfig) -> None:
     logits, token_valid = random_logits(6, 8).at[2, 1].set(-math.inf), jnp.arange(6) != 1
     bias = jnp.linspace(-0.1, 0.1, 8).at[3].set(-math.inf)

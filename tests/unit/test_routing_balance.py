@@ -104,7 +104,7 @@ def test_the_z_loss_of_shifted_uniform_logits_is_the_square_of_log_experts_plus_
 
 
 @hypothesis.given(
-    load=st.lists(st.integers(0, 2**22), min_size=6, max_size=6) | st.integers(0, 2**28).map(lambda n: [n] * 6)
+    load=st.lists(st.integers(0, 2**31 - 1), min_size=6, max_size=6) | st.integers(0, 2**31 - 1).map(lambda n: [n] * 6)
 )
 def test_the_bias_moves_by_the_rate_towards_the_mean_load(load: list[int]) -> None:
     mean = fractions.Fraction(sum(load), 6)
@@ -156,6 +156,12 @@ def test_max_over_mean_load(rows: list[int], wanted: float) -> None:
     load = jaxmoe.load_stats(ids, 3).max_over_mean_load
     assert load == wanted
     assert load.dtype == jnp.float32
+
+
+def test_the_mean_load_of_counts_whose_sum_is_no_int32() -> None:
+    counts = [2**30, 2**30, 2**30, 2**29]
+    stats = jaxmoe.MoEStats(jnp.array([*counts, 0, 0], jnp.int32))
+    np.testing.assert_allclose(stats.max_over_mean_load, 2**30 / (sum(counts) / 4), rtol=1e-6)
 
 
 def test_narrow_ids_are_counted_like_any_other() -> None:
