@@ -123,7 +123,7 @@ class BlockScaled(QuantizedMatrix):
 
     def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
         """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""
-        scales = self.scales.astype(jnp.float32)
+        scales = jnp.asarray(self.scales).astype(jnp.float32)  # checkpoints have NumPy's
         for axis, size in zip((1, 2), self.block, strict=True):
             scales = _repeated(scales, axis, size, self.values.shape[axis])
         return (self.values.astype(jnp.float32) * scales).astype(dtype).swapaxes(1, 2)
