@@ -87,6 +87,11 @@ def _check(weights: Any, table: Family, family: str) -> None:
     for field, name in has.items():
         if name is None and getattr(weights, field) is not None:
             raise ValueError(f"to_hf: weights.{field} is given, and family={family!r} has no name for it.")
+    if weights.shared_gate is not None and weights.shared is None:
+        raise ValueError(
+            "to_hf: weights.shared_gate is given and weights.shared is None, whose answer it multiplies. Pass both, or "
+            "dataclasses.replace(weights, shared_gate=None)."
+        )
     needed = [] if table.router_bias is None else ["router_bias"]
     needed += [] if table.selection_bias is None or weights.token_table is not None else ["selection_bias"]
     needed += [] if table.shared_gate is None or weights.shared is None else ["shared_gate"]
@@ -111,7 +116,10 @@ def _check_shapes(weights: MoEWeights) -> None:
                 f"to_hf: weights.{field} has shape {list(np.shape(array))}; it must be {list(shape)}, {words}, to go "
                 f"with weights.experts. {advice}".rstrip()
             )
+    names = [f"{field}.{name}" for field in ("experts", "shared") for name in SIDES]
     for name, scales in (weights.input_scales or {}).items():
+        if name not in names:
+            raise ValueError(f"to_hf: weights.input_scales has {name!r}; names are {', '.join(map(repr, names))}.")
         experts = weights.shared if name.startswith("shared.") else weights.experts
         if experts is not None and np.shape(scales) != (experts.num_experts,):
             raise ValueError(

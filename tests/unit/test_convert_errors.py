@@ -267,6 +267,14 @@ def weights_of(name: str) -> Any:
         ),
         ("deepseek_v3 in FP8", "deepseek_v4", {}, TypeError, "BlockScaled with a float32 scale for 128x128"),
         ("qwen3_next", "qwen3_next", {"shared_gate": None}, ValueError, "shared_gate is None"),
+        ("qwen3_next", "qwen3_next", {"shared": None}, ValueError, "shared is None, whose answer it multiplies"),
+        (
+            "mixtral",
+            "mixtral",
+            {"input_scales": {"w_gate": np.ones(8)}},
+            ValueError,
+            "input_scales has 'w_gate'; names are 'experts.w_gate', .*'shared.w_down'",
+        ),
     ],
 )
 def test_weights_that_a_family_cannot_have_are_not_written(case, family, change, error, told):
