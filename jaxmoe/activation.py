@@ -6,21 +6,18 @@ it, `xla/` uses the closed forms of `vjp`, `megakernel/` passes the kind on to c
 float32 (or float64). A function of the user's own is a `Function`: no compiled code has it, and JAX differentiates it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxmoe.wording import a_type
+from jaxmoe.activation_values import refuse_own_values, refuse_traced_values
 
 
 @runtime_checkable
@@ -288,34 +285,6 @@ def compiled_form(activation: Activation) -> CompiledForm | None:
 # What users may write: a name, an object like SwiGLU, or a function.
 ActivationLike = str | Activation | Callable[..., jax.Array]
 
-# What a user does whose activation has values.
-_ANY_CODE = (
-    "To train such values, put the code of the activation between jaxmoe.dispatch_matmul and jaxmoe.matmul_combine, "
-    "which take any JAX in between"
-)
-
-
-def _refuse_values(activation: Any) -> None:
-    """Raises of a module or another pytree with values, and of a method of one.
-
-    Programs are found by the object, which is the same one after its values have changed: a call would compute with
-    those of the first one.
-    """
-    owner = activation
-    while isinstance(owner, functools.partial) and not isinstance(owner, jax.tree_util.Partial):
-        owner = owner.func
-    owner = getattr(owner, "__self__", owner)
-    # Not every module of Flax NNX is a pytree. Before it is imported there are none.
-    module = getattr(sys.modules.get("flax.nnx"), "Module", ())
-    if isinstance(owner, module) or any(leaf is not owner for leaf in jax.tree.leaves(owner)):
-        given = a_type(activation) if owner is activation else f"{a_type(activation)} of {a_type(owner)}"
-        raise TypeError(
-            f"moe_layer: activation is {given}, which has values of its own. The activation is a constant of the "
-            "compiled program: values that change later would not get there, and have no gradients. "
-            f"{_ANY_CODE}. If they are constants, pass a function that has them as numbers, such as "
-            "functools.partial(jax.nn.leaky_relu, negative_slope=0.1)."
-        )
-
 
 def check_differentiable(activation: Activation) -> None:
     """Raises where a layer that has its own derivative is differentiated with an activation that JAX traces.
@@ -323,26 +292,8 @@ def check_differentiable(activation: Activation) -> None:
     Raises:
       TypeError: a function of the user's closes over a traced value, as far as that can be seen.
     """
-    if not isinstance(activation, Function):
-        return
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(_held_by(activation.function))):
-        raise TypeError(
-            f"moe_layer: activation={activation!r} closes over a value that JAX traces (an argument of jax.jit, what "
-            "is made of one, or what is differentiated), and the layer is differentiated: for that the activation has "
-            f"to be a constant. {_ANY_CODE}, or pass implementation='reference', which is slow, with precision=None. A "
-            "constant is a number of Python, or an array that was made outside of jax.jit."
-        )
-
-
-def _held_by(function: Any) -> list[Any]:
-    """Returns what a function closes over, or the object that is called holds."""
-    if isinstance(function, functools.partial):
-        return [function.args, function.keywords, *_held_by(function.func)]
-    held = [getattr(getattr(function, "__self__", function), "__dict__", {})]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            held.append(cell.cell_contents)
-    return held
+    if isinstance(activation, Function):
+        refuse_traced_values(activation.function, repr(activation))
 
 
 # JAX's own functions that the table has. `jax.nn.swish`, and Flax's of the same names, are the same objects.
@@ -401,7 +352,7 @@ def resolve(activation: ActivationLike) -> Activation:
             f"moe_layer: activation={activation!r} is neither a name ({', '.join(map(repr, ACTIVATIONS))}) nor an "
             "object like jaxmoe.SwiGLU() nor a function of gate, or of gate and up."
         )
-    _refuse_values(activation)
+    refuse_own_values(activation)
     if isinstance(activation, Activation):
         hash(activation)  # part of the key under which compiled programs are found
         return activation
