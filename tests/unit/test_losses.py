@@ -53,6 +53,29 @@ def levanter_mixtral(logits):
     return float((counts / counts.sum() * EXPERTS / TOP_K * means).sum())
 
 
+def softmax(rows):
+    return np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)
+
+
+def maxtext(ids, probabilities):
+    """`load_balance_loss` of MaxText 0.2.5, without its weight."""
+    density = np.eye(EXPERTS)[ids].sum(2).mean(1) / TOP_K
+    return float(np.mean(density * probabilities.mean(1)) * EXPERTS**2)
+
+
+def best(scores):
+    return np.argsort(-scores, -1)[..., :TOP_K]
+
+
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-logits.astype(np.float64)))
+
+
+def megatron(logits):
+    scores = sigmoid(logits)
+    return maxtext(best(scores), scores / scores.sum(-1, keepdims=True))
+
+
 def easydel_standard(logits):
     counts, means = counted(logits)
     return float((counts * EXPERTS / TOP_K * means).sum())
@@ -61,7 +84,7 @@ def easydel_standard(logits):
 FORMULAS = {
     "of_sequences": lambda logits: per_sequence(logits) / TOP_K,
     "hugging_face": per_token,
-    "maxtext": per_sequence,
+    "maxtext": lambda logits: maxtext(best(logits), softmax(logits.astype(np.float64))),
     "levanter_grug": per_token,
     "levanter_mixtral": levanter_mixtral,
     "transformer_engine": transformer_engine,
@@ -69,6 +92,8 @@ FORMULAS = {
     "easydel_switch": per_token,
     "easydel_empty_choice": lambda logits: float(np.var(counted(logits)[0])),
 }
+# Those that are given more than a routing.
+OF_SIGMOIDS = {"maxtext_of_scores", "maxtext_megatron"}
 
 
 def routing_of(logits):
@@ -81,6 +106,27 @@ def test_the_function_of_the_page_is_the_formula(losses, name):
     np.testing.assert_allclose(float(losses[name](routing_of(logits))), FORMULAS[name](logits), rtol=1e-5)
 
 
+def routed_by_sigmoids(logits):
+    """As DeepSeek-V3 routes: with a bias and groups, which change the choice."""
+    router = jaxmoe.RouterConfig(top_k=TOP_K, score="sigmoid", num_groups=4, top_groups=2)
+    return jaxmoe.route(jnp.asarray(logits), router, selection_bias=jnp.linspace(0.3, 0, EXPERTS))
+
+
+def test_maxtext_takes_a_softmax_of_scores(losses):
+    logits = logits_of(0)
+    routing, scores = routed_by_sigmoids(logits), sigmoid(logits)
+    wanted = maxtext(np.asarray(routing.topk_ids), softmax(scores))
+    np.testing.assert_allclose(float(losses["maxtext_of_scores"](routing, jnp.asarray(scores))), wanted, rtol=1e-5)
+    assert abs(float(losses["maxtext"](routing)) - wanted) > 1e-2
+
+
+def test_megatron_s_loss_in_maxtext_is_of_a_choice_without_bias_and_groups(losses):
+    logits = logits_of(0)
+    wanted = megatron(logits)
+    np.testing.assert_allclose(float(losses["maxtext_megatron"](jnp.asarray(logits), TOP_K)), wanted, rtol=1e-5)
+    assert abs(float(losses["of_sequences"](routed_by_sigmoids(logits))) - wanted) > 1e-2
+
+
 def test_hugging_face_takes_all_layers_for_one_batch(losses):
     layers = [logits_of(seed) * (1 + seed) for seed in range(2)]
     of_layers = [per_token(logits) for logits in layers]
@@ -91,4 +137,7 @@ def test_hugging_face_takes_all_layers_for_one_batch(losses):
 
 def test_every_function_of_the_page_is_tested(losses):
     code = {name: getattr(value, "__code__", None) for name, value in losses.items()}
-    assert {name for name, each in code.items() if each and each.co_filename == "docs/losses.md"} == set(FORMULAS)
+    assert {name for name, each in code.items() if each and each.co_filename == "docs/losses.md"} == {
+        *FORMULAS,
+        *OF_SIGMOIDS,
+    }
