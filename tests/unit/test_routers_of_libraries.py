@@ -3,9 +3,11 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from tests.documents import ROOT
@@ -64,6 +66,95 @@ def check(config, ids, weights, logits=LOGITS):
 @pytest.mark.parametrize("page", PAGES)
 def test_routers_in_the_text_of_a_page_can_be_made(page):
     routers(text_of(page))
+
+
+MAXTEXT = "docs/use_in_maxtext.md"
+
+
+def maxtext(decoder, score, norm_topk_prob):
+    """`get_topk` and `deepseek_scale_weights` of MaxText 0.2.5, from logits to ids and weights."""
+    logits = LOGITS.astype(np.float64)
+    scores = {"": logits, "sigmoid": sigmoid(logits), "softmax": softmax(logits)}.get(score)
+    if scores is None:
+        scores = np.sqrt(np.log1p(np.exp(logits)))
+    ids, weights = chosen(scores)
+    if decoder == "DeepSeek":
+        weights = by_sum(weights) if score in ("sigmoid", "sqrtsoftplus") else weights
+        return ids, weights * SCALING
+    weights = np.take_along_axis(softmax(logits), ids, -1) if decoder == "Gemma 4" else softmax(weights)
+    return ids, by_sum(weights) if norm_topk_prob else weights
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(
+    ("begins", "decoder", "score"),
+    [
+        ("most decoders: Mixtral, Qwen3, gpt-oss", "Mixtral", ""),
+        ("DeepSeek, `sigmoid`", "DeepSeek", "sigmoid"),
+        ("DeepSeek, `sqrtsoftplus`", "DeepSeek", "sqrtsoftplus"),
+        ("DeepSeek, `softmax`", "DeepSeek", "softmax"),
+        ("Gemma 4", "Gemma 4", ""),
+    ],
+)
+def test_the_router_of_a_maxtext_decoder_weighs_as_its_get_topk(begins, decoder, score, norm_topk_prob):
+    configs = routers(row(MAXTEXT, begins), norm_topk_prob=norm_topk_prob)
+    assert configs
+    for config in configs:
+        check(config, *maxtext(decoder, score, norm_topk_prob))
+
+
+@pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_presets_of_the_maxtext_page_weigh_as_most_decoders(preset):
+    check(getattr(jaxmoe.RouterConfig, preset)(top_k=TOP_K), *maxtext("Mixtral", "", norm_topk_prob=False))
+
+
+def test_the_one_expert_of_llama_4_has_weight_one():
+    (config,) = routers(row(MAXTEXT, "Llama 4"))
+    check(config, np.argmax(LOGITS, -1)[:, None], np.ones((TOKENS, 1)))
+
+
+@pytest.mark.parametrize(("limit", "alpha", "offset", "preset"), [(7, 1.702, 1, "gpt_oss"), (10, 1, 0, "deepseek_v4")])
+def test_the_activation_is_that_of_mlp_activations_limit(limit, alpha, offset, preset):
+    code = f"jaxmoe.SwiGLU.{preset}()"
+    assert code in row(MAXTEXT, "`mlp_activations_limit`")
+    gate, up = np.linspace(-20, 20, 41)[:, None], np.linspace(-20, 20, 17)
+    clipped, linear = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    wanted = clipped * sigmoid(clipped * alpha) * (linear + offset)
+    activation = eval(code, {"jaxmoe": jaxmoe})
+    got = activation.value(*jnp.broadcast_arrays(jnp.float32(gate), jnp.float32(up)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_of_maxtext_s_scanned_parameters_is_an_index_of_axis_1():
+    (code,) = re.findall(r"`(jax\.tree\.map\([^`]*params\))`", text_of(MAXTEXT))
+    layers = [{"wi_0": np.full((4, 8, 6), layer), "gate": {"kernel": np.full((8, 4), layer)}} for layer in range(3)]
+    params = jax.tree.map(lambda *leaves: np.stack(leaves, 1), *layers)
+    for layer, wanted in enumerate(layers):
+        jax.tree.map(np.testing.assert_array_equal, eval(code, {"jax": jax, "params": params, "layer": layer}), wanted)
+
+
+def test_gradients_lie_as_maxtext_splits_its_experts_over_fsdp_and_context():
+    arguments = re.findall(r"`(\w+_axis)=([^`]*)`", text_of(MAXTEXT))
+    axes = {name: eval(value) for name, value in arguments}  # the last one of each name
+    shape = {"fsdp": 2, "context": 2, "tensor": 1, "expert": 2}
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+    into, back = P("expert", ("fsdp", "context"), "tensor"), P("expert", "tensor", ("fsdp", "context"))
+    experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=EXPERTS, hidden=32, intermediate=48)
+    x = jax.random.normal(jax.random.key(1), (4, 16, 32))
+    routing = jaxmoe.route(jnp.asarray(LOGITS).reshape(4, 16, EXPERTS), jaxmoe.RouterConfig(top_k=2))
+
+    def loss(experts):
+        y = jaxmoe.moe_layer(x, routing, experts, axis_name="expert", data_axes=P("fsdp", "context"), **axes)
+        return (y**2).sum()
+
+    with jax.set_mesh(mesh):
+        experts = jaxmoe.Experts(
+            *map(jax.device_put, (experts.w_gate, experts.w_up, experts.w_down), (into, into, back))
+        )
+        gradients = jax.jit(jax.grad(loss))(experts)
+    for name in ("w_gate", "w_up", "w_down"):
+        gradient, matrix = getattr(gradients, name), getattr(experts, name)
+        assert gradient.sharding.is_equivalent_to(matrix.sharding, 3), name
 
 
 EASYDEL = "docs/use_in_easydel.md"
