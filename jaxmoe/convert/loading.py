@@ -66,7 +66,9 @@ def from_hf(
       family: `"mixtral"`, `"minimax_m2"`, `"olmoe"`, `"qwen2_moe"`, `"qwen3_moe"`, `"qwen3_next"`, `"qwen3_5_moe"`,
         `"deepseek_v3"`, `"glm4_moe"`, `"kimi_k2"`, `"gpt_oss"` or `"deepseek_v4"`. `jaxmoe.RouterConfig` has a
         classmethod for most of their routers; those of MiniMax-M2 and GLM-4.5 are
-        `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with the `routed_scaling_factor` of the checkpoint.
+        `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with the `routed_scaling_factor` of the checkpoint; those
+        of OLMoE, Qwen2-MoE, Qwen3-MoE and Qwen3-Next are, with what config.json has,
+        `RouterConfig.qwen3_moe(top_k=num_experts_per_tok, renormalize=norm_topk_prob)`: false for the first two.
       layer: its number in the names.
       mesh: where the arrays go; `None` is the mesh that is set by `jax.set_mesh`, or, where none is, JAX's default
         device.

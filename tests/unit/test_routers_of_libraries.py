@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.convert import from_hf
 from tests.documents import ROOT
 
 TOKENS, EXPERTS, TOP_K, SCALING = 64, 16, 4, 2.5
@@ -252,3 +253,12 @@ def test_groups_are_those_of_transformer_engine_where_it_adds_the_best_two_of_ea
     of_four = dataclasses.replace(config, num_groups=4, top_groups=1)
     ids, _ = transformer_engine(score, TOP_K, groups=(4, 1))
     assert (np.asarray(jaxmoe.route(jnp.asarray(LOGITS), of_four).topk_ids) != ids).any()
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize("page", ["README.md", "from_hf"])
+def test_the_router_named_for_olmoe_and_qwen2_moe_weighs_as_hugging_face_s(page, norm_topk_prob):
+    text = str(from_hf.__doc__) if page == "from_hf" else text_of(page).split("## Checkpoints")[1].split("\n## ")[0]
+    (code,) = re.findall(r"RouterConfig\.qwen3_moe\([^)]*\)", text)
+    ids, weights = chosen(softmax(LOGITS.astype(np.float64)))
+    check(router(code, norm_topk_prob=norm_topk_prob), ids, by_sum(weights) if norm_topk_prob else weights)
