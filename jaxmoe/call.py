@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxmoe import activation as activations
 from jaxmoe import expert_checks, reach, sharding, static_sizes
@@ -120,22 +121,32 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
 
 
 class RepeatedWorkWarning(UserWarning):
-    """Ranks along a mesh axis compute the same: `moe_layer` was not told that tokens or experts are split over it."""
+    """Ranks along a mesh axis compute the same: `moe_layer` was not told that tokens or experts are split over it.
+
+    `data_axes=()` says that it is meant; beside axes of the tokens `warnings.filterwarnings` does.
+    """
 
 
 def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
     """Warns where ranks would compute the same and the user did not say that this is meant."""
-    if options.data_axes is not None or not (names := call.repeated_axes):
+    is_meant = options.data_axes is not None and not sharding.names_of_tokens(options.data_axes)
+    if is_meant or not (names := call.repeated_axes):
         return
     assert call.placement.mesh is not None
     times = math.prod(call.placement.mesh.shape[name] for name in names)
     some = ", ".join(map(repr, names))
-    every = tuple(name for name in (*call.token_split.entered_axes, *call.token_split.inside, *names))
-    data_axes = tuple(name for name in every if name not in call.group.axis_names)
+    expert_axes = sharding.axis_tuple(options.axis_name, "axis_name")
+    of_tokens = tuple(name for name in call.placement.token_axes if name not in expert_axes)
+    pass_axes = f"pass data_axes={(*of_tokens, *names)}"
+    if isinstance(options.data_axes, PartitionSpec):
+        pass_axes = f"name it in data_axes={options.data_axes} too"
+    silent = "data_axes=()"
+    if of_tokens:
+        silent = "warnings.filterwarnings('ignore', category=jaxmoe.RepeatedWorkWarning)"
     warnings.warn(
         f"moe_layer: the {times} ranks of mesh axis {some} compute the same tokens with the same experts. Where tokens "
-        f"are split over it, or may be, pass data_axes={data_axes}; where the intermediate dimension of the experts "
-        f"is, pass intermediate_axis={names[0]!r}; where it is meant, data_axes={data_axes[: -len(names)]}.",
+        f"are split over it, or may be, {pass_axes}; where the intermediate dimension of the experts is, pass "
+        f"intermediate_axis={names[0]!r}; where it is meant, {silent}.",
         RepeatedWorkWarning,
         stacklevel=4,
     )

@@ -35,7 +35,7 @@ def mesh_of(ids: list[int], data: int = 2, kinds: tuple[AxisType, ...] = AUTO) -
 
 
 def layer(*arrays: Any, **options: Any) -> jax.Array:
-    return jaxmoe.moe_layer(*arrays, data_axes="data", implementation="megakernel", **options)
+    return jaxmoe.moe_layer(*arrays, implementation="megakernel", **{"data_axes": "data"} | options)
 
 
 def in_shard_map(*arrays: Any, mesh: Mesh | None = None) -> jax.Array:
@@ -136,7 +136,7 @@ def test_one_process_alone_names_none(monkeypatch):
 
 def test_groups_of_one_rank_name_none():
     mesh = mesh_of([4, 5, 6, 7])
-    run = lambda *arrays: layer(*arrays, mesh=mesh, axis_name=None)  # noqa: E731
+    run = lambda *arrays: layer(*arrays, mesh=mesh, axis_name=None, data_axes=("data", "expert"))  # noqa: E731
     assert devices_of(run) == [[-1]]
 
 

@@ -146,13 +146,13 @@ class LinenLayer:
 
 MESHES = {
     "no mesh": (None, {"axis_name": None}, None),
-    "auto": (AxisType.Auto, {"data_axes": "data"}, P(("data", "expert"))),
+    "auto": (AxisType.Auto, {"axis_name": "expert", "data_axes": "data"}, P(("data", "expert"))),
     "auto, experts on two hosts": (
         AxisType.Auto,
-        {"data_axes": "data", "network": jaxmoe.NetworkPlan(ranks_per_host=2)},
+        {"axis_name": "expert", "data_axes": "data", "network": jaxmoe.NetworkPlan(ranks_per_host=2)},
         P(("data", "expert")),
     ),
-    "explicit": (AxisType.Explicit, {"data_axes": "data"}, P("data")),
+    "explicit": (AxisType.Explicit, {"axis_name": "expert", "data_axes": "data"}, P("data")),
     "explicit, experts over both axes": (AxisType.Explicit, {"axis_name": ("data", "expert")}, P(("data", "expert"))),
 }
 

@@ -132,9 +132,10 @@ def test_a_batch_that_no_axis_divides_gives_the_same_and_fills_up_less_than_one_
     arguments, mesh = inputs(batch), mesh_of(kind)
     truth, (of_x, of_experts) = on_one_device(arguments)
     with jax.set_mesh(mesh):
-        y, stats = jaxmoe.moe_layer(*arguments[:4], implementation="reference", data_axes="data", return_stats=True)
-        gx, ge = gradients(arguments, data_axes="data")
-        call = jaxmoe.explain(*arguments[:4], data_axes="data").call
+        where: dict[str, Any] = {"data_axes": "data", "intermediate_axis": "tensor"}
+        y, stats = jaxmoe.moe_layer(*arguments[:4], implementation="reference", **where, return_stats=True)
+        gx, ge = gradients(arguments, **where)
+        call = jaxmoe.explain(*arguments[:4], **where).call
     assert relative_error(y, truth) < 1e-5
     assert relative_error(gx, of_x) < 1e-5
     assert relative_error(ge.w_gate, of_experts.w_gate) < 1e-5
@@ -364,8 +365,37 @@ def test_work_that_is_repeated_is_warned_of_with_what_to_write_and_an_empty_tupl
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         with pytest.warns(jaxmoe.RepeatedWorkWarning, match=r"'data', 'tensor'.* pass data_axes=\('data', 'tensor'\)"):
             jax.eval_shape(layer, arguments)
-        jax.eval_shape(lambda a: layer(a, data_axes=()), arguments)
-        jax.eval_shape(lambda a: layer(a, data_axes=("data", "tensor")), arguments)
+        for meant in ((), P()):
+            jax.eval_shape(lambda a, meant=meant: layer(a, data_axes=meant), arguments)
+
+
+def test_an_axis_that_data_axes_leave_out_is_warned_of_too():
+    arguments = inputs()
+    named = functools.partial(pytest.warns, jaxmoe.RepeatedWorkWarning)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        with named(match=r"ranks of mesh axis 'tensor' .* pass data_axes=\('data', 'tensor'\); .*filterwarnings"):
+            jax.eval_shape(lambda a: layer(a, data_axes="data"), arguments)
+        with named(match=r"name it in data_axes=P(artitionSpec)?\('data',\) too"):
+            jax.eval_shape(lambda a: layer(a, data_axes=P("data")), arguments)
+        with named(match=r"ranks of mesh axis 'data'"):  # tokens are split over the experts' axis alone
+            jax.eval_shape(lambda a: layer(a, data_axes=P(None, "expert"), intermediate_axis="tensor"), arguments)
+        with named(match="'tensor'"):  # gathered, so that all of its ranks compute the same
+            jax.eval_shape(lambda a: layer(a, data_axes="data", hidden_axis="tensor"), arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_axes": ("data", "tensor")},
+        {"data_axes": P("data", "tensor")},
+        {"data_axes": "data", "intermediate_axis": "tensor"},
+        {"data_axes": "data", "axis_name": ("expert", "tensor")},
+    ],
+    ids=str,
+)
+def test_where_every_axis_splits_the_work_nothing_is_warned_of(options):
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        jax.eval_shape(lambda a: layer(a, **options), inputs())
 
 
 @pytest.mark.parametrize(
