@@ -100,7 +100,8 @@ def moe_layer(
         `axis_name` alone. Inside `shard_map` experts that are split must be named.
       intermediate_axis: the same of the intermediate dimension. Over an axis that also splits tokens it is gathered.
         Over any other, each rank computes its part of it for the same tokens (tensor parallelism), and the partial
-        outputs are added up once, in float32. Gradients inside `shard_map` then need its `check_vma`.
+        outputs are added up once, in float32. Gradients inside `shard_map` then need its `check_vma`. Gate and up in
+        halves (`jaxmoe.Experts.from_fused`) have no such parts: pass their `split()`.
       token_valid: `False` for padding: such a token takes no part (whatever it holds, NaN included), its output is
         zero.
       mesh: where none is set by `jax.set_mesh`. Inside `shard_map` it only says which devices share experts, which

@@ -130,7 +130,9 @@ class RepeatedWorkWarning(UserWarning):
 def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
     """Warns where ranks would compute the same and the user did not say that this is meant."""
     is_meant = options.data_axes is not None and not sharding.names_of_tokens(options.data_axes)
-    if is_meant or not (names := call.repeated_axes):
+    undivided = call.expert_split.undivided
+    names = tuple(name for name in call.repeated_axes if name in undivided or not is_meant)
+    if not names:
         return
     assert call.placement.mesh is not None
     times = math.prod(call.placement.mesh.shape[name] for name in names)
@@ -140,13 +142,19 @@ def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
     pass_axes = f"pass data_axes={(*of_tokens, *names)}"
     if isinstance(options.data_axes, PartitionSpec):
         pass_axes = f"name it in data_axes={options.data_axes} too"
+    of_experts = f"where the intermediate dimension of the experts is, pass intermediate_axis={names[0]!r}"
+    if undivided:
+        of_experts = (
+            f"experts.w_gate_up lies split over {', '.join(map(repr, undivided))}, and has layout='halves', of which "
+            "ranks cannot compute parts: a part of its columns has gate or up alone. For these pass experts.split(), "
+            "or weights that are stored with layout='interleaved'"
+        )
     silent = "data_axes=()"
-    if of_tokens:
+    if is_meant or of_tokens:
         silent = "warnings.filterwarnings('ignore', category=jaxmoe.RepeatedWorkWarning)"
     warnings.warn(
         f"moe_layer: the {times} ranks of mesh axis {some} compute the same tokens with the same experts. Where tokens "
-        f"are split over it, or may be, {pass_axes}; where the intermediate dimension of the experts is, pass "
-        f"intermediate_axis={names[0]!r}; where it is meant, {silent}.",
+        f"are split over it, or may be, {pass_axes}; {of_experts}; where it is meant, {silent}.",
         RepeatedWorkWarning,
         stacklevel=4,
     )

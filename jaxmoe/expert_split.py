@@ -51,6 +51,8 @@ class ExpertSplit:
       gathered: those axes of `intermediate` over which it is gathered.
       ranks: how many ranks compute parts of the same experts: the product of the other axes of `intermediate`.
       gathered_ranks: the product of `gathered`.
+      undivided: axes over which the intermediate dimension lies split, and along which every rank computes all of it,
+        since no part of gate and up in halves has both.
     """
 
     hidden: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class ExpertSplit:
     gathered: tuple[str, ...] = ()
     ranks: int = 1
     gathered_ranks: int = 1
+    undivided: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -213,16 +216,17 @@ def choose(
     if entering:
         # Ranks that have the same tokens and whole experts: gathered by XLA, on entry.
         hidden = tuple(name for name in hidden if name in token_axes)
-    parts = tuple(name for name in intermediate if name not in gathered)
-    if parts and isinstance(experts, FusedExperts) and experts.layout == "halves":
+    parts, undivided = tuple(name for name in intermediate if name not in gathered), ()
+    if _product(parts, size) > 1 and isinstance(experts, FusedExperts) and experts.layout == "halves":
         if not entering or intermediate_axis is not None:
             raise ValueError(
                 f"moe_layer: ranks along {', '.join(map(repr, parts))} in intermediate_axis compute parts of the same "
                 "experts, and experts.w_gate_up has layout='halves': a part of its columns has gate or up alone. Pass "
                 "experts.split(), or weights that are stored with layout='interleaved'."
             )
-        parts, intermediate = (), gathered
-    return ExpertSplit(hidden, intermediate, gathered, _product(parts, size), _product(gathered, size))
+        # As the arrays lie, which nobody has asked for: gathered by XLA, on entry, and `call.py` warns.
+        undivided, parts, intermediate = parts, (), gathered
+    return ExpertSplit(hidden, intermediate, gathered, _product(parts, size), _product(gathered, size), undivided)
 
 
 def _check_axis(name: str, argument: str, mesh: Mesh | AbstractMesh, entering: bool) -> None:

@@ -134,7 +134,12 @@ def split_reasons(call: Call) -> list[str]:
         )
     kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in call.repeated_axes:
-        if kinds[name] == AxisType.Explicit:
+        if name in experts.undivided:
+            notes.append(
+                f"all ranks of axis {name!r}, over which experts.w_gate_up lies split, compute the same tokens with "
+                "whole experts: no part of layout='halves' has gate and up; those of experts.split() do"
+            )
+        elif kinds[name] == AxisType.Explicit:
             notes.append(f"all ranks of Explicit axis {name!r} compute the same tokens with whole experts")
         else:
             notes.append(f"axis {name!r} is left to the compiler: pass data_axes={name!r} if tokens are split over it")

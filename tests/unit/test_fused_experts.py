@@ -247,12 +247,31 @@ def test_ranks_that_would_compute_parts_of_halves_are_told_what_to_do():
     refused = pytest.raises(ValueError, match=r"'tensor' in intermediate_axis .* layout='halves'.*experts.split\(\)")
     with refused:
         layer(arguments, axis_name="expert", intermediate_axis="tensor", mesh=mesh)
-    # Not named, and known: gathered, so that ranks repeat the work, and a warning says so.
-    w_gate_up = jax.device_put(arguments.experts.w_gate_up, NamedSharding(mesh, P("expert", None, "tensor")))
-    spread = arguments._replace(experts=dataclasses.replace(arguments.experts, w_gate_up=w_gate_up))
-    with jax.set_mesh(mesh), pytest.warns(jaxmoe.RepeatedWorkWarning, match="'tensor'"):
-        y = layer(spread, axis_name="expert")
+    one = jax.make_mesh((4, 1), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    y = layer(arguments, axis_name="expert", intermediate_axis="tensor", mesh=one)  # an axis of one rank has no parts
     assert relative_error(y, layer(arguments)) < 1e-5
+
+
+@pytest.mark.parametrize("data_axes", [None, (), "data"], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_ranks_repeat_the_work_where_halves_lie_split_for_parts_and_a_warning_says_what_to_do(kind, data_axes):
+    arguments = inputs("halves")
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(kind,) * 3)
+    w_gate_up = jax.device_put(arguments.experts.w_gate_up, NamedSharding(mesh, P("expert", None, "tensor")))
+    spread = arguments._replace(
+        x=jax.device_put(arguments.x, NamedSharding(mesh, P("data"))),
+        experts=dataclasses.replace(arguments.experts, w_gate_up=w_gate_up),
+    )
+    options: dict[str, Any] = {"axis_name": "expert", "data_axes": data_axes}
+    what = r"'tensor' compute the same tokens .* lies split over 'tensor', .* layout='halves'.* pass experts.split\(\)"
+    with jax.set_mesh(mesh), pytest.warns(jaxmoe.RepeatedWorkWarning, match=what):
+        y = layer(spread, **options)
+    assert relative_error(y, layer(arguments)) < 1e-5
+    with jax.set_mesh(mesh):
+        told = str(jaxmoe.explain(*spread[:4], **options))
+        apart = jaxmoe.explain(*spread._replace(experts=spread.experts.split())[:4], **options).call
+    assert "ranks of axis 'tensor', over which experts.w_gate_up lies split, compute the same tokens" in told
+    assert (apart.expert_split.parts, apart.shape.intermediate) == (("tensor",), F // 2)
 
 
 @pytest.mark.slow

@@ -62,7 +62,13 @@ def test_the_layer_with_maxtext_s_parameters_is_the_dense_one():
 
 def test_the_layer_with_levanter_s_arguments_is_the_dense_one():
     gate, up = (lambda names, half=half: np.split(names["w_gate_up"], 2, -1)[half] for half in (0, 1))
-    close("docs/use_in_levanter.md", "x", "router", gate, up, "w_down", top_k=4)
+    names = close("docs/use_in_levanter.md", "x", "router", gate, up, "w_down", top_k=4)
+    with jax.set_mesh(names["mesh"]):
+        program = jax.jit(names["moe_mlp"]).lower(*names["routed"], *names["weights"]).as_text()
+    # Of a rank: 8 of 16 experts, the whole hidden dimension, and its half of the intermediate one.
+    assert "tensor<8x64x48xf32>" in program
+    assert "tensor<8x64x96xf32>" not in program
+    assert names["y"].sharding.is_equivalent_to(names["routed"][0].sharding, 2)
 
 
 def test_the_layer_with_easydel_s_kernels_is_the_dense_one():
