@@ -137,7 +137,7 @@ class MoE(nn.Module):
           NotImplementedError: inside a `shard_map` over `axis_name`.
         """
         named = self._config()
-        config = on_mesh(named, get_logical_axis_rules())
+        config = self._on_mesh(named)
         config.check()
         if self.is_initializing():
             config.warn("MoE", ADD_SELECTION_BIAS)
@@ -188,7 +188,7 @@ class MoE(nn.Module):
         >>> moe.explain(jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)).implementation
         'xla'
         """
-        config = on_mesh(self._config(), get_logical_axis_rules())
+        config = self._on_mesh(self._config())
         config.check()
         arrays = {
             name: jax.ShapeDtypeStruct(parameter.shape, self.param_dtype)
@@ -203,6 +203,16 @@ class MoE(nn.Module):
         return LayerConfig(**{name: getattr(self, name) for name in chosen})
 
     @nn.nowrap
+    def _on_mesh(self, named: LayerConfig) -> LayerConfig:
+        """Returns the layer with the mesh axes that its parameters get by their metadata."""
+
+        def of_parameters(names: tuple[AxisName, ...]) -> tuple[Any, ...]:
+            box = self.partitioning(lambda: None, names)()
+            return _looked_up(names, box.rules) if isinstance(box, nn.LogicallyPartitioned) else names
+
+        return on_mesh(named, of_parameters, _looked_up)
+
+    @nn.nowrap
     def _partitioned(self, config: LayerConfig, parameter: Parameter) -> Initializer:
         """Returns the initialiser of a parameter with its axis names as metadata, and with its value placed by them."""
         if not config.is_placed:
@@ -213,10 +223,25 @@ class MoE(nn.Module):
             boxed = boxed_init(key, shape, dtype)
             spec = boxed.get_partition_spec()
             if isinstance(boxed, nn.LogicallyPartitioned):
-                spec = spmd.logical_to_mesh_axes(spec) or PartitionSpec()
+                spec = spmd.logical_to_mesh_axes(spec, boxed.rules) or PartitionSpec()
             return boxed.replace_boxed(place(boxed.value, spec, self.mesh))
 
         return init
+
+
+def _looked_up(names: tuple[AxisName, ...], rules: Any = None) -> tuple[Any, ...]:
+    """Returns mesh axes as Linen finds them, by the rules of the context where none are given.
+
+    It goes through the rules in their order: each gives a name that has nothing yet its axes, if they are free. Names
+    without a rule stay as they are.
+    """
+    rules = get_logical_axis_rules() if rules is None else rules
+    known = {name for name, _ in rules}
+    without = {name for name in names if isinstance(name, str)} - known
+    # A tuple has mesh axes, which Linen leaves as they are.
+    looked_up: Any = tuple(None if name in without else name for name in names)
+    found = spmd.logical_to_mesh_axes(looked_up, rules) or ()
+    return tuple(name if name in without else axes for name, axes in zip(names, found, strict=True))
 
 
 def update_selection_bias(

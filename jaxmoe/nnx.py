@@ -217,7 +217,7 @@ class MoE(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        self.config = on_mesh(named, spmd.get_logical_axis_rules())
+        self.config = on_mesh(named, spmd.get_pspec, spmd.get_pspec)
         self.config.check()
         self.config.warn("MoE", ADD_SELECTION_BIAS)
         table = parameters(named, kernel_init=kernel_init, router_init=router_init)
@@ -308,7 +308,7 @@ class MoE(nnx.Module):
             dtype=dtype,
             param_dtype=jnp.float32,
         )
-        config = on_mesh(config, spmd.get_logical_axis_rules())
+        config = on_mesh(config, spmd.get_pspec, spmd.get_pspec)
         table = parameters(config)
         arrays = arrays_of(weights, table, dtype)
         quantized = {name: array for name, array in arrays.items() if isinstance(array, QuantizedMatrix)}

@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from jaxmoe import activation as activations
 from jaxmoe import call as calls
 from jaxmoe.activation import ActivationLike
+from jaxmoe.array_layout import names_in
 from jaxmoe.experts import Experts
 from jaxmoe.flax.placement import mesh_to_enter, place_explicit
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.routing import RouterConfig, route
 from jaxmoe.routing.router import preset_with_selection_bias
-from jaxmoe.sharding import axis_tuple
+from jaxmoe.sharding import axis_tuple, names_of_tokens
 from jaxmoe.wording import a_type
 
 EXPERT_ARRAYS = tuple(field.name for field in dataclasses.fields(Experts))
@@ -150,38 +151,48 @@ class LayerConfig(CallOptions):
         return any(axis is not None for axis in (self.axis_name, self.hidden_axis, self.intermediate_axis))
 
 
-def on_mesh(config: LayerConfig, rules: Iterable[tuple[str, Any]]) -> LayerConfig:
-    """Returns the layer with mesh axes in the place of logical names that have a rule.
+# What Flax makes of the axes of an array's dimensions: mesh axes in the place of logical names.
+LookUp = Callable[[tuple[AxisName, ...]], Iterable[Any]]
 
-    Other names stay as they are: `moe_layer` refuses those that the mesh does not have.
+
+def on_mesh(config: LayerConfig, of_parameters: LookUp, of_tokens: LookUp) -> LayerConfig:
+    """Returns the layer with mesh axes in the place of logical names, so that it computes where its parameters lie.
+
+    Names that are not found stay as they are: `moe_layer` refuses those that the mesh does not have.
 
     Args:
       config: the layer.
-      rules: pairs of a logical name and its mesh axis, axes or `None`. Of several for one name the first counts whose
-        axes no other name of the layer has taken, as in Flax.
+      of_parameters: looks up the names of a whole matrix of experts together: which axes one of them gets may depend on
+        the others.
+      of_tokens: the same of `data_axes`.
     """
-    rules, taken = tuple(rules), set[str]()
 
-    def of(names: Any) -> Any:
-        found: list[str] = []
-        for name in axis_tuple(names, "axis"):
-            choices = [axis_tuple(axes, "axis") for alias, axes in rules if alias == name]
-            axes = next((choice for choice in choices if not taken & {*choice}), choices[0] if choices else (name,))
-            taken.update(axes)
-            found += axes
-        return tuple(found)
+    def axes_of(found: Any) -> tuple[str, ...]:
+        return () if found is PartitionSpec.UNCONSTRAINED else axis_tuple(found, "axis")
 
-    experts = of(config.axis_name) or None  # first: the dimension that all arrays of the experts have
-    hidden, intermediate = of(config.hidden_axis) or None, of(config.intermediate_axis) or None
-    taken.clear()
+    experts, hidden, intermediate = map(axes_of, of_parameters(matrix_axes(config)))
     data_axes = config.data_axes
-    if isinstance(data_axes, PartitionSpec):
-        data_axes = PartitionSpec(*(of(entry) or None for entry in data_axes))
-    elif data_axes is not None:
-        data_axes = tuple(name for name in of(data_axes) if name not in (experts or ()))
+    if data_axes is not None:
+        names = names_of_tokens(data_axes, "MoE")
+        found = dict(zip(names, map(axes_of, of_tokens(names)), strict=True))
+        if isinstance(data_axes, PartitionSpec):
+            entries = (tuple(axis for name in names_in(entry) for axis in found[name]) for entry in data_axes)
+            data_axes = PartitionSpec(*(entry or None for entry in entries))
+        else:
+            data_axes = tuple(axis for name in names for axis in found[name] if axis not in experts)
     return dataclasses.replace(
-        config, axis_name=experts, hidden_axis=hidden, intermediate_axis=intermediate, data_axes=data_axes
+        config,
+        axis_name=experts or None,
+        hidden_axis=hidden or None,
+        intermediate_axis=intermediate or None,
+        data_axes=data_axes,
     )
+
+
+def matrix_axes(config: LayerConfig) -> tuple[AxisName, ...]:
+    """Returns the axes of `[experts, hidden, intermediate]`."""
+    names = axis_tuple(config.axis_name, "axis_name")
+    return names[0] if len(names) == 1 else names or None, config.hidden_axis, config.intermediate_axis
 
 
 def experts_of(arrays: Mapping[str, Any]) -> Experts:
@@ -214,17 +225,16 @@ def parameters(
         the fan-in, as it would be if the initialiser saw `[experts, in, out]`.
       router_init: of the router's kernel.
     """
-    hidden, hidden_axis = config.hidden, config.hidden_axis
-    names = axis_tuple(config.axis_name, "axis_name")
-    expert_axis = names[0] if len(names) == 1 else names or None
+    hidden = config.hidden
+    expert_axis, hidden_axis, intermediate_axis = matrix_axes(config)
     table = {"router_kernel": Parameter((hidden, config.num_experts), (None, None), router_init)}
     if config.router_bias:
         table["router_bias"] = Parameter((config.num_experts,), (None,), _zeros)
 
     def feed_forward(prefix: str, width: int, stack: tuple[int, ...], stack_axis: tuple[AxisName, ...]) -> None:
         init = _each_expert(kernel_init, expert_axis, config.mesh) if stack else kernel_init
-        into = Parameter((*stack, hidden, width), (*stack_axis, hidden_axis, config.intermediate_axis), init)
-        back = Parameter((*stack, width, hidden), (*stack_axis, config.intermediate_axis, hidden_axis), init)
+        into = Parameter((*stack, hidden, width), (*stack_axis, hidden_axis, intermediate_axis), init)
+        back = Parameter((*stack, width, hidden), (*stack_axis, intermediate_axis, hidden_axis), init)
         matrices = {"gate": into, "up": into, "down": back} if config.gated else {"gate": into, "down": back}
         for name, matrix in matrices.items():
             table[f"{prefix}w_{name}"] = matrix

@@ -1,5 +1,6 @@
 """Flax layers on meshes: where their parameters lie, and that they compute there what they compute on one device."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,11 +17,52 @@ from jaxmoe.testing import relative_error
 from tests.unit.blocks_by_hand import BIAS, BLOCKS, EXPERTS, HIDDEN, SHARED, VALID, X, fill
 from tests.unit.flax_layers import MESHES, LinenLayer, NNXLayer, assert_equal, expected, make_mesh, place, run
 
+# Of src/maxtext/configs/base.yml, in its order: those of the tokens and of the weights of an MoE layer.
+MAXTEXT = [
+    ("activation_batch_moe", ("data", "fsdp", "fsdp_transpose", "expert")),
+    ("activation_length_moe", ("context", "context_usp_ulysses")),
+    ("exp", "expert"),
+    ("mlp_moe", ("fsdp_transpose", "tensor", "tensor_sequence", "autoregressive")),
+    ("embed_moe", ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")),
+    ("embed_moe", ("fsdp", "context", "context_usp_ulysses")),
+]
+TOKENS_OF_MAXTEXT = P("activation_batch_moe", "activation_length_moe")
+# Rules; which axes have two ranks beside those of the experts; axes of the tokens; and the axes that hidden and
+# intermediate get: in Linen by the first rule whose axes are free, in NNX by the last one of a name.
+LOGICAL: dict[str, tuple[list[Any], tuple[str, str], Any, dict[str, tuple[Any, Any]]]] = {
+    "MaxText, FSDP and tensor parallel": (
+        MAXTEXT,
+        ("fsdp", "tensor"),
+        TOKENS_OF_MAXTEXT,
+        {"linen": ("fsdp", "tensor"), "nnx": ("fsdp", "tensor")},
+    ),
+    "MaxText, FSDP of both dimensions": (
+        MAXTEXT,
+        ("fsdp", "fsdp_transpose"),
+        TOKENS_OF_MAXTEXT,
+        {"linen": ("fsdp", "fsdp_transpose"), "nnx": ("fsdp", "fsdp_transpose")},
+    ),
+    "a rule for one rank last": (
+        [("exp", "expert"), ("embed_moe", "fsdp"), ("embed_moe", None), ("mlp_moe", "tensor")],
+        ("fsdp", "tensor"),
+        "fsdp",
+        {"linen": ("fsdp", "tensor"), "nnx": (None, "tensor")},
+    ),
+    "a rule for the axis of another name first": (
+        [("exp", "expert"), ("embed_moe", ("fsdp", "tensor")), ("embed_moe", "fsdp"), ("mlp_moe", "tensor")],
+        ("fsdp", "tensor"),
+        ("fsdp", "tensor"),
+        {"linen": (("fsdp", "tensor"), None), "nnx": ("fsdp", "tensor")},
+    ),
+}
+
 
 class Behaviours:
     """What a layer of either library does on a mesh."""
 
     layer: Any
+    library: str
+    looks_up: dict[str, Any]
 
     @pytest.mark.parametrize("mesh_name", [name for name in MESHES if name != "no mesh"])
     def test_on_a_mesh_it_computes_what_it_computes_on_one_device(self, mesh_name):
@@ -105,6 +147,34 @@ class Behaviours:
         assert jax.typeof(y).sharding.spec == P("data", None, "expert")
         assert relative_error(y, expected("everything").y) < 1e-5
 
+    @pytest.mark.parametrize("name", LOGICAL)
+    def test_a_layer_with_logical_names_computes_where_flax_places_its_parameters_by_them(self, name):
+        rules, of_two, data_axes, expected_axes = LOGICAL[name]
+        hidden, intermediate = expected_axes[self.library]
+        axes = dict.fromkeys((axis for _, axes in MAXTEXT for axis in ((axes,) if isinstance(axes, str) else axes)), 1)
+        axes |= dict.fromkeys((*of_two, "expert"), 2)
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        arguments = {
+            **BLOCKS["gpt-oss"].arguments,
+            "axis_name": "exp",
+            "hidden_axis": "embed_moe",
+            "intermediate_axis": "mlp_moe",
+            "data_axes": data_axes,
+            **self.looks_up,
+        }
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            made = self.layer().initial(**arguments)
+            call = self.layer().abstract_layer(**arguments).explain(X()).call
+            parameters = fill(self.layer().shapes(**arguments))
+            y, _ = jax.jit(self.layer().calling(**arguments))(parameters, None, X())
+        specs = {"w_gate": P("expert", hidden, intermediate), "w_down": P("expert", intermediate, hidden)}
+        for matrix, spec in specs.items():
+            assert made[matrix].sharding.is_equivalent_to(NamedSharding(mesh, spec), 3), matrix
+        split = call.expert_split
+        found = [P(tuple(axis for axis in names if axes[axis] > 1)) for names in (split.hidden, split.intermediate)]
+        assert (call.group.axis_names, *found) == (("expert",), *(P(each or ()) for each in (hidden, intermediate)))
+        assert relative_error(y, expected("gpt-oss").y) < 1e-5
+
     def test_a_layer_spread_over_an_axis_asks_for_a_mesh_when_it_is_called(self):
         parameters = fill(self.layer().shapes())
         with pytest.raises(ValueError, match=r"axis_name=.* needs a mesh and none is set"):
@@ -112,7 +182,7 @@ class Behaviours:
 
 
 class TestNNX(Behaviours):
-    layer = NNXLayer
+    layer, library, looks_up = NNXLayer, "nnx", {}
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -186,7 +256,23 @@ class TestNNX(Behaviours):
 
 
 class TestLinen(Behaviours):
-    layer = LinenLayer
+    layer, library, looks_up = LinenLayer, "linen", {"partitioning": nn.with_logical_partitioning}
+
+    def test_names_that_are_mesh_axes_are_not_looked_up(self):
+        moe = self.layer().make(axis_name="expert", data_axes="data")  # nn.with_partitioning
+        with jax.set_mesh(make_mesh(AxisType.Auto)), nn.logical_axis_rules([("expert", "data")]):
+            assert moe.explain(X()).call.group.axis_names == ("expert",)
+
+    def test_rules_that_come_with_the_partitioning_are_those_of_the_computation(self):
+        rules = (("exp", "expert"), ("embed", "data"))
+        partitioning = functools.partial(nn.with_logical_partitioning, rules=rules)
+        arguments = {"axis_name": "exp", "hidden_axis": "embed", "data_axes": "data", "partitioning": partitioning}
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            made = self.layer().initial(**arguments)
+            call = self.layer().make(**arguments).explain(X()).call
+        assert made["w_gate"].sharding.is_equivalent_to(NamedSharding(mesh, P("expert", "data")), 3)
+        assert (call.group.axis_names, call.expert_split.hidden) == (("expert",), ("data",))
 
     def test_axis_names_may_be_logical(self):
         moe = self.layer().make(
