@@ -138,6 +138,38 @@ def test_the_default_kernel_plan_is_legal_bounds_memory_and_gives_a_reason_for_e
     assert all(": " in reason for reason in plan.reasons)
 
 
+@given(
+    tokens=st.sampled_from([1, 64, 1024, 8192]),
+    hidden=st.sampled_from([128, 2048, 7168, 65536]),
+    intermediate=st.sampled_from([128, 768, 2048, 32768]),
+    experts=st.sampled_from([1, 2, 8, 32, 256]),
+    top_k=st.sampled_from([1, 2, 8]),
+    ranks=st.sampled_from([1, 2, 8]),
+    weights=st.sampled_from(
+        [
+            Format(jnp.bfloat16),
+            Format(jnp.float8_e4m3fn, 128, 128, jnp.float32),
+            Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu),
+        ]
+    ),
+)
+def test_every_reason_of_a_plan_names_the_value_that_the_plan_has(
+    tokens, hidden, intermediate, experts, top_k, ranks, weights
+):
+    formats = dataclasses.replace(Formats.of(jnp.bfloat16), weights=weights)
+    shape = Shape(tokens, hidden, intermediate, ranks * experts, top_k, ranks, formats=formats)
+    plan = default_plan(shape, "gpu", "megakernel")
+    for each in (plan, backward_plan(plan, shape, "gpu")):
+        named = [reason.split(": ")[0] for reason in each.reasons]
+        assert len({name.split("=")[0] for name in named}) == len(named)
+        for name in named:
+            choice, value = name.split("=")
+            assert str(getattr(each, choice)) == value
+        # Of a ring that is cut to the tiles that a rank can have, the reason is that.
+        cut = each.ring_tiles == most_row_tiles(shape, "gpu")
+        assert not (cut and any("more, of" in reason for reason in each.reasons))
+
+
 def test_sums_at_experts_are_fewer_rows_on_the_wire_and_more_memory():
     x = jax.ShapeDtypeStruct((4 * 8192, 2048), jnp.bfloat16)
     ids, weights = (jax.ShapeDtypeStruct((4 * 8192, 8), dtype) for dtype in (jnp.int32, jnp.float32))

@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import NamedTuple
 
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.plan import KernelPlan
@@ -65,33 +66,42 @@ IN_REGISTERS_TO_ROWS_IN_8_BITS = 256
 DECODED_BYTES = 1024 * 2**20
 
 
+class Lag(NamedTuple):
+    """A lag, and why."""
+
+    units: int
+    reason: str
+
+
+class Slots(NamedTuple):
+    """How many of decoded weights, the lag that they allow, and why; no reasons where nothing is decoded."""
+
+    number: int
+    lag: Lag
+    reasons: tuple[str, ...]
+
+
 def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
     """Returns the plan of the forward pass, and with it that of the backward pass."""
     unit_tiles, unit_reason = _unit_tiles(shape, platform)
-    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
-    weight_slots, lag_units, slot_reasons = _forward_slots(shape, platform, lag_units)
+    weight_slots, lag, slot_reasons = _forward_slots(shape, platform, _lag(shape, platform, unit_tiles))
     share_columns, share_reasons = _share_columns(shape, platform, unit_tiles, weight_slots)
     if platform != "cpu" and unit_tiles == 1 and not weight_slots:
-        lag_units, lag_reason = _fill_last_round(shape, platform, lag_units, share_columns) or (lag_units, lag_reason)
+        lag = _fill_last_round(shape, platform, lag.units, share_columns) or lag
     beyond = max(RING_UNITS_BEYOND_LAG * unit_tiles, FEWEST_TILES_BEYOND_LAG)
     if _has_two_in_hand(shape, platform, unit_tiles):
         beyond = max(beyond, math.ceil(RING_WAVES_IN_HAND * WORKERS_OF_A_GPU / _narrow_tasks(shape, platform)))
-    most, wanted = most_row_tiles(shape, platform), lag_units * unit_tiles + beyond
-    ring_tiles = max(min(wanted, most), 1)
-    ring_reason = f"ring_tiles={ring_tiles}: " + (
-        "as many row tiles as a rank can have, so that none waits for room"
-        if wanted >= most
-        else f"the lag and {beyond} more, of {most} row tiles that a rank can have"
-    )
+    wanted = lag.units * unit_tiles + beyond
+    ring_tiles, ring_reason = _ring_tiles(shape, platform, wanted, f"the lag and {beyond} more")
     in_registers = shape.formats.decodes and not weight_slots
     chunk_rows, chunk_reason = _chunk_of_a_pull(
         shape, platform, PULLING_WARPS_BESIDE_A_RELEASER if in_registers else PULLING_WARPS
     )
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    reasons = (unit_reason, lag_reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
+    reasons = (unit_reason, lag.reason, ring_reason, chunk_reason, keep_reason, *slot_reasons, *share_reasons)
     return KernelPlan(
         unit_tiles,
-        lag_units,
+        lag.units,
         ring_tiles,
         chunk_rows,
         keep_tokens,
@@ -112,15 +122,15 @@ def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
     return plan.backward or _backward_plan(shape, platform)
 
 
-def _forward_slots(shape: Shape, platform: str, lag_units: int) -> tuple[int, int, tuple[str, ...]]:
+def _forward_slots(shape: Shape, platform: str, lag: Lag) -> Slots:
     rows = rows_per_expert(shape)
     if shape.formats.decodes and shape.formats.tokens.scale_rows and not decodes_ahead(shape, platform):
-        return 0, lag_units, (_why_in_registers(shape, platform),)
+        return Slots(0, lag, (_why_in_registers(shape, platform),))
     most = IN_REGISTERS_TO_ROWS_IN_8_BITS if shape.formats.tokens.scale_rows else IN_REGISTERS_TO_ROWS
     if decodes_in_registers(shape, platform) and rows <= most:
         text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
-        return 0, lag_units, (text,)
-    return _weight_slots(shape, lag_units, lags=1)
+        return Slots(0, lag, (text,))
+    return _weight_slots(shape, lag, lags=1)
 
 
 def _why_in_registers(shape: Shape, platform: str) -> str:
@@ -134,37 +144,50 @@ def _why_in_registers(shape: Shape, platform: str) -> str:
     return f"{text}; with {rows} rows of an expert it is faster to decode them ahead, which jaxmoe.through_e4m3 allows"
 
 
-def _weight_slots(shape: Shape, lag_units: int, lags: int) -> tuple[int, int, tuple[str, ...]]:
-    """Returns the slots of decoded weights, the lag that they allow, and why; no slots where nothing is decoded.
+def _weight_slots(shape: Shape, lag: Lag, lags: int) -> Slots:
+    """Returns the slots of decoded weights.
 
     Args:
       shape: of the pass.
-      lag_units: wanted.
+      lag: wanted.
       lags: between the first GEMM of a unit and its last one.
     """
     if not shape.formats.decodes:
-        return 0, lag_units, ()
+        return Slots(0, lag, ())
     of_each = shape.multiplied.expert_bytes
     room = max(DECODED_BYTES // of_each, lags + 1 + SLOTS_BEYOND_LAG)
-    lag_units = min(lag_units, max((room - 1 - SLOTS_BEYOND_LAG) // lags, 1))
-    slots = min(lags * lag_units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)
+    most = max((room - 1 - SLOTS_BEYOND_LAG) // lags, 1)
+    if lag.units > most:
+        lag = Lag(
+            most,
+            f"lag_units={most}: {lag.units} but for decoded weights, whose slots may take {DECODED_BYTES // 2**20} MiB "
+            "or what a lag of one unit needs",
+        )
+    slots = min(lags * lag.units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)
     text = f"weight_slots={slots}: decoded weights of {of_each / 2**20:.3g} MiB an expert, for the units between its "
-    return slots, lag_units, (f"{text}first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile",)
+    return Slots(slots, lag, (f"{text}first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile",))
+
+
+def _ring_tiles(shape: Shape, platform: str, wanted: int, what: str) -> tuple[int, str]:
+    most = most_row_tiles(shape, platform)
+    ring_tiles = max(min(wanted, most), 1)
+    if wanted >= most:
+        return ring_tiles, f"ring_tiles={ring_tiles}: as many row tiles as a rank can have, so that none waits for room"
+    return ring_tiles, f"ring_tiles={ring_tiles}: {what}, of {most} row tiles that a rank can have"
 
 
 def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
     segment_tiles, segment_reason = _segment_tiles(shape, platform)
     unit_tiles = min(_unit_tiles(shape, platform)[0], segment_tiles)
-    lag_units, lag_reason = _lag_units(shape, platform, unit_tiles)
-    weight_slots, lag_units, slot_reasons = _weight_slots(shape, lag_units, lags=2)
+    weight_slots, lag, slot_reasons = _weight_slots(shape, _lag(shape, platform, unit_tiles), lags=2)
     beyond = max(2 * unit_tiles, 1 if platform == "cpu" else FEWEST_TILES_BEYOND_LAG)
-    most, wanted = most_row_tiles(shape, platform), segment_tiles + 2 * lag_units * unit_tiles + beyond
+    wanted = segment_tiles + 2 * lag.units * unit_tiles + beyond
+    ring_tiles, ring_reason = _ring_tiles(shape, platform, wanted, f"a segment, two lags and {beyond} more")
     chunk_rows, chunk_reason = _chunk_of_a_pull(shape, platform, PULLING_WARPS)
     keep_tokens, keep_reason = _keep_tokens(shape, platform)
-    ring_tiles = max(min(wanted, most), 1)
     return KernelPlan(
         unit_tiles,
-        lag_units,
+        lag.units,
         ring_tiles,
         chunk_rows,
         keep_tokens,
@@ -173,8 +196,8 @@ def _backward_plan(shape: Shape, platform: str) -> KernelPlan:
         reasons=(
             segment_reason,
             f"unit_tiles={unit_tiles}: as in the forward pass, within a segment",
-            lag_reason,
-            f"ring_tiles={ring_tiles}: a segment, two lags and {beyond} more, of {most} row tiles that a rank can have",
+            lag.reason,
+            ring_reason,
             chunk_reason,
             keep_reason,
             *slot_reasons,
@@ -254,7 +277,7 @@ def _share_columns(shape: Shape, platform: str, unit_tiles: int, weight_slots: i
     )
 
 
-def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns: bool) -> tuple[int, str] | None:
+def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns: bool) -> Lag | None:
     """Returns a longer lag of units of one tile, and why; nothing where `lag_units` is long enough.
 
     The down tasks of the last experts, one more than the lag, come behind the last gate and up task, where workers that
@@ -280,9 +303,10 @@ def _fill_last_round(shape: Shape, platform: str, lag_units: int, share_columns:
     filled = min(rounds * WORKERS_OF_A_GPU // tasks, shape.local_experts)
     if length <= shape.hidden or not last < filled <= MOST_LAG_UNITS:
         return None
-    return filled - 1, (
+    return Lag(
+        filled - 1,
         f"lag_units={filled - 1}: {filled * tasks} down tasks of {filled} experts come last, as many as {rounds} x "
-        f"{WORKERS_OF_A_GPU} workers can take at once"
+        f"{WORKERS_OF_A_GPU} workers can take at once",
     )
 
 
@@ -329,17 +353,18 @@ def _unit_tiles(shape: Shape, platform: str) -> tuple[int, str]:
     )
 
 
-def _lag_units(shape: Shape, platform: str, unit_tiles: int) -> tuple[int, str]:
+def _lag(shape: Shape, platform: str, unit_tiles: int) -> Lag:
     """A down task that comes too early waits for gate and up tasks of its unit that other workers have just begun."""
     if platform == "cpu":
-        return 1, "lag_units=1: the pull of rows stays a unit ahead of the push of results"
+        return Lag(1, "lag_units=1: the pull of rows stays a unit ahead of the push of results")
     tile = tile_sizes(shape, platform)
     columns = -(-shape.intermediate // tile.h_columns)
     narrow = _is_narrow(shape, platform, unit_tiles)
     tasks = -(-columns // 2) if narrow else min(unit_tiles, tiles_per_expert(shape, platform)) * columns
     most = MOST_LAG_UNITS_IN_HAND if _has_two_in_hand(shape, platform, unit_tiles) else MOST_LAG_UNITS
-    lag = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), most)
-    return lag, (
-        f"lag_units={lag}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "
-        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {most} units at most"
+    units = min(max(-(-int(WORKERS_OF_A_GPU * LAG_WAVES) // tasks), 1), most)
+    return Lag(
+        units,
+        f"lag_units={units}: units of about {tasks} gate and up tasks, so that the down tasks of a unit come "
+        f"{LAG_WAVES} rounds of {WORKERS_OF_A_GPU} workers later, {most} units at most",
     )
