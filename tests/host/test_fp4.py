@@ -5,13 +5,16 @@ Weights are decoded by the tasks that multiply them, and with one plan ahead of 
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmoe
 from jaxmoe import sharding
+from jaxmoe.implementations.megakernel import plan_defaults
 from jaxmoe.testing import make_inputs
 from tests.fp4_suite import Fp4Suite, in_4_bits
+from tests.layer_calls import schedule_in
 from tests.quantized_layer import SIZES
 
 
@@ -49,3 +52,28 @@ def test_beside_rounded_tokens_the_megakernel_decodes_4_bits_where_they_are_mult
     narrow = in_4_bits(make_inputs(0, **{**SIZES, "intermediate": 192}))
     with pytest.raises(ValueError, match=r"intermediate=192.*multiples of 128 in 4 bits.*share a scale"):
         jaxmoe.explain(*narrow[:4], **options)
+
+
+@pytest.mark.parametrize(("room", "lag_units", "slots"), [(8, 3, 6), (5, 2, 5), (1, 1, 4)])
+def test_explain_counts_the_decoded_weights_of_a_forward_pass_that_is_kept(monkeypatch, room, lag_units, slots):
+    arguments = in_4_bits(make_inputs(0, **{**SIZES, "num_experts": 8}))
+    plan = jaxmoe.KernelPlan(unit_tiles=1, lag_units=3, ring_tiles=5, chunk_rows=room)
+    options: dict[str, Any] = {"axis_name": None, "implementation": "megakernel", "precision": "w4a16", "plan": plan}
+    recompute = jaxmoe.explain(*arguments[:4], **options, residuals="recompute")
+    assert "arena: decoded_weights" not in recompute.memory_bytes
+    # As many as the room that all slots may take is for, and those that a lag of one unit needs at least.
+    decoded = recompute.call.shape.wide.expert_bytes
+    monkeypatch.setattr(plan_defaults, "DECODED_BYTES", room * decoded)
+    told = jaxmoe.explain(*arguments[:4], **options, residuals="save")
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = jaxmoe.moe_layer(x, *arguments[1:4], **options, residuals="save")
+        return jnp.sum(y.astype(jnp.float32))
+
+    carried = schedule_in(jax.jit(jax.grad(loss)).lower(arguments.x).as_text(), "jaxmoe_forward")
+    assert (carried.lag_units, carried.weight_slots) == (lag_units, slots)
+    assert told.memory_bytes.get("arena: decoded_weights") == slots * decoded
+    assert sum(told.memory_bytes.values()) < told.worst_case_bytes
+    text = str(told)
+    assert ("forward pass that is kept: lag_units=" in text) == (lag_units < plan.lag_units)
+    assert f"forward pass that is kept: weight_slots={slots}: " in text

@@ -15,7 +15,7 @@ from jaxmoe.formats import Format, Formats
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.implementations.base import ROWS_OVER_BALANCED
 from jaxmoe.implementations.megakernel import plan_defaults as kernel_defaults
-from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
+from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, kept_plan
 from jaxmoe.implementations.megakernel.schedule import most_row_tiles, tile_sizes
 from jaxmoe.implementations.xla import plan as xla_plans
 from jaxmoe.plan import KernelPlan, Shape, default_plan
@@ -159,7 +159,7 @@ def test_every_reason_of_a_plan_names_the_value_that_the_plan_has(
     formats = dataclasses.replace(Formats.of(jnp.bfloat16), weights=weights)
     shape = Shape(tokens, hidden, intermediate, ranks * experts, top_k, ranks, formats=formats)
     plan = default_plan(shape, "gpu", "megakernel")
-    for each in (plan, backward_plan(plan, shape, "gpu")):
+    for each in (plan, kept_plan(plan, shape, "gpu"), backward_plan(plan, shape, "gpu")):
         named = [reason.split(": ")[0] for reason in each.reasons]
         assert len({name.split("=")[0] for name in named}) == len(named)
         for name in named:

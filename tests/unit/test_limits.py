@@ -14,7 +14,7 @@ from jaxmoe.activation import ACTIVATIONS, Pointwise, compiled_form, resolve
 from jaxmoe.formats import Format, Formats
 from jaxmoe.implementations.base import Inputs
 from jaxmoe.implementations.megakernel import layer, limits
-from jaxmoe.implementations.megakernel.plan_defaults import kernel_plan
+from jaxmoe.implementations.megakernel.plan_defaults import DECODED_BYTES, kept_plan, kernel_plan
 from jaxmoe.implementations.megakernel.schedule import weight_slots
 from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
@@ -257,6 +257,34 @@ def test_weights_in_4_bits_are_decoded_in_registers_where_experts_have_few_rows(
     possible = in_registers or tokens > 64
     assert (weight_slots(shape, platform, by_hand) == 0) == possible
     assert weight_slots(shape, platform, by_hand, saved_tiles=1) == min(by_hand.fewest_weight_slots, 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted", "lag_units"),
+    [
+        ({"hidden": 7168, "intermediate": 2048, "num_experts": 256, "top_k": 8, "ranks": 8}, 13, 9),
+        ({"hidden": 7168, "intermediate": 3072, "num_experts": 384, "top_k": 6, "ranks": 8}, 9, 5),
+        ({"hidden": 2880, "intermediate": 2880, "num_experts": 128, "top_k": 4, "ranks": 1}, 9, 9),
+    ],
+)
+def test_decoded_weights_of_a_forward_pass_that_is_kept_take_a_gib_at_most(sizes, wanted, lag_units):
+    weights = Format(jnp.float4_e2m1fn, 1, 32, jnp.float8_e8m0fnu)
+    shape = Shape(64, **sizes, formats=dataclasses.replace(Formats.of(jnp.bfloat16), weights=weights))
+    plan = kernel_plan(shape, "gpu")
+    assert (plan.lag_units, plan.weight_slots) == (wanted, 0)
+    kept = kept_plan(plan, shape, "gpu")
+    assert kept.lag_units == lag_units
+    assert kept.fewest_weight_slots < kept.weight_slots <= DECODED_BYTES // shape.wide.expert_bytes
+    assert weight_slots(shape, "gpu", kept, saved_tiles=1) == kept.weight_slots
+    limits._check_weight_slots("plan", kept, shape, "gpu")
+    limits._check_ring("plan", kept, shape, "gpu")
+    assert any(reason.startswith(f"lag_units={lag_units}: {wanted} but for") for reason in kept.reasons) == (
+        lag_units < wanted
+    )
+    # One whose weights are decoded ahead is kept as it is.
+    ahead = kernel_plan(dataclasses.replace(shape, tokens=64 * 1024), "gpu")
+    assert ahead.weight_slots
+    assert kept_plan(ahead, shape, "gpu") == ahead
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from jaxmoe import native
 from jaxmoe.implementations.base import Call
 from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, split_reasons
 from jaxmoe.implementations.megakernel.plan import KernelPlan
-from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, pulls_per_token
+from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, kept_plan, pulls_per_token
 from jaxmoe.implementations.megakernel.schedule import (
     most_row_tiles,
     native_formats,
@@ -24,10 +24,17 @@ _WITH_BIASES = (
 
 
 def explain(call: Call) -> Explanation:
-    """Returns the regions of the memory that peers reach, and the bytes that uniform routing sends."""
+    """Returns the regions of the memory that peers reach, and the bytes that uniform routing sends.
+
+    The forward pass is that of a training step: with `residuals="save"` one that is kept.
+    """
     plan: KernelPlan = call.plan
     shape, most = call.shape, most_row_tiles(call.shape, call.platform)
     differentiated = call.decoded if call.freezes else call.wide
+    forward, saved_tiles, kept_reasons = plan, 0, ()
+    if call.residuals == "save":
+        forward, saved_tiles = kept_plan(plan, shape, call.platform), roomy_row_tiles(shape, call.platform)
+        kept_reasons = forward.reasons
     backward = backward_plan(plan, differentiated.shape, call.platform)
     with_biases = (_WITH_BIASES,) if call.freezes and call.biases else ()
     tile_rows = tile_sizes(shape, call.platform).rows
@@ -44,13 +51,14 @@ def explain(call: Call) -> Explanation:
             call.implementation_reason,
             *precision_reasons(call),
             *plan.reasons,
+            *(f"forward pass that is kept: {reason}" for reason in kept_reasons),
             *(f"backward pass: {reason}" for reason in (*backward.reasons, *with_biases)),
             *split_reasons(call),
         ),
-        memory_bytes=_arena(call, plan),
-        backward_memory_bytes=_arena(differentiated, backward),
+        memory_bytes=_arena(call, forward, saved_tiles),
+        backward_memory_bytes=_arena(differentiated, backward, saved_tiles),
         residual_bytes=residual_bytes(call, roomy_row_tiles(shape, call.platform) * tile_rows),
-        worst_case_bytes=sum(_arena(call, dataclasses.replace(plan, ring_tiles=most)).values()),
+        worst_case_bytes=sum(_arena(call, dataclasses.replace(forward, ring_tiles=most), saved_tiles).values()),
         # Rows in, answers back, and a slot number of 4 bytes for each row. Kept tokens cross once at best. With sums
         # at experts a routing weight for each row as well, and the slots that are in a sum.
         wire_bytes=pulled_rows * shape.token_bytes + returned_rows * shape.answer_bytes + 4 * words,
@@ -59,10 +67,10 @@ def explain(call: Call) -> Explanation:
     )
 
 
-def _arena(call: Call, plan: KernelPlan) -> dict[str, int]:
+def _arena(call: Call, plan: KernelPlan, saved_tiles: int) -> dict[str, int]:
     """Bytes of the regions of a rank's arena, from the code that lays it out: no size depends on the workers."""
     layout, shape = native.schedule(), native_shape(call.shape)
-    schedule = schedule_of(call.shape, call.platform, plan)
+    schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
     head = layout.needed_head(shape, schedule)
     arena = layout.layout_of(shape, schedule, native_formats(call.shape.formats), head)
     # Without what only the other pass has.

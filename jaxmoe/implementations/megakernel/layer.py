@@ -35,7 +35,7 @@ from jaxmoe.four_bit import FourBit
 from jaxmoe.guard import not_mapped, reverse_mode_only
 from jaxmoe.implementations.base import CHECKPOINT_NAMES, Call, Inputs
 from jaxmoe.implementations.megakernel.launching import launch
-from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
+from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, kept_plan
 from jaxmoe.implementations.megakernel.schedule import roomy_row_tiles, schedule_of, tile_sizes
 from jaxmoe.native import BACKWARD, FORWARD
 from jaxmoe.precision import ACCUMULATIONS, experts_in_8_bits, powers_of_two, row_scales
@@ -110,14 +110,15 @@ _layer.defvjp(_layer_fwd, _layer_bwd, symbolic_zeros=True)
 
 
 def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-    results = {"y": jax.typeof(inputs.x)}
+    results, plan = {"y": jax.typeof(inputs.x)}, call.plan
     saved_tiles = roomy_row_tiles(call.shape, call.platform) if call.residuals == "save" else 0
     if saved_tiles:
         rows = saved_tiles * tile_sizes(call.shape, call.platform).rows
         # Varies over the mesh as the tokens do. Only its type is used.
         like = jnp.broadcast_to(inputs.x[0, 0], (rows, call.shape.projections, call.shape.intermediate))
         results["gate_up"] = jax.typeof(like)
-    schedule = schedule_of(call.shape, call.platform, call.plan, saved_tiles)
+        plan = kept_plan(plan, call.shape, call.platform)
+    schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
     made = _launch(FORWARD, call, schedule, _operands(call, inputs), results, inputs.experts)
     return made["y"], made.get("gate_up")
 

@@ -37,8 +37,9 @@ class KernelPlan:
         tokens in 8 bits experts of `jaxmoe.through_e4m3`); unused elsewhere. At least `lag_units + 1`, in a backward
         pass `2 * lag_units + 1`, or as many as a rank has. 0: none. Weights in 4 bits are then decoded by the warps
         that multiply them, in registers, which is faster where experts have few rows; what cannot do that (other
-        formats, a backward pass or one that is kept for it, NVFP4 beside tokens in 8 bits, on GPUs float16) takes the
-        fewest.
+        formats, a backward pass, NVFP4 beside tokens in 8 bits, on GPUs float16) takes the fewest. Nor can a forward
+        pass that is kept for its backward pass: it takes as many as a default plan would, and a shorter lag where they
+        would take more than 1 GiB.
       share_columns: whether, in a forward pass, the two thread blocks that work together share the columns of an answer
         where an expert has at most half a row tile, instead of taking two column tiles: twice as many down tasks, for
         when half of the pairs would have none. Nothing changes beside weights that are decoded, nor on a CPU.

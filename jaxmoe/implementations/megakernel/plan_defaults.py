@@ -1,8 +1,10 @@
-"""The choices of the megakernel's default plans: forward, and backward with its segments.
+"""The choices of the megakernel's default plans: forward, kept, and backward with its segments.
 
-`layer.py` and the benchmark also ask for the backward plan that goes with a plan.
+`layer.py` and the benchmark also ask for the backward plan that goes with a plan, and `layer.py` for the plan of a
+forward pass that is kept.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -109,6 +111,24 @@ def kernel_plan(shape: Shape, platform: str) -> KernelPlan:
         share_columns=share_columns,
         reasons=reasons,
     )
+
+
+def kept_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
+    """Returns the plan of a forward pass that is kept for its backward pass; its reasons are those of the difference.
+
+    It cannot decode weights in registers. Where one that keeps nothing does, it has slots for them, and a lag that
+    these allow.
+
+    Args:
+      plan: of a forward pass that keeps nothing.
+      shape: of the forward pass.
+      platform: it is compiled for.
+    """
+    if plan.weight_slots or not decodes_in_registers(shape, platform):
+        return dataclasses.replace(plan, reasons=())
+    weight_slots, lag, reasons = _weight_slots(shape, Lag(plan.lag_units, ""), lags=1)
+    reasons = (lag.reason, *reasons) if lag.reason else reasons
+    return dataclasses.replace(plan, lag_units=lag.units, weight_slots=weight_slots, reasons=reasons)
 
 
 def backward_plan(plan: KernelPlan, shape: Shape, platform: str) -> KernelPlan:
