@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from jaxmoe.bench.shapes import SHAPES, LayerShape
 from jaxmoe.implementations.base import Shape
-from jaxmoe.implementations.megakernel.plan_defaults import kernel_plan, pulls_per_token
+from jaxmoe.implementations.megakernel.explain import wire_bytes
+from jaxmoe.implementations.megakernel.plan_defaults import kernel_plan
 from jaxmoe.network import choice
 from jaxmoe.network.cost import NETWORK_BYTES_PER_SECOND, launches, network_bytes, share_of_host
 from jaxmoe.network.levels import Levels
@@ -124,17 +125,10 @@ def _row(model: str, of_model: LayerShape, tokens: int, hosts: int, ranks: int, 
         plan,
         gather,
         send,
-        number * _nvlink_bytes(launch),
+        number * wire_bytes(launch, kernel_plan(launch, "gpu")),
         shape.flops,
         shape.intermediate,
     )
-
-
-def _nvlink_bytes(shape: Shape) -> int:
-    """As `jaxmoe.explain` has them."""
-    of_slots, of_ranks = pulls_per_token(shape)
-    pulled = of_ranks if kernel_plan(shape, "gpu").keep_tokens else of_slots
-    return int(shape.tokens * pulled) * shape.token_bytes + int(shape.tokens * of_slots) * (shape.answer_bytes + 4)
 
 
 def group_limited_share(shape: Shape, hosts: int) -> float:

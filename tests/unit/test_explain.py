@@ -1,6 +1,8 @@
 """`explain`, `default_plan` and the choice of implementation."""
 
 import dataclasses
+import itertools
+import math
 import pickle
 
 import jax
@@ -170,6 +172,32 @@ def test_every_reason_of_a_plan_names_the_value_that_the_plan_has(
         assert not (cut and any("more, of" in reason for reason in each.reasons))
 
 
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize(("local_experts", "ranks", "top_k"), [(1, 8, 3), (2, 4, 3), (1, 4, 4), (4, 2, 2), (3, 1, 2)])
+def test_pulls_of_a_token_are_those_of_all_sets_of_experts_that_it_can_have(local_experts, ranks, top_k, hosts):
+    of_host = local_experts * ranks
+    sets = list(itertools.combinations(range(hosts * of_host), top_k))
+    # Of the token's own rank, which is the first one of this host, nothing is pulled.
+    peers = [[expert // local_experts for expert in chosen if local_experts <= expert < of_host] for chosen in sets]
+    shape = Shape(1, 8, 8, of_host, top_k, ranks, used_slots=1 / hosts)
+    of_slots, of_ranks = kernel_defaults.pulls_per_token(shape)
+    assert of_slots == pytest.approx(sum(map(len, peers)) / len(sets))
+    assert of_ranks == pytest.approx(sum(len(set(each)) for each in peers) / len(sets), abs=1e-6)
+
+
+def test_nobody_pulls_a_token_without_experts():
+    assert kernel_defaults.pulls_per_token(Shape(0, 8, 8, 8, 2, 4, used_slots=0.0)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "ranks", "keeps"),
+    [(128, 8, 4, True), (128, 8, 8, True), (256, 8, 8, True), (128, 4, 4, False), (8, 2, 4, False), (8, 8, 8, False)],
+)
+def test_tokens_are_kept_where_that_saves_about_a_third_of_the_pulls(num_experts, top_k, ranks, keeps):
+    plan = default_plan(Shape(8192, 2048, 768, num_experts, top_k, ranks), "gpu", "megakernel")
+    assert plan.keep_tokens == keeps
+
+
 def test_sums_at_experts_are_fewer_rows_on_the_wire_and_more_memory():
     x = jax.ShapeDtypeStruct((4 * 8192, 2048), jnp.bfloat16)
     ids, weights = (jax.ShapeDtypeStruct((4 * 8192, 8), dtype) for dtype in (jnp.int32, jnp.float32))
@@ -179,7 +207,8 @@ def test_sums_at_experts_are_fewer_rows_on_the_wire_and_more_memory():
         jaxmoe.explain(x, ids, weights, experts, mesh=mesh, implementation="megakernel", plan=plan)
         for plan in (KernelPlan(5, 1, 20), KernelPlan(5, 1, 20, sum_at_experts=True))
     )
-    remote, ranks = 6 * 8192, int(2.7 * 8192)
+    none_of_a_rank = math.comb(96, 8) / math.comb(128, 8)
+    remote, ranks = 6 * 8192, int(3 * (1 - none_of_a_rank) * 8192)
     assert told.wire_bytes == remote * (2 * 4096 + 4)
     assert with_sums.wire_bytes == remote * (4096 + 8) + ranks * (4096 + 4)
     more = with_sums.memory_bytes["arena: answers"] - told.memory_bytes["arena: answers"]

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxmoe import native
-from jaxmoe.implementations.base import Call
+from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.implementations.explanation import Explanation, precision_reasons, residual_bytes, split_reasons
 from jaxmoe.implementations.megakernel.plan import KernelPlan
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan, kept_plan, pulls_per_token
@@ -38,13 +38,6 @@ def explain(call: Call) -> Explanation:
     backward = backward_plan(plan, differentiated.shape, call.platform)
     with_biases = (_WITH_BIASES,) if call.freezes and call.biases else ()
     tile_rows = tile_sizes(shape, call.platform).rows
-    # Under uniform routing every rank holds an equal share of the experts that a token chooses.
-    of_slots, of_ranks = pulls_per_token(shape)
-    remote_rows = int(shape.tokens * of_slots)
-    once_a_rank = int(shape.tokens * of_ranks)
-    pulled_rows = once_a_rank if plan.keep_tokens else remote_rows
-    returned_rows = once_a_rank if plan.sum_at_experts else remote_rows
-    words = 2 * remote_rows + returned_rows if plan.sum_at_experts else remote_rows
     return Explanation(
         call=call,
         reasons=(
@@ -59,12 +52,26 @@ def explain(call: Call) -> Explanation:
         backward_memory_bytes=_arena(differentiated, backward, saved_tiles),
         residual_bytes=residual_bytes(call, roomy_row_tiles(shape, call.platform) * tile_rows),
         worst_case_bytes=sum(_arena(call, dataclasses.replace(forward, ring_tiles=most), saved_tiles).values()),
-        # Rows in, answers back, and a slot number of 4 bytes for each row. Kept tokens cross once at best. With sums
-        # at experts a routing weight for each row as well, and the slots that are in a sum.
-        wire_bytes=pulled_rows * shape.token_bytes + returned_rows * shape.answer_bytes + 4 * words,
+        wire_bytes=wire_bytes(shape, plan),
         flops=shape.flops,
         memory_name="memory that peers reach, kept between calls,",
     )
+
+
+def wire_bytes(shape: Shape, plan: KernelPlan) -> int:
+    """Returns what a rank receives from its peers in a forward pass under uniform routing.
+
+    Every rank then holds an equal share of the experts that a token chooses.
+    """
+    of_slots, of_ranks = pulls_per_token(shape)
+    remote_rows = int(shape.tokens * of_slots)
+    once_a_rank = int(shape.tokens * of_ranks)
+    pulled_rows = once_a_rank if plan.keep_tokens else remote_rows
+    returned_rows = once_a_rank if plan.sum_at_experts else remote_rows
+    words = 2 * remote_rows + returned_rows if plan.sum_at_experts else remote_rows
+    # Rows in, answers back, and a slot number of 4 bytes for each row. Kept tokens cross once at best. With sums at
+    # experts a routing weight for each row as well, and the slots that are in a sum.
+    return pulled_rows * shape.token_bytes + returned_rows * shape.answer_bytes + 4 * words
 
 
 def _arena(call: Call, plan: KernelPlan, saved_tiles: int) -> dict[str, int]:

@@ -44,8 +44,9 @@ CHUNK_ROWS, LARGE_CHUNK_ROWS = 4, 8
 LARGE_CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS_ON_CPU = 4
 # A peer's tokens are kept where keeping them saves that share of the rows pulled from peers, and a rank has so many
-# rows: those of a decode batch are pulled all at once, before any could be kept.
-KEEP_SAVES = 1 / 3
+# rows: those of a decode batch are pulled all at once, before any could be kept. The share lies between what is saved
+# with 8 of 128 experts on 8 ranks (33 %), which are kept, and with 4 of 128 on 4 ranks (31 %), which are not.
+KEEP_SAVES = 0.32
 KEEP_FROM_ROWS = 4096
 # Units of ring beyond the lag: one that is being pulled, one that gate_up reads, one that down reads. Small units take
 # more of them, so that pulls keep ahead.
@@ -262,12 +263,21 @@ def _chunk_of_a_pull(shape: Shape, platform: str, warps: int) -> tuple[int, str]
 def pulls_per_token(shape: Shape) -> tuple[float, float]:
     """Returns how often peers pull a token under uniform routing: once for each slot, and once for each rank.
 
+    All sets of `top_k` experts are as likely. Where only some slots name an expert of the group, it is taken for that
+    share of all experts.
+
     >>> pulls_per_token(Shape(tokens=1, hidden=1, intermediate=1, num_experts=128, top_k=8, ranks=4))
-    (6.0, 2.7)
+    (6.0, 2.721758)
     """
-    # Of the slots of a token that name an expert of the group.
-    of_rank = shape.used_slots / shape.ranks
-    return shape.top_k * (shape.ranks - 1) * of_rank, round((shape.ranks - 1) * (1 - (1 - of_rank) ** shape.top_k), 3)
+    if not shape.used_slots:
+        return 0.0, 0.0
+    all_experts = shape.num_experts / shape.used_slots
+    others = all_experts - shape.local_experts
+    # Of one rank: each expert is drawn from those that are left.
+    enough = others > shape.top_k - 1
+    none = math.prod((others - n) / (all_experts - n) for n in range(shape.top_k)) if enough else 0.0
+    peers = shape.ranks - 1
+    return shape.top_k * shape.used_slots * peers / shape.ranks, round(peers * (1 - none), 6)
 
 
 def _keep_tokens(shape: Shape, platform: str) -> tuple[bool, str]:
