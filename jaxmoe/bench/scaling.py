@@ -116,6 +116,8 @@ def _row(model: str, of_model: LayerShape, tokens: int, hosts: int, ranks: int, 
         number = rounds if plan.way == "send" else launches(shape, hosts, plan)
         across = ExpertGroup(("host",), hosts)
         launch = choice.shape_on_host(shape, Levels(ExpertGroup(), across, plan))
+        if limited:  # as many slots in other launches
+            launch = dataclasses.replace(launch, used_slots=tokens / (number * launch.tokens))
     return Row(
         model,
         hosts,

@@ -24,6 +24,8 @@ class Explanation:
         forward pass, so that the larger of the two sums counts; empty for the others.
       residual_bytes: what each choice of `residuals` keeps for the backward pass beside the inputs; none of
         `"reference"`, which JAX differentiates.
+      network_memory_bytes: bytes per rank of each temporary array of what crosses the network in a forward pass, beside
+        `memory_bytes`; empty where experts are on one host.
       worst_case_bytes: what a buffer for the worst routing would take instead of `memory_bytes`.
       wire_bytes: bytes each rank receives from its peers in one forward pass, where experts are on several hosts from
         those of its own.
@@ -41,6 +43,7 @@ class Explanation:
     wire_bytes: int
     flops: int
     network_bytes: int = 0
+    network_memory_bytes: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     memory_name: str = "temporary memory of a forward pass"
 
     @property
@@ -66,6 +69,12 @@ class Explanation:
             f"{self.worst_case_bytes / 2**20:.1f} MiB)",
             *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.memory_bytes.items()),
         ]
+        if self.network_memory_bytes:
+            lines += [
+                "  temporary memory beside it, of what crosses the network, per rank, whatever the routing: "
+                f"{sum(self.network_memory_bytes.values()) / 2**20:.1f} MiB",
+                *(f"    {size / 2**20:10.1f} MiB  {name}" for name, size in self.network_memory_bytes.items()),
+            ]
         if self.residual_bytes:
             choices = (f"{size / 2**20:.1f} MiB with {name!r}" for name, size in self.residual_bytes.items())
             lines.append(f"  residuals={self.call.residuals!r}; kept beside the inputs: {', '.join(choices)}")

@@ -10,6 +10,7 @@ from jaxmoe.implementations.base import Call, Shape
 from jaxmoe.network.cost import (
     FEWEST_ROUNDS,
     NETWORK_BYTES_PER_SECOND,
+    launches,
     network_bytes,
     share_of_host,
     training_seconds,
@@ -61,15 +62,17 @@ def chunk_tokens(shape: Shape, chunks: int) -> int:
 def shape_on_host(shape: Shape, levels: Levels) -> Shape:
     """Returns the sizes of one launch of the layer on a host, as one of its ranks sees them.
 
-    Tokens of other hosts come too, and most of their slots name experts elsewhere.
+    Tokens of other hosts come too, and most of their slots name experts elsewhere. Places of rounds stay unused.
     """
     hosts, plan = levels.hosts, levels.plan
     assert plan.chunks is not None
     if plan.way == "gather":
-        tokens, used = hosts * chunk_tokens(shape, plan.chunks), 1 / hosts
+        tokens = hosts * chunk_tokens(shape, plan.chunks)
     else:
         assert plan.round_tokens is not None
-        tokens, used = hosts * plan.round_tokens, 1 / (hosts * share_of_host(shape, hosts))
+        tokens = hosts * plan.round_tokens
+    # Under uniform routing as many slots name experts of a host as its ranks have, spread over all launches.
+    used = shape.tokens / max(launches(shape, hosts, plan) * tokens, 1)
     return dataclasses.replace(
         shape,
         tokens=tokens,

@@ -39,7 +39,7 @@ def explain(call: Call, of_launch: Explanation) -> Explanation:
             f"{number} launch(es) on each host in a forward pass, each of up to {launch.tokens} tokens per rank",
             *of_launch.reasons[1:],
         ),
-        memory_bytes=of_launch.memory_bytes | memory,
+        network_memory_bytes=memory,
         residual_bytes=kept,
         wire_bytes=number * of_launch.wire_bytes,
         network_bytes=network_bytes(shape, hosts, sent),

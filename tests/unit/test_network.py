@@ -168,7 +168,7 @@ def test_rounds_have_room_for_uniform_routing_and_tokens_that_go_to_fewer_hosts_
 def test_the_launch_of_a_host_has_the_rows_that_uniform_routing_sends_there():
     for plan in (NetworkPlan(8, "gather", 2), NetworkPlan(8, "send", 1, 1024)):
         of_host = choice.shape_on_host(DEEPSEEK, Levels(ExpertGroup(), ExpertGroup(("host",), 8), plan))
-        launches = 2 if plan.way == "gather" else cost.share_of_host(DEEPSEEK, 8) * DEEPSEEK.tokens / 1024
+        launches = cost.launches(DEEPSEEK, 8, plan)
         assert (of_host.num_experts, of_host.ranks) == (32, 8)
         assert of_host.local_experts == DEEPSEEK.local_experts
         assert launches * of_host.balanced_rows == pytest.approx(DEEPSEEK.balanced_rows, rel=1e-3)
@@ -297,7 +297,49 @@ def test_a_round_moves_the_bytes_between_hosts_that_explain_says():
     # Ahead of the loop the tokens of two rounds, behind it the answers of two, and in it both of one.
     assert moved == 3 * cost.network_bytes(shape, hosts, 16)
     assert told.network_bytes == cost.launches(shape, hosts, plan) * cost.network_bytes(shape, hosts, 16)
-    assert told.memory_bytes["network: sums"] == shape.tokens * shape.hidden * 4
+    assert told.network_memory_bytes["network: sums"] == shape.tokens * shape.hidden * 4
+
+
+@pytest.mark.parametrize("implementation", ["megakernel", "xla"])
+def test_arrays_of_the_network_are_told_apart_from_the_memory_of_a_launch(implementation):
+    arguments = make_inputs(0, tokens=512, hidden=64, intermediate=32, num_experts=16, top_k=2)
+    options: Any = {"mesh": mesh_of("expert"), "implementation": implementation}
+    one_level = jaxmoe.explain(*arguments[:4], **options)
+    assert one_level.network_memory_bytes == {}
+    assert "crosses the network" not in str(one_level)
+    told = jaxmoe.explain(*arguments[:4], **options, network=NetworkPlan(2, "send", 1, 16))
+    assert not any(name.startswith("network") for name in told.memory_bytes)
+    # Of four hosts 16 tokens each, in float32: those of two rounds, answers that come and go; and sums of 64 tokens.
+    arrived = 4 * 16 * 64 * 4
+    assert sum(told.network_memory_bytes.values()) == 4 * arrived + 64 * 64 * 4
+    assert sum(told.memory_bytes.values()) <= told.worst_case_bytes
+    beside = "temporary memory beside it, of what crosses the network, per rank, whatever the routing: 0.1 MiB"
+    assert beside in str(told)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("round_tokens", [50, 150, 512])
+@pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK, dataclasses.replace(DEEPSEEK, tokens=300)])
+def test_launches_of_a_host_have_as_many_slots_together_as_its_ranks(shape, round_tokens, chunks):
+    for plan in (NetworkPlan(1, "send", chunks, round_tokens), NetworkPlan(1, "gather", chunks)):
+        launch = choice.shape_on_host(shape, Levels(ExpertGroup(), ExpertGroup(("host",), 8), plan))
+        number = cost.launches(shape, 8, plan)
+        assert number * launch.tokens * launch.used_slots == pytest.approx(shape.tokens)
+
+
+def test_ranks_of_a_host_receive_no_more_where_rounds_have_room_for_more():
+    arguments = make_inputs(0, tokens=2048, hidden=64, intermediate=32, num_experts=64, top_k=2)
+    options: Any = {"mesh": mesh_of("expert"), "implementation": "megakernel"}
+    plans = (NetworkPlan(2, "gather", 1), *(NetworkPlan(2, "send", 1, round_tokens) for round_tokens in (64, 256)))
+    bytes_ = [jaxmoe.explain(*arguments[:4], **options, network=plan).wire_bytes for plan in plans]
+    assert bytes_ == pytest.approx([bytes_[0]] * 3, rel=0.01)
+
+
+def test_a_layer_without_tokens_has_launches_without_slots():
+    plan = choice.complete(NetworkPlan(way="send"), dataclasses.replace(DEEPSEEK, tokens=0), 8)
+    for each in (plan, NetworkPlan(8, "gather", 1)):
+        levels_ = Levels(ExpertGroup(), ExpertGroup(("host",), 8), each)
+        assert choice.shape_on_host(dataclasses.replace(DEEPSEEK, tokens=0), levels_).used_slots == 0
 
 
 def test_symbols_of_explicit_axes_take_levels_too():
