@@ -294,6 +294,7 @@ def check_combine(
     call = handle.call
     _check_place(caller, call)
     shards = token_shards(call.placement)
+    _check_arrays(caller, handle, shards)
     room, experts = call.room, call.shape.local_experts
     places = (shards * room.rows,)
     if room.capacity_per_expert:
@@ -324,6 +325,28 @@ def check_combine(
     return dataclasses.replace(call, multiprocessors=check_multiprocessors(caller, multiprocessors))
 
 
+def _check_arrays(caller: str, handle: Handle, shards: int) -> None:
+    """Raises where a handle has not the sizes that its call says: of one rank, or outside of `shard_map` of all."""
+    call = handle.call
+    tokens, top_k = shards * call.shape.tokens, call.shape.top_k
+    of_one_dimension = {"row_sources": call.room.rows, "rows_per_expert": call.shape.local_experts}
+    for name in ("slot_rows", "topk_ids", *of_one_dimension):
+        array = getattr(handle, name)
+        if not _is_array(array):
+            raise TypeError(f"{caller}: {name} of the handle is {a_type(array)}; it must be an array.")
+        if name in of_one_dimension:
+            size = shards * of_one_dimension[name]
+            fits, expected = array.shape == (size,), f"({size},)"
+        else:
+            *batch, slots = array.shape or (0,)
+            fits, expected = (math.prod(batch), slots) == (tokens, top_k), f"[..., {top_k}] of {tokens} tokens"
+        if not fits:
+            raise ValueError(
+                f"{caller}: {name} of the handle has shape {array.shape}; it must be {expected}. Pass the handle that "
+                "one dispatch returned; into a shard_map each of its arrays goes split on its first dimension."
+            )
+
+
 def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: Any) -> ExchangeCall:
     """The same of rows that are multiplied before they are added up."""
     caller = "matmul_combine"
@@ -351,6 +374,12 @@ def _check_place(caller: str, call: ExchangeCall) -> None:
             raise ValueError(
                 f"{caller}: the handle was made inside a shard_map over {call.group.axis_names}, and mesh axes {names} "
                 "are not manual here. Call combine in a shard_map over the same axes, or dispatch outside of it."
+            )
+        ranks = math.prod(context.shape[name] for name in call.group.axis_names)
+        if ranks != call.group.size:
+            raise ValueError(
+                f"{caller}: the handle was made by the {call.group.size} ranks of mesh axes {call.group.axis_names}, "
+                f"which are {ranks} here. Call combine in a shard_map over axes of the same sizes."
             )
         return
     if context.manual_axes:

@@ -167,6 +167,31 @@ BAD_COMBINE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["topk_weights is bfloat16", "float32", "astype"],
     ),
     "weights that are a number": ({"topk_weights": 1.0}, TypeError, ["topk_weights is a float", "array"]),
+    "a handle without ids": (
+        {"handle": dataclasses.replace(SORTED.handle, topk_ids=None)},
+        TypeError,
+        ["topk_ids of the handle is a NoneType", "array"],
+    ),
+    "handles of several dispatches": (
+        {"handle": jax.tree.map(lambda array: jnp.stack([jnp.zeros(array.shape, int)] * 2), SORTED.handle)},
+        ValueError,
+        ["slot_rows of the handle has shape (2, 16, 2)", "[..., 2] of 16 tokens", "one dispatch"],
+    ),
+    "ids of other tokens": (
+        {"handle": dataclasses.replace(SORTED.handle, topk_ids=IDS[:4])},
+        ValueError,
+        ["topk_ids of the handle has shape (4, 2)", "[..., 2] of 16 tokens"],
+    ),
+    "sources of other rows": (
+        {"handle": dataclasses.replace(SORTED.handle, row_sources=IDS[:, 0])},
+        ValueError,
+        ["row_sources of the handle has shape (16,)", "(24,)"],
+    ),
+    "counts of other experts": (
+        {"handle": dataclasses.replace(SORTED.handle, rows_per_expert=IDS[:4, 0])},
+        ValueError,
+        ["rows_per_expert of the handle has shape (4,)", "(8,)", "split on its first dimension"],
+    ),
 }
 
 
@@ -227,9 +252,16 @@ def test_combine_is_called_where_dispatch_was():
         assert jax.eval_shape(back, *from_context).shape == X.shape
     with pytest.raises(ValueError, match=r"and none is set.*the same mesh"):
         jax.eval_shape(back, *from_context)
-    # What one shard_map returned may go into another.
+    # What one shard_map returned may go into another, over an axis of the same size.
     again = jax.shard_map(back, mesh=mesh, in_specs=split, out_specs=split)
     assert jax.eval_shape(again, *from_inside).shape == X.shape
+    tokens = P(("data", "expert"))
+    elsewhere = jax.shard_map(back, mesh=other, in_specs=tokens, out_specs=tokens)
+    with pytest.raises(ValueError, match=r"made by the 8 ranks of mesh axes \('expert',\), which are 4 here"):
+        jax.eval_shape(elsewhere, *from_inside)
+    not_split = jax.shard_map(back, mesh=mesh, in_specs=(split, P()), out_specs=split)
+    with pytest.raises(ValueError, match=r"slot_rows of the handle has shape \(16, 2\).* of 2 tokens.*split on its"):
+        jax.eval_shape(not_split, *from_inside)
 
 
 def through_the_exchange(x: jax.Array, matrices: jax.Array) -> list[jax.Array]:
