@@ -110,7 +110,7 @@ def devices_of_groups(group: ExpertGroup, mesh: Mesh | AbstractMesh | None) -> n
     """Returns the devices of every group that shares experts, `[groups, ranks]`, ranks in the order of the group.
 
     Inside of `jit` they are those of the mesh that is set while it is traced. JAX does not trace again for another mesh
-    of the same shape, so nothing but a choice between implementations may hang on them.
+    of the same shape, so nothing but a choice between implementations may hang on them, and whom a message names.
 
     Args:
       group: the ranks of the experts.

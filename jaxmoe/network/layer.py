@@ -16,7 +16,7 @@ from jaxmoe.implementations.megakernel.launching import timeout_seconds
 from jaxmoe.network import gather, roll_call, send
 from jaxmoe.network.choice import call_on_host, chunk_tokens
 from jaxmoe.network.gradients import summed_in_float32, trained_of
-from jaxmoe.sharding import vary_alike
+from jaxmoe.sharding import devices_of_groups, vary_alike
 
 
 def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Array]) -> Float[Array, "tokens hidden"]:
@@ -31,7 +31,8 @@ def run(call: Call, inputs: Inputs, run_on_host: Callable[[Call, Inputs], jax.Ar
     assert levels is not None
     assert levels.plan.chunks is not None
     if call.implementation == "megakernel" and call.platform == "gpu" and jax.process_count() > 1:
-        roll_call.begin(timeout_seconds(call.platform))
+        groups = devices_of_groups(call.group, call.placement.mesh)
+        roll_call.begin(timeout_seconds(call.platform), roll_call.processes_of(groups))
     inputs = vary_alike(reverse_mode_only(inputs))
     num_experts, tokens = call.shape.num_experts, call.shape.tokens
 

@@ -1,8 +1,11 @@
 """Late hosts are named: what the thread of a process does, with the service and the GPU of a test."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import jaxmoe
@@ -37,7 +40,7 @@ def job(monkeypatch):
     """Three processes with one GPU each: how far they are, and what each does in a round."""
     monkeypatch.setattr(roll_call, "_told", [])
     service, progress = Service(), [Progress(4) for _ in range(3)]
-    calls = [RollCall(service, lambda number=number: [progress[number]], number, 10.0) for number in range(3)]
+    calls = [RollCall(service, lambda number=number: [progress[number]], number, 10.0, range(3)) for number in range(3)]
 
     def rounds() -> None:
         for call in calls:
@@ -92,12 +95,66 @@ def test_a_process_that_has_come_as_far_is_not_late_and_a_launch_that_all_have_i
 def test_the_slowest_gpu_of_a_process_says_how_far_it_is(monkeypatch):
     monkeypatch.setattr(roll_call, "_told", [])
     service = Service()
-    RollCall(service, lambda: [Progress(9), Progress(3, device=1)], 1, 10.0).round()
-    call = RollCall(service, lambda: [Progress(9, waiting=5, waiting_seconds=30)], 0, 10.0)
+    RollCall(service, lambda: [Progress(9), Progress(3, device=1)], 1, 10.0, ()).round()
+    call = RollCall(service, lambda: [Progress(9, waiting=5, waiting_seconds=30)], 0, 10.0, [0, 1])
     call.round()
     call.round()
     assert "process 1" in roll_call.told()[0]
     assert "(has started 3)" in roll_call.told()[0]
+
+
+def test_a_process_that_has_told_nothing_is_late(monkeypatch):
+    monkeypatch.setattr(roll_call, "_told", [])
+    call = RollCall(Service(), lambda: [Progress(1, waiting=1, waiting_seconds=30)], 0, 10.0, [0, 1])
+    call.round()
+    call.round()
+    [text] = jaxmoe.failures()
+    assert "Late are process 1 (has told nothing: it may not have begun a layer)." in text
+
+
+def test_processes_that_a_launch_cannot_wait_for_are_not_named(monkeypatch):
+    monkeypatch.setattr(roll_call, "_told", [])
+    service = Service()
+    progress = [Progress(10, waiting=9, waiting_seconds=70), Progress(8), Progress(4), Progress(4)]
+    groups = [{0, 1}, {0, 1}, {2, 3}, {2, 3}]  # stages of a pipeline: the second one has half the layers
+    calls = [
+        RollCall(service, lambda number=number: [progress[number]], number, 60.0, processes)
+        for number, processes in enumerate(groups)
+    ]
+    for call in [*calls, *calls]:
+        call.round()
+    [text] = jaxmoe.failures()
+    assert "process 1 on " in text
+    assert "process 2" not in text
+    assert "process 3" not in text
+
+
+def test_a_launch_may_wait_for_the_processes_of_its_group_or_where_devices_are_unknown_for_all(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 5)
+    groups = [
+        [SimpleNamespace(process_index=number) for number in group] for group in ((0, 0, 1), (3, 2, 2), (2, 2, 2))
+    ]
+    assert roll_call.processes_of(np.array(groups)) == {2, 3}
+    assert roll_call.processes_of(None) == {0, 1, 2, 3, 4}
+
+
+def test_layers_traced_later_add_the_processes_that_they_wait_for_to_one_thread(monkeypatch):
+    begun: list[Any] = []
+
+    def thread(target: Any, **_: Any) -> Any:
+        begun.append(target.__self__)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(roll_call, "threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(roll_call, "_client", Service)
+    monkeypatch.setattr(roll_call, "native", SimpleNamespace(extension=lambda _: SimpleNamespace(progress=list)))
+    roll_call._begun.cache_clear()
+    roll_call.begin(7.0, {0, 1})
+    roll_call.begin(7.0, {0, 3})
+    roll_call._begun.cache_clear()
+    [call] = begun
+    assert call.processes == {0, 1, 3}
 
 
 def test_the_thread_ends_with_the_service_and_says_so(monkeypatch, capfd):
@@ -105,5 +162,5 @@ def test_the_thread_ends_with_the_service_and_says_so(monkeypatch, capfd):
         def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: the service is gone")
 
-    RollCall(Gone(), lambda: [Progress(1)], 0, 1.0).run()
+    RollCall(Gone(), lambda: [Progress(1)], 0, 1.0, ()).run()
     assert "late hosts are not named from here on: UNAVAILABLE" in capfd.readouterr().err
