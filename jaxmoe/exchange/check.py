@@ -81,6 +81,8 @@ def check_dispatch(
     placement = sharding.place(
         x, axis_name=options.axis_name, data_axes=options.data_axes, mesh=options.mesh, caller=caller
     )
+    # How x lies changes nothing here, and handles of equal calls are to be equal pytrees.
+    placement = dataclasses.replace(placement, known_dims=(), result=None)
     platform = sharding.platform(placement, x)
     if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"{caller}: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
