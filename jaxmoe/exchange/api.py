@@ -5,6 +5,7 @@ is checked first (`check.py`); `gradients.py` makes the two each other's transpo
 runs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -194,7 +195,8 @@ def dispatched(
         lambda array: array.reshape(*places, array.shape[-1]), (arrived.rows, arrived.scales, decoded)
     )
     slot_rows, ids = (array.reshape(*batch, shape.top_k) for array in (arrived.routes.slot_rows, ids))
-    handle = Handle(arrived.routes.row_sources, slot_rows, arrived.rows_per_expert, ids, call)
+    plain = dataclasses.replace(call, multiprocessors=None)  # a pytree equal to that of a dispatch that is not started
+    handle = Handle(arrived.routes.row_sources, slot_rows, arrived.rows_per_expert, ids, plain)
     return Dispatched(rows, scales, arrived.rows_per_expert, arrived.dropped_rows, handle, decoded)
 
 

@@ -99,6 +99,25 @@ def test_zero_tokens_are_started_too(shape):
     assert not np.asarray(sent.rows).any()
 
 
+def test_a_scan_carries_what_was_started_after_what_was_not():
+    x, other, ids, weights, _ = arrays()
+    options: dict[str, Any] = {"num_experts": EXPERTS, "axis_name": None}
+
+    @jax.jit
+    def pipeline(batches: Any) -> Any:
+        def turn(arrived: jaxmoe.Dispatched, batch: Any) -> Any:
+            outputs, following = jaxmoe.start_dispatch(batch, ids, **options).beside(jnp.square, arrived.rows)
+            return following, jaxmoe.combine(outputs, weights, arrived.handle)
+
+        last, ys = jax.lax.scan(turn, jaxmoe.dispatch(x, ids, **options), batches)
+        return jnp.concatenate([ys, jaxmoe.combine(jnp.square(last.rows), weights, last.handle)[None]])
+
+    sums = jnp.where(ids >= 0, weights, 0).sum(-1, keepdims=True)
+    batches = jnp.stack([other, x])
+    expected = jnp.concatenate([x[None], batches]) ** 2 * sums
+    np.testing.assert_allclose(pipeline(batches), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("multiprocessors", [0, 3, 66, 2.5, "all"])
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_multiprocessors_that_leave_the_program_too_few_or_come_in_no_pairs_are_refused(multiprocessors):
