@@ -218,7 +218,7 @@ def nothing(
 def _combine_on_rank(call: ExchangeCall, answers: Answers) -> jax.Array:
     batch, width = answers.slot_rows.shape[:-1], answers.outputs.shape[-1]
     if not call.shape.tokens:
-        return jnp.zeros((*batch, width), answers.outputs.dtype)
+        return gradients.vary(call, (jnp.zeros((*batch, width), answers.outputs.dtype), answers))[0]
     y = gradients.combine(IMPLEMENTATIONS[call.implementation], call, *flat_answers(call, answers))
     return y.reshape(*batch, width)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxmoe.exchange import IMPLEMENTATIONS, matmul_gradients
+from jaxmoe.exchange import IMPLEMENTATIONS, gradients, matmul_gradients
 from jaxmoe.exchange.api import Tokens, dispatched, flat_tokens, nothing
 from jaxmoe.exchange.base import ExchangeCall, Routes
 from jaxmoe.exchange.check import DispatchOptions, check_dispatch, check_matmul_combine
@@ -161,7 +161,7 @@ def _dispatch_on_rank(call: ExchangeCall, tokens: Tokens, matrices: jax.Array) -
 def _combine_on_rank(call: ExchangeCall, answers: _Answers, matrices: jax.Array) -> jax.Array:
     batch, width, top_k = answers.slot_rows.shape[:-1], matrices.shape[2], call.shape.top_k
     if not call.shape.tokens:
-        return jnp.zeros((*batch, width), answers.rows.dtype)
+        return gradients.vary(call, (jnp.zeros((*batch, width), answers.rows.dtype), answers, matrices))[0]
     flat = answers.rows.reshape(-1, answers.rows.shape[-1])
     weights = None if answers.topk_weights is None else answers.topk_weights.reshape(-1, top_k)
     routes = Routes(answers.row_sources, answers.slot_rows.reshape(-1, top_k))

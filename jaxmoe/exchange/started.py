@@ -209,7 +209,7 @@ def _finish_combine_on_rank(call: ExchangeCall, state: Any) -> jax.Array:
     answers, started = state
     batch, width = answers.slot_rows.shape[:-1], answers.outputs.shape[-1]
     if started is None:
-        return jnp.zeros((*batch, width), answers.outputs.dtype)
+        return gradients.vary(call, (jnp.zeros((*batch, width), answers.outputs.dtype), answers))[0]
     flat = flat_answers(call, answers)
     y = gradients.finish_combine(IMPLEMENTATIONS[call.implementation], call, *flat, started)
     return y.reshape(*batch, width)

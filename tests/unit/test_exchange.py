@@ -263,6 +263,22 @@ def test_combine_is_called_where_dispatch_was():
         jax.eval_shape(not_split, *from_inside)
 
 
+@pytest.mark.parametrize("tokens", [0, 16])
+def test_what_comes_back_varies_over_the_axes_of_the_group_also_where_there_are_no_tokens(tokens):
+    split = P("expert")
+    types: list[Any] = []
+
+    def of_rank(x: Any, matrices: Any) -> Any:
+        ys = through_the_exchange(x, matrices)
+        types.extend(jax.typeof(y).manual_axis_type.varying for y in ys)
+        return jax.lax.cond(True, lambda: ys, lambda: [x] * 3)
+
+    mesh = mesh_of("data", "expert")
+    layers = jax.shard_map(of_rank, mesh=mesh, in_specs=split, out_specs=split)
+    jax.eval_shape(layers, jnp.ones((tokens, 4)), jnp.ones((8, 4, 4)))
+    assert types == [{"expert"}] * 3
+
+
 def through_the_exchange(x: jax.Array, matrices: jax.Array) -> list[jax.Array]:
     """Calls every function of the exchange."""
     ids = jnp.zeros((x.shape[0], 2), jnp.int32)
