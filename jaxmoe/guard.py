@@ -22,8 +22,12 @@ from jaxmoe.quantized_matrix import QuantizedMatrix
 Pytree = TypeVar("Pytree")
 
 
+# Whose tokens come back by them.
+_DISPATCH_OF = {"combine": "dispatch", "start_combine": "start_dispatch", "matmul_combine": "dispatch_matmul"}
+
+
 def _refuse(args: Any, dims: Any, *, caller: str = "moe_layer", **_: Any) -> Any:
-    takes_tokens = "dispatch" if caller == "combine" else caller
+    takes_tokens = _DISPATCH_OF.get(caller, caller)
     raise NotImplementedError(
         f"{caller}: jax.vmap over {caller} is not supported (jax.jacrev, jax.jacfwd and jax.hessian map too). A batch "
         f"of token arrays is one call: {takes_tokens} takes x of shape [..., hidden], so pass the batch dimension "

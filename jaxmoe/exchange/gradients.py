@@ -5,7 +5,7 @@
                                          dweights[slot] = <dy[token], outputs[row]>
 
 An implementation without `pull` and `pull_weighted` is differentiated by JAX, in forward mode too; `caller` is whose
-name the error of others has there.
+name errors have here, of what the others refuse.
 """
 
 import functools
@@ -32,12 +32,12 @@ def dispatch(
     x, topk_ids = vary(call, (x, topk_ids))
     if call.precision is not None:
         x = reverse_mode_only(x, caller)
-        arrived: Any = _send_in_8_bits(implementation, call, x, topk_ids)
-        decoded: Any = _decode(implementation, call, x, jax.lax.stop_gradient(arrived))
+        arrived: Any = _send_in_8_bits(implementation, call, caller, x, topk_ids)
+        decoded: Any = _decode(implementation, call, caller, x, jax.lax.stop_gradient(arrived))
         return arrived, decoded
     if implementation.pull is None:
         return implementation.send(call, x, topk_ids), None
-    return _send(implementation, call, reverse_mode_only(x, caller), topk_ids), None
+    return _send(implementation, call, caller, reverse_mode_only(x, caller), topk_ids), None
 
 
 def combine(
@@ -53,7 +53,7 @@ def combine(
     if implementation.pull_weighted is None:
         return implementation.add_up(call, outputs, weights, routes)
     outputs, weights = reverse_mode_only((outputs, weights), caller)
-    return _add_up(implementation, call, outputs, weights, routes)
+    return _add_up(implementation, call, caller, outputs, weights, routes)
 
 
 def start_dispatch(
@@ -67,7 +67,7 @@ def start_dispatch(
         if call.precision is None:
             return dispatch(implementation, call, x, topk_ids, "start_dispatch")[0], ()
         x, topk_ids = vary(call, (reverse_mode_only(x, "start_dispatch"), topk_ids))
-        sent: Any = _send_in_8_bits(implementation, call, x, topk_ids)
+        sent: Any = _send_in_8_bits(implementation, call, "start_dispatch", x, topk_ids)
         return sent, ()
     assert implementation.start_send is not None
     return implementation.start_send(call, *vary(call, jax.lax.stop_gradient((x, topk_ids))))
@@ -87,7 +87,7 @@ def finish_dispatch(
         arrived = _finish_send(implementation, call, x, arrived, kept)
     if call.precision is None:
         return arrived, None
-    decoded: Any = _decode(implementation, call, x, jax.lax.stop_gradient(arrived))
+    decoded: Any = _decode(implementation, call, "start_dispatch", x, jax.lax.stop_gradient(arrived))
     return arrived, decoded
 
 
@@ -135,42 +135,46 @@ def vary(call: ExchangeCall, tree: Any) -> Any:
     return vary_alike((tree, call.group.index()))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send(implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> Arrived:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _send(
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, topk_ids: jax.Array
+) -> Arrived:
     return implementation.send(call, x, topk_ids)
 
 
 def _send_fwd(
-    implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, topk_ids: jax.Array
 ) -> tuple[Arrived, Routes]:
     arrived = implementation.send(call, x, topk_ids)
     return arrived, arrived.routes
 
 
 def _send_bwd(
-    implementation: Implementation, call: ExchangeCall, routes: Routes, gradients: Arrived
+    implementation: Implementation, call: ExchangeCall, caller: str, routes: Routes, gradients: Arrived
 ) -> tuple[Any, Any]:
-    drows = not_mapped(gradients.rows, "dispatch")
+    drows = not_mapped(gradients.rows, caller)
     return implementation.add_up(call, drows, None, routes), of_integers(routes.slot_rows)
 
 
 _send.defvjp(_send_fwd, _send_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send_in_8_bits(implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array) -> Arrived:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _send_in_8_bits(
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, topk_ids: jax.Array
+) -> Arrived:
     return implementation.send(call, x, topk_ids)
 
 
 def _send_in_8_bits_fwd(
-    implementation: Implementation, call: ExchangeCall, x: jax.Array, topk_ids: jax.Array
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, topk_ids: jax.Array
 ) -> tuple[Arrived, None]:
     return implementation.send(call, x, topk_ids), None
 
 
-def _send_in_8_bits_bwd(*_: Any) -> Any:
+def _send_in_8_bits_bwd(implementation: Implementation, call: ExchangeCall, caller: str, *_: Any) -> Any:
     raise TypeError(
-        "dispatch: this asks for gradients with respect to rows in 8 bits, which JAX would round to 8 bits too. "
+        f"{caller}: this asks for gradients with respect to rows in 8 bits, which JAX would round to 8 bits too. "
         "Compute with dispatched.wide_rows, whose gradient is that without rounding; or take dispatched.rows and "
         "dispatched.scales for constants, by jax.lax.stop_gradient."
     )
@@ -179,8 +183,10 @@ def _send_in_8_bits_bwd(*_: Any) -> Any:
 _send_in_8_bits.defvjp(_send_in_8_bits_fwd, _send_in_8_bits_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _decode(implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _decode(
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, arrived: Arrived
+) -> jax.Array:
     """The rows that were sent in 8 bits, in the dtype of x: as if a function of x that rounds nothing."""
     return _decoded(x, arrived)
 
@@ -191,38 +197,48 @@ def _decoded(x: jax.Array, arrived: Arrived) -> jax.Array:
 
 
 def _decode_fwd(
-    implementation: Implementation, call: ExchangeCall, x: jax.Array, arrived: Arrived
+    implementation: Implementation, call: ExchangeCall, caller: str, x: jax.Array, arrived: Arrived
 ) -> tuple[jax.Array, Routes]:
     return _decoded(x, arrived), arrived.routes
 
 
 def _decode_bwd(
-    implementation: Implementation, call: ExchangeCall, routes: Routes, drows: jax.Array
+    implementation: Implementation, call: ExchangeCall, caller: str, routes: Routes, drows: jax.Array
 ) -> tuple[Any, Any]:
-    return implementation.add_up(call, not_mapped(drows, "dispatch"), None, routes), None
+    return implementation.add_up(call, not_mapped(drows, caller), None, routes), None
 
 
 _decode.defvjp(_decode_fwd, _decode_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _add_up(
-    implementation: Implementation, call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes
+    implementation: Implementation,
+    call: ExchangeCall,
+    caller: str,
+    outputs: jax.Array,
+    weights: jax.Array | None,
+    routes: Routes,
 ) -> jax.Array:
     return implementation.add_up(call, outputs, weights, routes)
 
 
 def _add_up_fwd(
-    implementation: Implementation, call: ExchangeCall, outputs: jax.Array, weights: jax.Array | None, routes: Routes
+    implementation: Implementation,
+    call: ExchangeCall,
+    caller: str,
+    outputs: jax.Array,
+    weights: jax.Array | None,
+    routes: Routes,
 ) -> tuple[jax.Array, Any]:
     # Without weights nothing of the outputs is kept.
     saved = (None if weights is None else (weights, outputs)), routes
     return implementation.add_up(call, outputs, weights, routes), saved
 
 
-def _add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> Any:
+def _add_up_bwd(implementation: Implementation, call: ExchangeCall, caller: str, saved: Any, dy: jax.Array) -> Any:
     weights_and_outputs, routes = saved
-    dy = not_mapped(dy, "combine")
+    dy = not_mapped(dy, caller)
     if weights_and_outputs is None:
         assert implementation.pull is not None
         doutputs, dweights = implementation.pull(call, dy, routes), None
@@ -257,8 +273,8 @@ def _finish_send_bwd(
     implementation: Implementation, call: ExchangeCall, routes: Routes, gradients: Arrived
 ) -> tuple[Any, None, None]:
     if call.precision is not None:
-        _send_in_8_bits_bwd()
-    return _send_bwd(implementation, call, routes, gradients)[0], None, None
+        _send_in_8_bits_bwd(implementation, call, "start_dispatch")
+    return _send_bwd(implementation, call, "start_dispatch", routes, gradients)[0], None, None
 
 
 _finish_send.defvjp(_finish_send_fwd, _finish_send_bwd)
@@ -292,7 +308,7 @@ def _finish_add_up_fwd(
 
 
 def _finish_add_up_bwd(implementation: Implementation, call: ExchangeCall, saved: Any, dy: jax.Array) -> Any:
-    return *_add_up_bwd(implementation, call, saved, dy), None, None
+    return *_add_up_bwd(implementation, call, "start_combine", saved, dy), None, None
 
 
 _finish_add_up.defvjp(_finish_add_up_fwd, _finish_add_up_bwd)

@@ -35,7 +35,8 @@ def dispatch_matmul(
         return _send(implementation, call, x, topk_ids, matrices)
     arrived, _ = gradients.dispatch(implementation, call, x, topk_ids, "dispatch_matmul")
     multiplied: Any = products.times(call, arrived.rows, matrices, arrived.rows_per_expert)
-    return arrived._replace(rows=_somebodys(multiplied, arrived.routes))
+    # Grouped products have no gradients under jax.vmap, and JAX would say so in its own words.
+    return arrived._replace(rows=not_mapped(_somebodys(multiplied, arrived.routes), "dispatch_matmul"))
 
 
 def matmul_combine(
@@ -60,7 +61,8 @@ def matmul_combine(
     routes, rows_per_expert, _ = route
     rows = _somebodys(rows, routes)
     outputs: Any = products.times(call, rows, matrices, rows_per_expert)
-    return gradients.combine(implementation, call, outputs, weights, routes, "matmul_combine")
+    y = gradients.combine(implementation, call, outputs, weights, routes, "matmul_combine")
+    return not_mapped(y, "matmul_combine")
 
 
 def _somebodys(rows: Float[Array, "rows width"], routes: Routes) -> Float[Array, "rows width"]:

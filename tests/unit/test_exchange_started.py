@@ -118,6 +118,43 @@ def test_a_scan_carries_what_was_started_after_what_was_not():
     np.testing.assert_allclose(pipeline(batches), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_raises_in_the_name_of_what_was_called_and_says_what_takes_tokens(implementation):
+    x, _, ids, _, _ = arrays()
+
+    def send(x: Any) -> Any:
+        return jaxmoe.start_dispatch(x, ids, num_experts=EXPERTS, axis_name=None, implementation=implementation)
+
+    rows, handle = jax.eval_shape(lambda x: (send(x).finish().rows, send(x).finish().handle), x)
+    functions = {
+        "start_dispatch": (lambda x, handle: send(x).finish().rows, x),
+        "start_combine": (lambda rows, handle: jaxmoe.start_combine(rows, None, handle).finish(), rows),
+    }
+    for name, (function, array) in functions.items():
+        told = rf"^{name}: .*start_dispatch takes x .*pass the batch dimension along"
+        batch = jax.ShapeDtypeStruct((2, *array.shape), array.dtype)
+        with pytest.raises(NotImplementedError, match=told):
+            jax.eval_shape(jax.vmap(function, (0, None)), batch, handle)
+
+        def mapped_transpose(array: Any, handle: Any) -> Any:
+            result, transpose = jax.vjp(lambda array: function(array, handle), array)  # noqa: B023
+            return jax.vmap(transpose)(jnp.stack([result, result]))
+
+        with pytest.raises(NotImplementedError, match=told):
+            jax.eval_shape(mapped_transpose, array, handle)
+
+
+def test_gradients_of_rows_in_8_bits_are_refused_in_the_name_of_what_was_called():
+    x, _, ids, _, _ = arrays()
+
+    def loss(x: Any) -> Any:
+        sent = jaxmoe.start_dispatch(x, ids, num_experts=EXPERTS, axis_name=None, precision="fp8").finish()
+        return sent.rows.astype(jnp.float32).sum()
+
+    with pytest.raises(TypeError, match=r"^start_dispatch: .*gradients with respect to rows in 8 bits"):
+        jax.eval_shape(jax.grad(loss), x)
+
+
 @pytest.mark.parametrize("multiprocessors", [0, 3, 66, 2.5, "all"])
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_multiprocessors_that_leave_the_program_too_few_or_come_in_no_pairs_are_refused(multiprocessors):
