@@ -183,6 +183,11 @@ inline std::string dimensions_error(const ExchangeCall& call, const ExchangeAttr
            ", " + std::to_string(local) +
            " local experts, capacity_per_expert " + std::to_string(a.capacity_per_expert) + ".";
   }
+  // XLA may have no address for an array without elements: ids would be taken for none, and routes for known.
+  if (call.has(Name::kTopkIds) && tokens * a.top_k == 0) {
+    return "jaxmoe: " + std::to_string(tokens) + " tokens x " + std::to_string(a.top_k) +
+           " slots; a dispatch that sorts needs one at least.";
+  }
   if (tokens * a.top_k >= kMaxSlots) {
     return "jaxmoe: " + std::to_string(tokens) + " tokens x " + std::to_string(a.top_k) +
            " slots; a rank can number " + std::to_string(kMaxSlots - 1) + ".";

@@ -114,15 +114,15 @@ void layer(const char* what, ffi::DataType of_x, ffi::DataType of_place, bool ro
   tell(what, call, attributes, wrong);
 }
 
-void dispatch(const char* what, ffi::DataType of_place) {
+void dispatch(const char* what, ffi::DataType of_place, int64_t tokens = kTokens, int64_t top_k = kTopK) {
   using Name = ExchangeArray;
   constexpr int64_t kRows = 256;
   const Buffers<Name> buffers({{Name::kPlace, {of_place, {2}}},
-                               {Name::kX, {ffi::BF16, {kTokens, kWidth}}},
-                               {Name::kTopkIds, {ffi::S32, {kTokens, kTopK}}},
+                               {Name::kX, {ffi::BF16, {tokens, kWidth}}},
+                               {Name::kTopkIds, {ffi::S32, {tokens, top_k}}},
                                {Name::kRows, {ffi::BF16, {kRows, kWidth}}},
                                {Name::kMadeRowSources, {ffi::S32, {kRows}}},
-                               {Name::kMadeSlotRows, {ffi::S32, {kTokens, kTopK}}},
+                               {Name::kMadeSlotRows, {ffi::S32, {tokens, top_k}}},
                                {Name::kRowsPerExpert, {ffi::S32, {kExperts}}},
                                {Name::kDroppedRows, {ffi::S32, {kExperts}}}},
                               Name::kRows);
@@ -130,7 +130,7 @@ void dispatch(const char* what, ffi::DataType of_place) {
   schedule.tile = {1, 1, 1};
   schedule.unit_tiles = schedule.chunk_rows = 1;
   auto attributes = attributes_of<ExchangeAttributes>(schedule, buffers.bits());
-  attributes.top_k = kTopK;
+  attributes.top_k = static_cast<int32_t>(top_k);
   attributes.alignment = 1;
   std::string wrong;
   const ExchangeCall call(buffers.operands(), buffers.results(), attributes, &wrong);
@@ -147,4 +147,6 @@ int main() {
   layer("float place of a layer", ffi::BF16, ffi::F32, true, 4);
   dispatch("dispatch", ffi::S32);
   dispatch("wide place of a dispatch", ffi::S64);
+  dispatch("dispatch of no tokens", ffi::S32, 0);
+  dispatch("dispatch of no slots", ffi::S32, kTokens, 0);
 }

@@ -36,6 +36,11 @@ def test_tokens_in_float16_rounded_to_8_bits_beside_weights_in_4_are_refused_for
     assert "weight_slots=0, weights in 4 bits and x in float16" in told["float16 in registers"]
 
 
+@pytest.mark.parametrize(("call", "given"), [("tokens", "0 tokens x 2 slots"), ("slots", "64 tokens x 0 slots")])
+def test_a_dispatch_without_ids_to_sort_is_refused_which_would_run_as_one_with_known_routes(told, call, given):
+    assert f"jaxmoe: {given}; a dispatch that sorts needs one at least." in told[f"dispatch of no {call}"]
+
+
 @pytest.mark.parametrize("call", ["float place of a layer", "wide place of a dispatch"])
 def test_a_place_of_another_type_is_refused_which_would_be_read_as_another_rank(told, call):
     assert "place" in told[call]
