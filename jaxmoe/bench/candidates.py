@@ -21,7 +21,7 @@ from jaxmoe.bench.inputs import AXIS, Inputs
 from jaxmoe.bench.options import BASELINE, Sweep
 from jaxmoe.bench.passes import BACKWARD_ALONE, Pass
 from jaxmoe.implementations.megakernel.plan_defaults import backward_plan
-from jaxmoe.implementations.megakernel.schedule import tile_sizes, weight_slots
+from jaxmoe.implementations.megakernel.schedule import roomy_row_tiles, tile_sizes, weight_slots
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Accumulation, Arguments, Precision
 from jaxmoe.plan import KernelPlan
@@ -250,7 +250,8 @@ def moved(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> traffic.Traffic |
     if candidate.pass_name in BACKWARD_ALONE:
         frozen = candidate.pass_name == "frozen"
         return backward_traffic.of_backward(inputs.routings, inputs.shape, backward, tile, frozen)
-    return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, tile)
+    kept_tiles = roomy_row_tiles(inputs.shape, _platform(mesh)) if candidate.residuals == "save" else 0
+    return backward_traffic.of_both(inputs.routings, inputs.shape, plan, backward, tile, kept_tiles)
 
 
 def arena_bytes(candidate: Candidate, inputs: Inputs, mesh: Mesh) -> int | None:

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 
 from jaxmoe import native
 from jaxmoe.bench import candidates, gradient_check, inputs, layer, passes, shapes, table, traffic
-from jaxmoe.bench.backward_traffic import BackwardLinks, BackwardMemory, of_backward, of_both
+from jaxmoe.bench.backward_traffic import BackwardLinks, BackwardMemory, Kept, KeptMemory, of_backward, of_both
 from jaxmoe.bench.options import BASELINE, MEASURED, Options, Sweep
 from jaxmoe.bench.passes import Gradients, Results
 from jaxmoe.bench.shapes import LayerShape
@@ -471,6 +471,75 @@ def test_both_passes_move_the_bytes_of_each():
     assert both.links.terms.total == backward.links.terms.total + (
         traffic.of_megakernel(routings, SMALL, keep_tokens=False).links.terms.total
     )
+
+
+def test_gate_and_up_that_are_kept_are_written_once_and_not_computed_again():
+    routing = Routing.of(IDS, ranks=2, num_experts=4)
+    nothing = BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE)
+    # Expert 2 of rank 1 has two row tiles of two rows, here each a unit of its own.
+    for tiles, kept, again in ((1, 2, 2), (2, 4, 0), (5, 4, 0)):
+        found = Kept.of_rank(routing, 1, PLAN, TILE, tiles)
+        assert found == Kept(rows=kept, empty_rows=2 * tiles - kept, rows_again=again, experts_again=min(again, 1))
+        assert KeptMemory.of(found, SMALL) == KeptMemory(2 * kept * H, 2 * (2 * tiles - kept) * H)
+        assert BackwardMemory.of_rank(routing, SMALL, 1, PLAN, TILE, kept_tiles=tiles) == dataclasses.replace(
+            nothing,
+            weights_of_gate_up=2 * MATRIX if again else 0,
+            rows_read=nothing.rows_read - kept * TOKEN,
+            projections_written=nothing.projections_written - 2 * kept * H,
+        )
+    # A unit that is not kept whole is computed again whole.
+    of_two = KernelPlan(2, 0, 4, segment_tiles=2)
+    assert Kept.of_rank(routing, 1, of_two, TILE, 1) == Kept(rows=2, empty_rows=0, rows_again=4, experts_again=1)
+    assert Kept.of_rank(routing, 1, PLAN, TILE, 0) == Kept(rows=0, empty_rows=0, rows_again=4, experts_again=1)
+
+
+@given(
+    rows=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    unit_tiles=st.integers(1, 3),
+    segment_tiles=st.integers(3, 5),
+    tiles=st.integers(0, 12),
+)
+def test_what_is_not_kept_is_what_the_schedule_computes_again(rows, unit_tiles, segment_tiles, tiles):
+    steps, experts = native.schedule(), len(rows)
+    shape = steps.Shape(ranks=1, tokens=64, hidden=8, intermediate=8, num_experts=experts, top_k=1)
+    parts = {"keep_tokens": 0, "segment_tiles": segment_tiles, "saved_tiles": tiles}
+    schedule = steps.Schedule(TILE, unit_tiles, 0, 12, 1, 1, 1, 0, **parts)
+    tasks = [task for task in steps.tasks(shape, schedule, rows, 0) if task.gemm == steps.Gemm.gate_up]
+    of_tiles = {(task.expert, task.row_tile): task.rows for task in tasks}
+    routing = Routing(slots=np.array([rows]), tokens=np.zeros((1, 1), int))
+    kept = Kept.of_rank(routing, 0, KernelPlan(unit_tiles, 0, 12, segment_tiles=segment_tiles), TILE, tiles)
+    assert kept.rows_again == sum(of_tiles.values())
+    assert kept.experts_again == len({expert for expert, _ in of_tiles})
+
+
+def test_both_passes_with_residuals_saved_count_what_is_kept_and_sums_at_experts():
+    made, mesh = make_inputs(24, "uniform"), make_mesh()
+
+    def terms(**plan: bool) -> list[dict[str, Any]]:
+        found = []
+        for residuals in ("recompute", "save"):
+            [candidate] = candidates.candidates("megakernel", made, mesh, Sweep(), "both", residuals)
+            assert candidate.plan is not None
+            candidate = dataclasses.replace(candidate, plan=dataclasses.replace(candidate.plan, **plan))
+            moved = candidates.moved(candidate, made, mesh)
+            assert moved is not None
+            found.append(moved.memory.terms.items())
+        return found
+
+    again, saved = terms()
+    rows = made.routings[0].rows(int(np.argmax([made.routings[0].rows(rank) for rank in range(RANKS)])))
+    shape = made.shape
+    # All tiles have room here, so nothing is computed again.
+    assert again["kept_projections_written"] == again["kept_zeros_written"] == 0
+    assert saved["kept_projections_written"] == rows * 2 * shape.h_bytes
+    assert saved["backward_weights_of_gate_up"] == 0
+    assert again["backward_weights_of_gate_up"] == again["backward_weights_of_token_gradient"]
+    assert again["backward_rows_read"] - saved["backward_rows_read"] == rows * shape.token_bytes
+    written = again["backward_projections_written"] - saved["backward_projections_written"]
+    assert written == rows * 2 * shape.h_bytes
+    same = [name for name in again if again[name] == saved[name]]
+    assert len(again) - len(same) == 5
+    assert terms(sum_at_experts=True)[0]["forward_sums_written"] > again["forward_sums_written"] == 0
 
 
 def test_terms_of_a_backward_pass_are_printed(capsys):
