@@ -8,7 +8,9 @@ Each multiprocessor is in one state at a time, and a row of the table is the mea
 - `stages`: a warpgroup is inside of its products and waits for operands, as a layer that reads its weights does.
 - `epilogue`: none multiplies, and one is in an epilogue.
 - `rows`, `h`, `gradients`: none has work, and the block's producer waits for rows to arrive, for an h, for gradients.
-- `loads`: none has work yet, and the producer is loading the first stages of a task or takes one.
+  CPUs have no producer, and math waits for them itself.
+- `loads`: none has work yet, and the producer is loading the first stages of a task or takes one; next to nothing on
+  CPUs.
 - `answers`: behind its last tile it waits for answers of other blocks and ranks.
 - `combine`: it adds answers up.
 - `end`: behind all of its work, until the last multiprocessor of the rank ends; all of the time where it has none.
@@ -35,8 +37,8 @@ STATES: tuple[str, ...] = (
     "combine",
     "end",
 )
-# What the producer does while no warpgroup of its block has work.
-_OF_PRODUCER = {"wait_rows": "rows", "wait_h": "h", "wait_gradients": "gradients"}
+# Waits of the producer, or on CPUs of math, while no warpgroup of the block has work.
+_WAITS = {"wait_rows": "rows", "wait_h": "h", "wait_gradients": "gradients"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +97,9 @@ def _of_block(timeline: Timeline, block: int) -> dict[str, float]:
         inside |= found
 
     state = np.full(len(middle), STATES.index("loads"))
-    for name, of_producer in _OF_PRODUCER.items():
-        waits = events[producer & (events["kind"] == kind_number(name))]
-        state[_at(waits, middle)[1]] = STATES.index(of_producer)
+    for name, waited_for in _WAITS.items():
+        waits = events[(producer | math) & (events["kind"] == kind_number(name))]
+        state[_in_any(waits, middle)] = STATES.index(waited_for)
     state[_in_any(events[math & epilogue], middle)] = STATES.index("epilogue")
     work = events[math & (products | epilogue)]
     first = work["begin"].min() if len(work) else timeline.length

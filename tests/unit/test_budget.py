@@ -57,6 +57,15 @@ def test_a_block_is_in_one_state_at_a_time():
     assert sum(found.states.values()) == pytest.approx(found.length)
 
 
+def test_a_block_without_a_producer_has_the_waits_of_its_math():
+    waits = [("wait_rows", 0, 20), ("gate_up", 20, 32), ("wait_rows", 32, 37), ("gate_up", 37, 40), ("wait_h", 40, 52)]
+    work = [("down", 52, 55), ("wait_gradients", 55, 58), ("token_gradient", 58, 60), ("wait_answers", 60, 66)]
+    block = [("math", 0, kind, begin, end, 0.0) for kind, begin, end in waits + work]
+    states = budget.budget(timeline([block], 70)).states
+    expected = {"start": 20, "products": 12 + 3 + 3 + 2, "rows": 5, "h": 12, "gradients": 3, "answers": 6, "end": 4}
+    assert {state: time for state, time in states.items() if time} == pytest.approx(expected)
+
+
 def test_a_row_is_the_mean_over_blocks_and_the_plain_product_takes_its_part_of_the_products():
     idle = [("block", 0, "sort", 0.0, 10.0, 0.0)]
     found = budget.budget(timeline([ONE_BLOCK, idle], 75), flops=2e9, plain_tflops=500.0)
