@@ -20,7 +20,8 @@ def test_a_kind_of_device_has_the_rates_of_its_own_kind_or_none():
     assert h100 is not None
     assert h200.copy_gbs > 1.3 * h100.copy_gbs
     # Of another memory, or of another number of multiprocessors.
-    assert [peaks.known(kind) for kind in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "cpu")] == [None] * 3
+    others = "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA H200 NVL", "cpu"
+    assert [peaks.known(kind) for kind in others] == [None] * len(others)
 
 
 def test_the_product_in_8_bits_is_that_of_its_values_and_its_scale():
