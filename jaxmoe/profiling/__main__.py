@@ -4,15 +4,18 @@
 ends; `budget` prints a row for each shape and number of tokens, microseconds that add up to the length of the launch.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 from absl import app, flags
-from jax.sharding import AxisType
 
 import jaxmoe
 from jaxmoe.bench import peaks, shapes
 from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
-from jaxmoe.bench.inputs import AXIS, arguments_of_call, copies_of, make_inputs, random_experts
+from jaxmoe.bench.inputs import arguments_of_call, copies_of, make_inputs, random_experts
+from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.options import DTYPES, NARROW, narrow_of, wide_dtype_of
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
@@ -57,14 +60,35 @@ _RANK = flags.DEFINE_integer("rank", 0, "Which rank the picture shows.", lower_b
 _TITLE = flags.DEFINE_string("title", None, "Title of the picture; what was run where not set.")
 
 
+# Flags of one recording, of which a table of budgets has many, and of the table alone.
+_OF_A_RECORDING = ("save", "read", "perfetto", "blocks", "picture", "rank", "title")
+_OF_BUDGETS = ("plain",)
+
+
 def main(argv: list[str]) -> int:
     """Runs what the flags ask for; returns the exit status."""
-    if argv[1:] == ["budget"]:
-        return _print_budgets()
-    if argv[1:] not in (["timeline"], ["ends"]):
+    if argv[1:] not in (["timeline"], ["ends"], ["budget"]):
         raise app.UsageError(
             f"name what to show: python -m jaxmoe.profiling timeline [flags], ends or budget; got {argv[1:]}"
         )
+    (name,) = argv[1:]
+    for flag in _OF_A_RECORDING if name == "budget" else _OF_BUDGETS:
+        if flags.FLAGS[flag].present:
+            others = "timeline and ends" if name == "budget" else "budget"
+            raise app.UsageError(f"--{flag} is of {others}, and {name} makes nothing of it. Leave it out.")
+    try:
+        if name == "budget":
+            return _print_budgets()
+        return _show(name)
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.exit(f"jaxmoe profiling: {error}")
+
+
+def _show(name: str) -> int:
+    """Prints `timeline` or `ends` of a recording, and writes the files that the flags name."""
+    for flag in (_SAVE, _PERFETTO, _PICTURE):
+        if flag.value and not (folder := Path(flag.value).absolute().parent).is_dir():
+            raise ValueError(f"--{flag.name}={flag.value}: there is no folder {folder}. Make it, or name another one.")
     if _READ.value:
         recorded = timeline.load(_READ.value)
         title = f"{_READ.value}, {recorded[0].pass_name} pass"
@@ -72,7 +96,7 @@ def main(argv: list[str]) -> int:
         recorded, title, _ = _record(*_one_case())
     print(title)
     for each in recorded:
-        if argv[1:] == ["ends"]:
+        if name == "ends":
             print("", *ends.table(each), sep="\n")
             continue
         print(summary.summarize(each))
@@ -87,15 +111,16 @@ def main(argv: list[str]) -> int:
 
         chosen = [each for each in recorded if each.rank == _RANK.value]
         if not chosen:
-            raise app.UsageError(f"--rank={_RANK.value}: recorded are {[each.rank for each in recorded]}.")
+            raise ValueError(f"--rank={_RANK.value}: recorded are {[each.rank for each in recorded]}.")
         picture.draw(chosen[0], _PICTURE.value, title=title if _TITLE.value is None else _TITLE.value)
     return 0
 
 
 def _print_budgets() -> int:
+    cases, all_tokens = _cases(), _tokens()
     print(budget.header(), flush=True)
-    for case in _cases():
-        for tokens in (case.tokens,) if case.tokens else _tokens():
+    for case in cases:
+        for tokens in (case.tokens,) if case.tokens else all_tokens:
             recorded, _, rank_flops = _record(case, tokens)
             known = peaks.known(jax.devices()[0].device_kind)
             precision = narrow_of(_DTYPE.value).precision
@@ -106,10 +131,14 @@ def _print_budgets() -> int:
 
 
 def _tokens() -> list[int]:
+    given = f"--tokens={','.join(_TOKENS.value)}"
     try:
-        return [int(text) for text in _TOKENS.value]
+        numbers = [int(text) for text in _TOKENS.value]
     except ValueError:
-        raise app.UsageError(f"--tokens={','.join(_TOKENS.value)}: whole numbers with commas between.") from None
+        raise ValueError(f"{given} must be whole numbers with commas between.") from None
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{given}: a rank needs at least one token.")
+    return numbers
 
 
 def _cases() -> list[shapes.Case]:
@@ -119,7 +148,7 @@ def _cases() -> list[shapes.Case]:
 def _one_case() -> tuple[shapes.Case, int]:
     cases, tokens = _cases(), _tokens()
     if len(cases) != 1 or len(tokens) != 1:
-        raise app.UsageError(f"--shape={_SHAPE.value} --tokens={_TOKENS.value}: a timeline is of one of each.")
+        raise ValueError(f"--shape={_SHAPE.value} --tokens={_TOKENS.value}: a timeline is of one of each.")
     return cases[0], cases[0].tokens or tokens[0]
 
 
@@ -127,10 +156,10 @@ def _record(case: shapes.Case, tokens: int) -> tuple[list[timeline.Timeline], st
     """Returns the launches of all ranks of this process, what was run, and the operations of each rank's rows."""
     block, precision, accumulation, through_e4m3 = narrow_of(_DTYPE.value)
     if block is not None and _PASS.value != "forward":
-        raise app.UsageError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
+        raise ValueError(f"--dtype={_DTYPE.value} has no gradients of experts: --pass=forward, or --dtype=bf16.")
     use_virtual_devices(max(_EP.value, 1))  # where JAX finds no GPU
-    ranks = _EP.value or jax.device_count()
-    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    mesh = make_mesh(_EP.value or jax.device_count())
+    ranks = mesh.size
     dtype = wide_dtype_of(_DTYPE.value)
     experts = random_experts(case.shape, mesh, dtype, block, through_e4m3=through_e4m3)
     routing_kind: RoutingKind = _ROUTING.value  # pyright: ignore[reportAssignmentType]

@@ -13,6 +13,7 @@ import functools
 import gzip
 import io
 import json
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,16 @@ def load(path: str | Path) -> list[Timeline]:
     """Reads what `save` wrote.
 
     Raises:
-      ValueError: the file has other kinds of events than this version of jaxmoe.
+      ValueError: the file is no such file, or has other kinds of events than this version of jaxmoe.
+      OSError: it cannot be read.
     """
-    with np.load(path) as file:
+    with Path(path).open("rb") as stream:
+        try:
+            file: Any = np.load(stream)
+        except (ValueError, EOFError, zipfile.BadZipFile):
+            file = None
+        if not {"kinds", "count"} <= {*getattr(file, "files", ())}:
+            raise ValueError(f"load: {path} is no recording. Those are files that `save` writes, and --save.")
         if tuple(file["kinds"]) != kinds():
             raise ValueError(f"load: {path} was written by another version of jaxmoe, with other kinds of events.")
         return [

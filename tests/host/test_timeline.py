@@ -193,3 +193,55 @@ def test_the_command_without_a_name_says_what_it_can_show():
     told = command()
     assert told.returncode != 0
     assert "name what to show" in told.stdout + told.stderr
+
+
+# Several runs of the command as a user starts it, in one interpreter: starting one takes seconds.
+RUNS = """
+import json, sys
+from absl import app, flags
+from jaxmoe.profiling import __main__ as program
+
+given = ("shape", "tokens", "ep", "dtype", "read", "save", "perfetto", "picture", "rank", "plain")
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        app.run(program.main)
+    except SystemExit as end:
+        print(f"ended with {end.code}", flush=True)
+    flags.FLAGS.unparse_flags()
+    for name in given:
+        flags.FLAGS[name].unparse()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_says_in_a_line_what_is_wrong_with_its_flags(tmp_path: Path):
+    text = tmp_path / "text.npz"
+    text.write_text("no recording")
+    wrong = (
+        (["timeline", "--shape=nonsense"], "--shape=nonsense is neither names, any of"),
+        (["timeline", "--shape=8,32,48,4,2", "--ep=3"], "4 experts cannot be spread over 3 ranks"),
+        (["timeline", "--shape=8,32,48,4,2", "--ep=3", "--dtype=fp8-block"], "4 experts cannot be spread over 3 ranks"),
+        (["timeline", "--shape=8,48,72,6,2", "--ep=3", "--dtype=mxfp4-a16"], "quantize: experts.w_gate has 48 inputs"),
+        (["timeline", "--tokens=0"], "--tokens=0: a rank needs at least one token"),
+        (["budget", "--tokens=64,-5"], "--tokens=64,-5: a rank needs at least one token"),
+        (["ends", "--tokens=a"], "--tokens=a must be whole numbers"),
+        (["ends", f"--read={tmp_path / 'none.npz'}"], "[Errno 2] No such file or directory"),
+        (["timeline", f"--read={text}"], f"load: {text} is no recording"),
+        (["timeline", f"--save={tmp_path / 'none' / 'x.npz'}"], f"--save={tmp_path}/none/x.npz: there is no folder"),
+    )
+    refused = ("--read=x", "--save=x", "--perfetto=x", "--picture=x", "--rank=0")
+    runs = [arguments for arguments, _ in wrong] + [["budget", flag] for flag in refused] + [["ends", "--plain=600"]]
+    told = command(json.dumps(runs), program=("-c", RUNS))
+    assert told.returncode == 0, told.stderr
+    ends = [line for line in told.stdout.splitlines() if line.startswith("ended with")]
+    assert len(ends) == len(runs)
+    for line, (_, message) in zip(ends, wrong, strict=False):
+        assert line.startswith(f"ended with jaxmoe profiling: {message}")
+    # What absl says of a wrong use, with the flags.
+    assert ends[len(wrong) :] == ["ended with 1"] * (len(refused) + 1)
+    for flag in refused:
+        assert (
+            f"{flag.split('=')[0]} is of timeline and ends, and budget makes nothing of it" in told.stdout + told.stderr
+        )
+    assert "--plain is of budget, and ends makes nothing of it" in told.stdout + told.stderr

@@ -206,6 +206,17 @@ def test_a_recording_of_another_version_is_refused(tmp_path: Path, monkeypatch):
         timeline.load(tmp_path / "recording.npz")
 
 
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path):
+    path = tmp_path / "recording.npz"
+    for content in (b"", b"text", b"PK\x03\x04 cut off"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"recording\.npz is no recording"):
+            timeline.load(path)
+    np.savez(path, numbers=np.arange(3))
+    with pytest.raises(ValueError, match=r"recording\.npz is no recording"):
+        timeline.load(path)
+
+
 def test_the_buffer_of_a_gpu_is_read_as_the_kernel_writes_it():
     """Headers of two blocks, then their lanes; a lane beyond its capacity says how many events it has lost."""
     compiled = importlib.import_module("jaxmoe._native")
