@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,28 @@ class Measured:
         )
 
 
+def parse_case(text: str) -> tuple[str, Any]:
+    """Returns the dtype and the `shapes.Case` of a --case. Raises `ValueError` where it is none."""
+    from jaxmoe.bench import shapes
+    from jaxmoe.bench.options import DTYPES, NARROW, check_dtype
+
+    dtype, colon, numbers = text.partition(":")
+    needed = (
+        f"--case={text} needs a --dtype, a colon and five numbers: tokens per rank, hidden width, intermediate width, "
+        "experts, experts per token."
+    )
+    if not colon or numbers.count(",") != 4:
+        raise ValueError(needed)
+    try:
+        check_dtype(dtype, (*DTYPES, *NARROW))
+        case = shapes.parse(numbers)[0]
+    except ValueError as error:
+        raise ValueError(f"--case={text}: {error}") from None
+    if case.tokens is None:  # names
+        raise ValueError(needed)
+    return dtype, case
+
+
 # ---------------------------------------------------------------- in the process of a build
 
 
@@ -102,15 +125,12 @@ def measure(case: str, ranks: int, blocks: int, seconds: float, check: bool) -> 
     import jaxmoe
     from jaxmoe import native
     from jaxmoe import precision as precisions
-    from jaxmoe.bench import inputs, shapes
+    from jaxmoe.bench import inputs
     from jaxmoe.bench.layer import make_mesh
     from jaxmoe.bench.options import narrow_of, wide_dtype_of
     from jaxmoe.bench.timing import time_blocks
 
-    dtype, _, numbers = case.partition(":")
-    (parsed,) = shapes.parse(numbers)
-    if parsed.tokens is None:
-        raise ValueError(f"--case={case} needs a --dtype, a colon and five numbers, tokens per rank first.")
+    dtype, parsed = parse_case(case)
     shape, narrow, wide = parsed.shape, narrow_of(dtype), wide_dtype_of(dtype)
     mesh = make_mesh(ranks or jax.device_count())
     experts = inputs.random_experts(shape, mesh, wide, narrow.block, through_e4m3=narrow.through_e4m3)
@@ -273,6 +293,14 @@ def main() -> None:
         return
     if len({build.name for build in arguments.builds}) != len(arguments.builds):
         parser.error("two builds have the same name")
+    for name in ("rounds", "blocks"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}={getattr(arguments, name)}: at least one is measured")
+    for case in arguments.case:
+        try:
+            parse_case(case)
+        except ValueError as error:
+            parser.error(str(error))
     with tempfile.TemporaryDirectory() as compiled:
         status = compare(arguments, compiled)
     sys.exit(status)

@@ -69,3 +69,22 @@ def test_a_file_that_is_no_build_has_no_figures(tmp_path):
     ended = run_tool(f"text={text}")
     assert ended.returncode == 1
     assert ended.stdout.startswith("text failed: ImportError")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--case=bf61:8,128,128,4,2"], "--case=bf61:8,128,128,4,2: --dtype=bf61 is not one of bf16, f16, fp8-block,"),
+        (["--case=8,128,128,4,2"], "--case=8,128,128,4,2 needs a --dtype, a colon and five numbers"),
+        (["--case=bf16:128,128,4,2"], "--case=bf16:128,128,4,2 needs a --dtype, a colon and five numbers"),
+        (["--case=bf16:8,128,128,4,5"], "top_k=5 is more than the 4 experts"),
+        (["--case=bf16:8,128,128,4,2", "--rounds=0"], "--rounds=0: at least one is measured"),
+        (["--case=bf16:8,128,128,4,2", "--blocks=0"], "--blocks=0: at least one is measured"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_any_round(wrong: list[str], said: str, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare_builds.py", "installed", *wrong])
+    monkeypatch.setattr(compare_builds, "run_apart", lambda *_: pytest.fail("a round has begun"))
+    with pytest.raises(SystemExit, match="2"):
+        compare_builds.main()
+    assert said in " ".join(capsys.readouterr().err.split())
