@@ -190,7 +190,7 @@ class SwiGLU:
 
     def value(self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None) -> Float[Array, "*rows"]:
         """Returns the activation of both projections."""
-        assert up is not None, "api.py rejects SwiGLU on experts without an up projection"
+        assert up is not None, "resolve_beside() rejects SwiGLU on experts without an up projection"
         gate, up = self._clamp(gate, up)
         return (up + self.up_offset) * gate * jax.nn.sigmoid(self.alpha * gate)
 
@@ -198,7 +198,7 @@ class SwiGLU:
         self, gate: Float[Array, "*rows"], up: Float[Array, "*rows"] | None, dh: Float[Array, "*rows"]
     ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"] | None]:
         """Returns the cotangents of both projections, zero where they were clamped."""
-        assert up is not None, "api.py rejects SwiGLU on experts without an up projection"
+        assert up is not None, "resolve_beside() rejects SwiGLU on experts without an up projection"
         clamped_gate, clamped_up = self._clamp(gate, up)
         sigmoid = jax.nn.sigmoid(self.alpha * clamped_gate)
         slope = sigmoid * (1 + self.alpha * clamped_gate * (1 - sigmoid))
@@ -358,3 +358,16 @@ def resolve(activation: ActivationLike) -> Activation:
         return activation
     name = _name_of(activation)
     return Function.of(activation) if name is None else ACTIVATIONS[name]
+
+
+def resolve_beside(activation: ActivationLike, *, gated: bool) -> Activation:
+    """Returns `resolve` of the activation, beside experts with an up projection or without.
+
+    Raises:
+      ValueError: it cannot do without, or as of `resolve`.
+      TypeError: as of `resolve`.
+    """
+    resolved = resolve(activation)
+    if resolved.needs_up and not gated:
+        raise ValueError(f"moe_layer: activation={activation!r} multiplies two projections, but experts.w_up is None.")
+    return resolved

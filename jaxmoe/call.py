@@ -58,11 +58,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
     weights = expert_checks.check(experts, hidden=x.shape[-1], dtype=x.dtype, hidden_ranks=shards)
     precision = precisions.resolve(options.precision, weights, x.dtype)
     precisions.check_accumulation(options.accumulation, precision, weights)
-    activation = activations.resolve(options.activation)
-    if activation.needs_up and not weights.gated:
-        raise ValueError(
-            f"moe_layer: activation={options.activation!r} multiplies two projections, but experts.w_up is None."
-        )
+    activation = activations.resolve_beside(options.activation, gated=weights.gated)
 
     placement = sharding.place(
         x,

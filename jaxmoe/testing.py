@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from jaxmoe.activation import resolve
+from jaxmoe.activation import resolve_beside
 from jaxmoe.experts import Experts, Layout
 from jaxmoe.implementations.reference import reference
 from jaxmoe.options import Arguments, Precision
@@ -164,6 +164,10 @@ def dense(
       activation: as for `moe_layer`.
       compute_dtype: of intermediate results; `None` is float32, or float64 for float64 tokens.
       precision: as for `moe_layer`.
+
+    Raises:
+      ValueError: as `moe_layer`, of an activation that is not known or needs an up projection that is not there.
+      TypeError: as `moe_layer`, of an activation that is none.
     """
     x, ids, weights = arguments.x, arguments.topk_ids, arguments.topk_weights
     ids = int32_ids(ids)
@@ -177,7 +181,7 @@ def dense(
         ids,
         weights,
         arguments.experts,
-        activation=resolve(activation),  # pyright: ignore[reportArgumentType]
+        activation=resolve_beside(activation, gated=arguments.experts.gated),  # pyright: ignore[reportArgumentType]
         group=ExpertGroup(),
         compute_dtype=compute_dtype,
         precision=resolve_precision(precision, arguments.experts, x.dtype),

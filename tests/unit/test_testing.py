@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmoe
 from jaxmoe.testing import (
     ROUTING_KINDS,
     dense,
@@ -41,6 +42,15 @@ def test_identity_experts_return_their_input_in_every_precision():
         arguments = make_inputs(1, dtype=dtype)._replace(experts=identity_experts(8, 32, dtype))
         arguments = arguments._replace(topk_weights=jnp.ones_like(arguments.topk_weights))
         np.testing.assert_array_equal(dense(arguments, activation="relu"), 2 * arguments.x)
+
+
+@pytest.mark.parametrize("activation", [jaxmoe.SwiGLU(), lambda gate, up: gate * up])
+def test_an_activation_without_the_projection_that_it_needs_is_refused_as_by_the_layer(activation):
+    arguments = make_inputs(0, gated=False)
+    with pytest.raises(ValueError, match=r"multiplies two projections, but experts\.w_up is None"):
+        dense(arguments, activation=activation)
+    with pytest.raises(ValueError, match=r"multiplies two projections, but experts\.w_up is None"):
+        jaxmoe.moe_layer(*arguments[:4], axis_name=None, activation=activation)
 
 
 def test_the_tolerance_is_twice_the_error_of_the_low_precision():
