@@ -37,6 +37,7 @@ from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.report import append, say
 from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
+from jaxmoe.options import Arguments
 from jaxmoe.quantization import dequantize_rows, quantize_rows
 from jaxmoe.testing import tolerance
 
@@ -132,26 +133,22 @@ def run(options: ExchangeOptions) -> int:
 def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
     shape, ranks = case.shape, mesh.size
+    if shape.num_experts % ranks:
+        text = f"cannot run: {shape.num_experts} experts cannot be spread over {ranks} ranks."
+        yield Result(case.name, tokens, ranks, LINES[0], failure=text)
+        return
     arguments, ids = random_arguments(shape, tokens, "uniform", mesh, options.dtype, 1)
-    x = arguments.x
-    unchanged = functools.partial(_has_changed, whole(x, mesh), whole(arguments.topk_weights, mesh))
     remote = _remote_rows(ids, shape.num_experts, ranks)
     row_bytes = shape.hidden * jnp.dtype(options.dtype).itemsize
     for line in LINES:
         blank = Result(case.name, tokens, ranks, line)
-        if line == "ragged_all_to_all":
-            if ranks == 1 or mesh.devices.flat[0].platform == "cpu":
-                continue
-            program, arrays, wrong = _ragged(ids, x, shape.num_experts, mesh)
-            is_off = functools.partial(_is_other, whole(arrays[0], mesh))
-        else:
-            one = _one_round(line, shape.num_experts, mesh, options.implementation)
-            given = arguments[:3]
-            answers = _answers(x, arguments.topk_ids, shape.num_experts, mesh, options.implementation)
-            wrong, sums = _check(line, one, given, answers, shape.num_experts, mesh)
-            program, arrays = _rounds(one), (*given, answers) if line == "fp8" else given
-            is_off = functools.partial(_is_off, sums) if line == "fp8" and sums is not None else unchanged
-            del answers, sums
+        if line == "ragged_all_to_all" and (ranks == 1 or mesh.devices.flat[0].platform == "cpu"):
+            continue
+        try:
+            program, arrays, is_off, wrong = _checked(line, arguments, ids, shape.num_experts, mesh, options)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            yield dataclasses.replace(blank, failure=f"cannot run: {error}")
+            continue
         if wrong:
             yield dataclasses.replace(blank, failure=wrong)
             continue
@@ -171,6 +168,26 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             back_us=back,
             link_gbs=crossing / microseconds / 1e3,
         )
+
+
+def _checked(
+    line: Line, arguments: Arguments, ids: np.ndarray, num_experts: int, mesh: Mesh, options: ExchangeOptions
+) -> tuple[Any, tuple[jax.Array, ...], Callable[[np.ndarray], str | None], str | None]:
+    """Returns the rounds of a line, their arrays, what says whether they are wrong, and what is wrong with one.
+
+    Raises as `dispatch` does where that cannot run the line.
+    """
+    x, weights = arguments.x, arguments.topk_weights
+    if line == "ragged_all_to_all":
+        program, arrays, wrong = _ragged(ids, x, num_experts, mesh)
+        return program, arrays, functools.partial(_is_other, whole(arrays[0], mesh)), wrong
+    one = _one_round(line, num_experts, mesh, options.implementation)
+    given = arguments[:3]
+    answers = _answers(x, arguments.topk_ids, num_experts, mesh, options.implementation)
+    wrong, sums = _check(line, one, given, answers, num_experts, mesh)
+    if line == "fp8" and sums is not None:
+        return _rounds(one), (*given, answers), functools.partial(_is_off, sums), wrong
+    return _rounds(one), given, functools.partial(_has_changed, whole(x, mesh), whole(weights, mesh)), wrong
 
 
 Round = Callable[..., tuple[jax.Array, jaxmoe.Dispatched]]

@@ -163,6 +163,10 @@ def run(options: ScanOptions) -> int:
 def measure(options: ScanOptions, case: Case, tokens: int, mesh: Mesh) -> Iterator[Result]:
     """Checks and times the lines of one shape and number of tokens."""
     shape, narrow = case.shape, narrow_of(options.dtype)
+    if shape.num_experts % mesh.size:
+        text = f"cannot run: {shape.num_experts} experts cannot be spread over {mesh.size} ranks."
+        yield Result(case.name, tokens, mesh.size, options.layers, options.dtype, LINES[0], failure=text)
+        return
     x = random_tokens(mesh, (tokens * mesh.size, shape.hidden), wide_dtype_of(options.dtype), 0)
     weights = _make_weights(options, case, tokens, mesh)
     # Without numbers: a layer's are as large as an arena.

@@ -18,9 +18,9 @@ from jaxmoe.bench.shapes import Case, LayerShape
 CASE = Case("small", LayerShape(128, 48, 8, 2))
 
 
-def measured() -> list[exchange.Result]:
-    options = exchange.ExchangeOptions((CASE,), (16,), 2, jnp.bfloat16, "megakernel", seconds=0.0)
-    return list(exchange.measure(options, CASE, 16, make_mesh(2)))
+def measured(case: Case = CASE) -> list[exchange.Result]:
+    options = exchange.ExchangeOptions((case,), (16,), 2, jnp.bfloat16, "megakernel", seconds=0.0)
+    return list(exchange.measure(options, case, 16, make_mesh(2)))
 
 
 @pytest.mark.slow
@@ -34,6 +34,16 @@ def test_every_line_of_a_cpu_is_checked_and_timed():
         assert result.microseconds > 0
         assert result.link_gbs > 0
         json.dumps(dataclasses.asdict(result), allow_nan=False)
+
+
+def test_a_line_that_cannot_run_says_why_and_the_others_have_their_figures():
+    wide, fp8 = measured(Case("small", LayerShape(63, 48, 4, 2)))
+    assert wide.failure is None
+    assert wide.microseconds is not None
+    assert fp8.failure is not None
+    assert fp8.failure.startswith("cannot run: dispatch: hidden=63 and precision='fp8'")
+    (line,) = measured(Case("small", LayerShape(128, 48, 3, 2)))
+    assert line.failure == "cannot run: 3 experts cannot be spread over 2 ranks."
 
 
 @pytest.mark.parametrize(

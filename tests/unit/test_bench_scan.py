@@ -72,6 +72,11 @@ def test_a_dtype_that_is_none_is_an_error_that_names_those_that_are():
         scan.ScanOptions((CASE,), dtype="int3")
 
 
+def test_experts_that_cannot_be_spread_over_the_ranks_are_a_line_that_says_so():
+    (line,) = measured(Case("small", LayerShape(32, 48, 3, 2)))
+    assert line.failure == "cannot run: 3 experts cannot be spread over 2 ranks."
+
+
 @pytest.mark.slow
 def test_a_layer_that_is_wrong_in_a_scan_alone_has_no_figures(monkeypatch):
     right = jaxmoe.moe_layer
