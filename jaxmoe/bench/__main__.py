@@ -21,7 +21,7 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import beside, command_line, exchange, layer, peaks, scaling, scan
+    from jaxmoe.bench import beside, command_line, exchange, layer, peaks, report, scaling, scan
     from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE
 
     if argv[1:] not in (["layer"], ["scan"], ["exchange"], ["beside"], ["peaks"], ["scaling"]):
@@ -39,18 +39,22 @@ def _run(argv: list[str]) -> None:
             os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))
             chosen = command_line.beside_from_flags()
             _join(chosen.ranks)
+            report.open_first(chosen.json)
             status = beside.run(chosen)
         elif argv[1] == "exchange":
             chosen = command_line.exchange_from_flags()
             _join(chosen.ranks)
+            report.open_first(chosen.json)
             status = exchange.run(chosen)
         elif argv[1] == "scan":
             chosen = command_line.scan_from_flags()
             _join(chosen.ranks)
+            report.open_first(chosen.json)
             status = scan.run(chosen)
         else:
             chosen = command_line.from_flags()
             _join(max(chosen.ranks))
+            report.open_first(chosen.json)
             status = layer.run(chosen)
     except ValueError as error:
         sys.exit(f"jaxmoe bench: {error}")

@@ -57,7 +57,7 @@ _PASS = flags.DEFINE_list(
     "adapters or a router are trained. Plans are swept of forward passes, KernelPlan, and of backward passes, "
     "KernelPlan.backward.",
 )
-_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")
+_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "Of layer: how tokens choose experts.")
 _UNIT_TILES = flags.DEFINE_list("unit-tiles", [], "Plans to sweep: KernelPlan.unit_tiles, in all combinations.")
 _LAG_UNITS = flags.DEFINE_list("lag-units", [], "Plans to sweep: KernelPlan.lag_units, in all combinations.")
 _RING_TILES = flags.DEFINE_list(
@@ -157,9 +157,9 @@ def from_flags() -> Options:
             _integers("lag-units", _LAG_UNITS.value),
             _integers("ring-tiles", _RING_TILES.value),
             _integers("chunk-rows", _CHUNK_ROWS.value),
-            tuple(bool(value) for value in _integers("keep-tokens", _KEEP_TOKENS.value)),
-            tuple(bool(value) for value in _integers("share-columns", _SHARE_COLUMNS.value)),
-            tuple(bool(value) for value in _integers("sum-at-experts", _SUM_AT_EXPERTS.value)),
+            _booleans("keep-tokens", _KEEP_TOKENS.value),
+            _booleans("share-columns", _SHARE_COLUMNS.value),
+            _booleans("sum-at-experts", _SUM_AT_EXPERTS.value),
             _integers("segment-tiles", _SEGMENT_TILES.value),
             _integers("weight-slots", _WEIGHT_SLOTS.value),
         ),
@@ -197,6 +197,7 @@ def beside_from_flags() -> BesideOptions:
     Raises:
       ValueError: programs, sizes or numbers that cannot be, or several of what one is taken of.
     """
+    _check_uniform()
     default = BesideOptions()
     return BesideOptions(
         programs=tuple(_PROGRAMS.value),
@@ -239,6 +240,7 @@ def exchange_from_flags() -> ExchangeOptions:
 
 def _in_a_scan(tokens: tuple[int, ...]) -> dict[str, Any]:
     """Returns the options that `scan` and `exchange` share, with so many tokens where none are given."""
+    _check_uniform()
     tokens = _integers("tokens", _TOKENS.value) if _TOKENS.present else tokens
     ranks = _one("ep", _integers("ep", _EP.value))
     if not tokens or min(tokens) < 1 or ranks < 0:
@@ -255,6 +257,14 @@ def _in_a_scan(tokens: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def _check_uniform() -> None:
+    if _ROUTING.value != "uniform":
+        raise ValueError(
+            f"--routing={_ROUTING.value} is of layer: scan and exchange measure uniform ids, and beside those of a "
+            "router. Leave it out."
+        )
+
+
 def _one(flag: str, values: Sequence[Value]) -> Value:
     if len(values) != 1:
         raise ValueError(f"--{flag}: beside, scan and exchange take one, and {len(values)} are given.")
@@ -267,6 +277,13 @@ def _passes(values: list[str]) -> tuple[Pass, ...]:
         if value not in known:
             raise ValueError(f"--pass={value} is not one of {', '.join(PASSES)}.")
     return tuple(known[value] for value in values)
+
+
+def _booleans(flag: str, values: list[str]) -> tuple[bool, ...]:
+    numbers = _integers(flag, values)
+    if not {*numbers} <= {0, 1}:
+        raise ValueError(f"--{flag}={','.join(values)}: 0, 1 or both with a comma between.")
+    return tuple(map(bool, numbers))
 
 
 def _integers(flag: str, values: list[str]) -> tuple[int, ...]:

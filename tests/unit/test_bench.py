@@ -530,7 +530,7 @@ for arguments in json.loads(sys.argv[1]):
     except SystemExit as end:
         print(f"ended with {end.code}", flush=True)
     flags.FLAGS.unparse_flags()
-    for name in ("shape", "tokens", "ep"):
+    for name in ("shape", "tokens", "ep", "share-columns", "keep-tokens", "sum-at-experts", "routing"):
         flags.FLAGS[name].unparse()
 """
 
@@ -542,7 +542,15 @@ def test_the_program_says_what_is_wrong_with_its_flags():
         (["layer", "--tokens=a"], "ended with jaxmoe bench: --tokens=a must be whole numbers"),
         (["layer", "--ep=2,4.5"], "ended with jaxmoe bench: --ep=2,4.5 must be whole numbers with commas between"),
         (["layer", "--ep=2,-4"], "ended with jaxmoe bench: --ep=2,-4: a number of ranks is at least 1, or 0 for all"),
+        (["layer", "--share-columns=2"], "ended with jaxmoe bench: --share-columns=2: 0, 1 or both with a comma"),
+        (["layer", "--keep-tokens=0,-1"], "ended with jaxmoe bench: --keep-tokens=0,-1: 0, 1 or both with a comma"),
+        (["layer", "--sum-at-experts=3"], "ended with jaxmoe bench: --sum-at-experts=3: 0, 1 or both with a comma"),
+        *(
+            ([name, "--routing=zipf"], "ended with jaxmoe bench: --routing=zipf is of layer: scan and exchange measure")
+            for name in ("scan", "exchange", "beside")
+        ),
         ([], "ended with 1"),
+        (["layer", "--json=/nonexistent/x"], "ended with jaxmoe bench: --json=/nonexistent/x: No such file or dir"),
     )
     command = [sys.executable, "-c", RUNS, json.dumps([arguments for arguments, _ in wrong])]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
@@ -552,6 +560,7 @@ def test_the_program_says_what_is_wrong_with_its_flags():
     for line, (_, message) in zip(told, wrong, strict=True):
         assert line.startswith(message)
     assert "name what to measure" in done.stdout + done.stderr
+    assert "us per call" not in done.stdout  # nothing has begun
 
 
 @pytest.mark.slow
