@@ -49,7 +49,7 @@ struct ByteGroups {
   }
 };
 
-// The magnitudes of a group's elements, times 1, times `factor`.
+// The magnitudes of a group's elements times `factor`, which may be negative.
 struct GroupMagnitudes {
   uint32_t lower, upper;
 
@@ -57,9 +57,10 @@ struct GroupMagnitudes {
       : lower(two(0x3800'0000, factor) | two(0x3e00'3c00, factor) << 16),   // 0, 0.5; 1, 1.5
         upper(two(0x4200'4000, factor) | two(0x4600'4400, factor) << 16) {}  // 2, 3; 4, 6
 
-  // Four weights, which are the lower half of a word or all of the lower bits of `magnitudes`; and their signs.
+  // Four weights, which are the lower half of a word or all of the lower bits of `magnitudes`; and their signs, of which the
+  // table has that of the group's scale.
   __device__ __forceinline__ uint32_t of(uint32_t magnitudes, uint32_t signs) const {
-    return __byte_perm(lower, upper, magnitudes) | (signs & 0x80808080);
+    return __byte_perm(lower, upper, magnitudes) ^ (signs & 0x80808080);
   }
 
  private:

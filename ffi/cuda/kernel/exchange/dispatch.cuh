@@ -224,6 +224,8 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
   OverwrittenSegments overwritten(cta);
   TargetsOf<Variant> rows_go_to(cta);
   for (;;) {
+    // All lanes write the same to a walk that is in shared memory, and none may be a step ahead of another.
+    if constexpr (kParksWalks<Variant>) __syncwarp();
     const bool ends = !walk.seek();
     decoder.decode_up_to(ends ? p.shape.local_experts() : walk.expert());
     if (ends) break;
