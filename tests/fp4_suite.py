@@ -159,10 +159,8 @@ class Fp4Suite(QuantizedChecks):
 
     def test_scales_may_be_negative(self):
         arguments = self.inputs_in_4_bits(45, "nvfp4")
-        matrices = {
-            name: with_scale(getattr(arguments.experts, name), (slice(None), slice(0, None, 3), slice(0, None, 2)), -0.5)
-            for name in MATRICES
-        }
+        some = slice(None), slice(0, None, 3), slice(0, None, 2)
+        matrices = {name: with_scale(getattr(arguments.experts, name), some, -0.5) for name in MATRICES}
         arguments = through_e4m3(arguments._replace(experts=dataclasses.replace(arguments.experts, **matrices)))
         assert_as_exact(self.small_run(arguments), arguments, "w4a16")
         for plan in self.plans_ahead:

@@ -190,7 +190,7 @@ JAXMOE_ANY constexpr Release release_after(const Chunk& chunk) {
 // before.
 JAXMOE_ANY constexpr int32_t num_waits(const Schedule& schedule, const Task& task) {
   if (!is_weight_gradient(task.gemm)) return 1;
-  return ceil_div(task.rows, schedule.tile.rows) + (task.part == (kFirstPart | kLastPart) ? 0 : 1);
+  return tiles_over(task.rows, schedule.tile.rows) + (task.part == (kFirstPart | kLastPart) ? 0 : 1);
 }
 JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedule, const Task& task, int32_t nth = 0) {
   const auto all = [](int32_t column_tiles) { return static_cast<uint32_t>(column_tiles); };
@@ -207,7 +207,7 @@ JAXMOE_ANY constexpr Wait wait_before(const Shape& shape, const Schedule& schedu
       return {Signal::kHGradientsWritten, task.row_tile, all(gradient_tiles(shape, schedule.tile))};
     default: break;
   }
-  if (nth < ceil_div(task.rows, schedule.tile.rows)) {
+  if (nth < tiles_over(task.rows, schedule.tile.rows)) {
     return {Signal::kHGradientsWritten, task.row_tile + nth, all(gradient_tiles(shape, schedule.tile))};
   }
   return wait_for_weight_gradients(shape, schedule, task.sums_tile);

@@ -98,8 +98,8 @@ inline constexpr int32_t kOwnColumns = 32;
 inline constexpr int32_t kDeepSteps = 64;
 
 // The tasks of a rank, numbered in stream order. The arguments have to outlive the walk; `kPass` is that of the
-// schedule.
-template <Pass kPass>
+// schedule. kPassesUnits: whether there is code that passes experts of one unit faster; the tasks are the same.
+template <Pass kPass, bool kPassesUnits = true>
 class TaskWalk {
  public:
   // `narrow`: of the same rows; none where that is not known.
@@ -116,7 +116,7 @@ class TaskWalk {
   JAXMOE_ANY bool seek(int32_t number, Task& task) {
     if (kPass == Pass::kForward && narrow_experts_.count() > 0) return take_of_narrow(number, task);
     while (number - earlier_tasks_ >= section_tasks_) {
-      if (pass_one_tile_experts(number)) continue;
+      if (pass_experts_of_one_unit(number)) continue;
       earlier_tasks_ += section_tasks_;
       if (!next_section()) return false;
     }
@@ -132,7 +132,7 @@ class TaskWalk {
   // Whose decoded weights the task multiplies that came last; not one of weight gradients.
   JAXMOE_ANY DecodedExpert weights() const {
     return {unit_.expert, unit_.nth, unit_.first_tile - unit_.tile_of_expert,
-            few_parts(unit_.rows_of_expert, schedule_.tile.rows)};
+            row_tiles_of(unit_.rows_of_expert, schedule_.tile)};
   }
 
  private:
@@ -147,19 +147,19 @@ class TaskWalk {
     const int32_t wide = unit_.tiles - narrow_;
     const bool one = unit_.tiles == 1;
     const int32_t of_pair = one ? 2 - narrow_ : 2 * wide + narrow_;
-    const int32_t pair = one ? position >> (1 - narrow_) : position / of_pair;
+    const int32_t pair = one ? position >> (1 - narrow_) : small_quotient(position, of_pair);
     const int32_t in_pair = position - pair * of_pair;
     const int32_t columns = at_most(columns_ - 2 * pair, 2);
     const bool is_narrow = in_pair >= wide * columns;
-    const int32_t column = one || is_narrow ? in_pair : in_pair / wide;
-    const int32_t tile = is_narrow ? wide : one ? 0 : in_pair - column * wide;
+    const int32_t column = in_pair >= wide ? 1 : 0;  // of a wide tile
+    const int32_t tile = is_narrow ? wide : in_pair - column * wide;
     const int32_t row_tile = unit_.first_tile + tile;
     const int32_t rows = unit_.rows_of_tile(tile, schedule_.tile.rows);
     const int32_t saved = gemm_ == Gemm::kHGradient && is_saved(unit_) ? kSavedPart : 0;
     task = {gemm_,
             unit_.expert,
             row_tile,
-            kPass == Pass::kMatmulCombine ? 0 : row_tile % schedule_.ring_tiles,
+            kPass == Pass::kMatmulCombine ? 0 : slot_in_ring(row_tile),
             rows,
             2 * pair + (is_narrow ? 0 : column),
             is_narrow ? columns : 1,
@@ -168,23 +168,28 @@ class TaskWalk {
             -1};
   }
 
+  JAXMOE_ANY int32_t slot_in_ring(int32_t row_tile) const {
+    return row_tile - small_quotient(row_tile, schedule_.ring_tiles) * schedule_.ring_tiles;
+  }
+
   // The rows of the matrix vary fastest: tasks side by side share the columns of one factor.
   JAXMOE_ANY void take_weight_gradient(int32_t position, Task& task) const {
     const Segment& segment = last_.segment();
     const int32_t of_projection = weight_tiles(shape_.hidden, shape_.intermediate, schedule_.tile);
-    const int32_t matrix = at_most(position / of_projection, shape_.projections);
+    const int32_t matrix = at_most(small_quotient(position, of_projection), shape_.projections);
     const bool is_down = matrix == shape_.projections;
     const int32_t in_matrix = position - matrix * of_projection;
-    const int32_t row_tiles = ceil_div(is_down ? shape_.intermediate : shape_.hidden, schedule_.tile.rows);
+    const int32_t row_tiles = tiles_over(is_down ? shape_.intermediate : shape_.hidden, schedule_.tile.rows);
+    const int32_t column_tile = small_quotient(in_matrix, row_tiles);
     task = {is_down ? Gemm::kDownGradient : matrix == 0 ? Gemm::kGateGradient : Gemm::kUpGradient,
             segment.expert,
             segment.first_tile,
-            segment.first_tile % schedule_.ring_tiles,
+            slot_in_ring(segment.first_tile),
             at_most(segment.rows_of_expert - segment.tile_of_expert * schedule_.tile.rows,
                     segment.tiles * schedule_.tile.rows),
-            in_matrix / row_tiles,
+            column_tile,
             1,
-            in_matrix % row_tiles,
+            in_matrix - column_tile * row_tiles,
             segment.part,
             segment.sums_tile};
   }
@@ -214,7 +219,7 @@ class TaskWalk {
   // experts, and each has as many tasks as the next. Walking, even by the short cut below, may take as long as a task.
   JAXMOE_ANY bool take_of_narrow(int32_t number, Task& task) {
     const int32_t units = narrow_experts_.count(), lag = at_most(schedule_.lag_units, units);
-    const int32_t up = tasks_of_one_tile(Gemm::kGateUp, 1), down = tasks_of_one_tile(Gemm::kDown, 1);
+    const int32_t up = tasks_of_expert(Gemm::kGateUp, 1), down = tasks_of_expert(Gemm::kDown, 1);
     // First `lag` units of gate_up alone, then one of each in turn, then `lag` units of down alone.
     const int32_t in_turn = number - lag * up, last = in_turn - (units - lag) * (up + down);
     int32_t unit, position;
@@ -245,33 +250,69 @@ class TaskWalk {
     return true;
   }
 
-  // A short cut through a forward pass whose experts have a tile each, as in a decode batch: there a worker passes some
-  // 20 sections between two of its tasks, 0.24 us for each by next_section(), and no stage is loaded meanwhile. Passes
-  // this section and the one behind it, of the other GEMM, as often as the number is further on. Returns whether it
-  // passed any.
-  JAXMOE_ANY bool pass_one_tile_experts(int32_t number) {
-    if (kPass != Pass::kForward || !has_unit_ || step_ < schedule_.lag_units) return false;
-    return gemm_ == Gemm::kDown ? pass_one_tile_experts<Gemm::kDown, Gemm::kGateUp>(number, last_, first_)
-                                : pass_one_tile_experts<Gemm::kGateUp, Gemm::kDown>(number, first_, last_);
+  // A short cut past experts that are a unit each, as nearly all are that have few rows. A worker passes several sections
+  // between two of its tasks, with no stage loaded meanwhile, and one by one they took longer than all else that it does
+  // there. Passes this section and the others up to the same one of the next unit, as often as the number is further on.
+  // Returns whether it passed any. A half of a layer has one section to a unit, and none between.
+  JAXMOE_ANY bool pass_experts_of_one_unit(int32_t number) {
+    if (!kPassesUnits || kIsHalf || !has_unit_ || step_ < (kGemmsOfUnit - 1) * schedule_.lag_units) return false;
+    if constexpr (kPass == Pass::kBackward) {
+      return pass_backward(number);
+    } else {
+      return gemm_ == Gemm::kDown ? pass_forward<Gemm::kDown, Gemm::kGateUp>(number, last_, first_)
+                                  : pass_forward<Gemm::kGateUp, Gemm::kDown>(number, first_, last_);
+    }
   }
-  // The walks of the section's GEMM and of the other one.
+  // The walks of the section's GEMM and of the other one. Where experts are many this loop is nearly all of the way to a task.
   template <Gemm kOwn, Gemm kOther>
-  JAXMOE_ANY bool pass_one_tile_experts(int32_t number, UnitWalk& own, UnitWalk& other) {
-    int32_t rows = 0;  // of the unit at which it stands
+  JAXMOE_ANY bool pass_forward(int32_t number, UnitWalk& own, UnitWalk& other) {
+    bool passed_any = false;
     for (;;) {
-      const int32_t next = own.rows_of_one_tile(), between = other.rows_of_one_tile();
-      if (next == 0 || between == 0) break;
-      const int32_t passed = section_tasks_ + tasks_of_one_tile(kOther, between);
+      const int32_t rows = own.rows_of_one_unit(), between = other.rows_of_one_unit();
+      if (rows == 0 || between == 0) break;
+      const int32_t passed = section_tasks_ + tasks_of_expert(kOther, between);
       if (number - earlier_tasks_ < passed) break;
       earlier_tasks_ += passed;
-      own.pass_one_tile();
-      other.pass_one_tile();
+      own.pass_one_unit(rows);
+      other.pass_one_unit(between);
       ++step_;
-      section_tasks_ = tasks_of_one_tile(kOwn, next);
-      rows = next;
+      section_tasks_ = tasks_of_expert(kOwn, rows);
+      passed_any = true;
     }
-    if (rows == 0) return false;
-    unit_ = own.unit_of_one_tile(rows);
+    if (!passed_any) return false;
+    unit_ = own.last_expert();
+    begin_section();
+    return true;
+  }
+  JAXMOE_ANY bool pass_backward(int32_t number) {
+    const bool at_weights = is_weight_gradient(gemm_), at_first = gemm_ == Gemm::kGateUp,
+               at_middle = gemm_ == Gemm::kHGradient;
+    const int32_t of_weights = schedule_.has_weight_gradients() ? weight_tasks(shape_, schedule_.tile) : 0;
+    bool passed_any = false;
+    for (;;) {
+      // The next unit of each walk: what is left of this step, and what comes before the section in the next one.
+      const int32_t first_rows = first_.rows_of_one_unit(), middle_rows = middle_.rows_of_one_unit(),
+                    last_rows = last_.rows_of_one_unit();
+      if (first_rows == 0 || middle_rows == 0 || last_rows == 0) break;
+      const bool saved = first_.ends_within(first_rows, schedule_.saved_tiles);
+      const int32_t first = saved ? 0 : tasks_of_expert(Gemm::kGateUp, first_rows),
+                    middle = tasks_of_expert(Gemm::kHGradient, middle_rows),
+                    last = tasks_of_expert(Gemm::kTokenGradient, last_rows);
+      const int32_t same = at_weights ? of_weights : at_first ? first : at_middle ? middle : last;
+      const int32_t passed = section_tasks_ + first + middle + last + of_weights - same;
+      if (number - earlier_tasks_ < passed) break;
+      earlier_tasks_ += passed;
+      first_.pass_one_unit(first_rows);
+      middle_.pass_one_unit(middle_rows);
+      last_.pass_one_unit(last_rows);
+      ++step_;
+      section_tasks_ = same;
+      passed_any = true;
+    }
+    if (!passed_any) return false;
+    last_.end_segment();
+    if (at_weights) return true;
+    unit_ = at_first ? first_.last_expert() : at_middle ? middle_.last_expert() : last_.last_expert();
     begin_section();
     return true;
   }
@@ -295,17 +336,16 @@ class TaskWalk {
 
   JAXMOE_ANY void begin_section() {
     if (gemm_ == Gemm::kGateUp && is_saved(unit_)) return;  // an empty section
-    if (kPass != Pass::kBackward) {
-      columns_ = gemm_ == Gemm::kGateUp ? gate_up_columns_ : down_columns_;
-    } else {
-      columns_ = gemm_ == Gemm::kGateUp      ? h_tiles(shape_, schedule_.tile)
-                 : gemm_ == Gemm::kHGradient ? gradient_tiles(shape_, schedule_.tile)
-                                             : answer_tiles(shape_, schedule_.tile);
-    }
+    columns_ = columns_of(gemm_);
     // Counted to the end of the expert: a unit that others of its expert follow has no narrow tile.
     const int32_t rows_left = unit_.rows_of_expert - (unit_.tile_of_expert + unit_.tiles - 1) * schedule_.tile.rows;
     narrow_ = is_narrow(gemm_, rows_left) ? 1 : 0;
-    section_tasks_ = (unit_.tiles - narrow_) * columns_ + narrow_ * ceil_div(columns_, 2);
+    section_tasks_ = tasks_of(unit_.tiles, narrow_ != 0, columns_);
+  }
+
+  // Of so many tiles, of which one or none is computed two column tiles at a time.
+  JAXMOE_ANY static constexpr int32_t tasks_of(int32_t tiles, bool narrow, int32_t columns) {
+    return tiles * columns - (narrow ? columns >> 1 : 0);
   }
 
   // Whether a last tile of so many rows is computed two column tiles at a time.
@@ -313,10 +353,16 @@ class TaskWalk {
     const bool in_pairs = kPass != Pass::kForward || gemm == Gemm::kGateUp || schedule_.share_columns == 0;
     return in_pairs && rows <= schedule_.narrow_rows;
   }
-  // Of a forward pass, and an expert with one tile.
-  JAXMOE_ANY int32_t tasks_of_one_tile(Gemm gemm, int32_t rows) const {
-    const int32_t columns = gemm == Gemm::kGateUp ? gate_up_columns_ : down_columns_;
-    return is_narrow(gemm, rows) ? ceil_div(columns, 2) : columns;
+  JAXMOE_ANY int32_t columns_of(Gemm gemm) const {
+    if (kPass == Pass::kForward) return gemm == Gemm::kGateUp ? gate_up_columns_ : down_columns_;
+    return gemm == Gemm::kGateUp      ? h_tiles(shape_, schedule_.tile)
+           : gemm == Gemm::kHGradient ? gradient_tiles(shape_, schedule_.tile)
+                                      : answer_tiles(shape_, schedule_.tile);
+  }
+  // Of an expert whose tiles are one unit.
+  JAXMOE_ANY int32_t tasks_of_expert(Gemm gemm, int32_t rows) const {
+    const int32_t tiles = row_tiles_of(rows, schedule_.tile);
+    return tasks_of(tiles, is_narrow(gemm, rows - (tiles - 1) * schedule_.tile.rows), columns_of(gemm));
   }
 
   const Shape& shape_;
@@ -326,8 +372,8 @@ class TaskWalk {
   UnitWalk first_;   // of the gate/up GEMM
   UnitWalk middle_;  // of h_gradient; a forward pass has none
   UnitWalk last_;    // of the down GEMM, of token_gradient
-  // Of a forward pass, counted once: between two tasks of a short launch walking takes half of the time, and a division
-  // is much of a step. A backward kernel that records a timeline has no registers for them.
+  // Of a forward pass, counted once: between two tasks of a short launch walking takes half of the time. A backward kernel
+  // that records a timeline has no registers for them.
   const int32_t gate_up_columns_;
   const int32_t down_columns_;
   Unit unit_{};

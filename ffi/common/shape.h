@@ -25,6 +25,27 @@ JAXMOE_ANY constexpr int32_t few_parts(int32_t count, int32_t size) {
   return count <= size ? (count > 0 ? 1 : 0) : ceil_div(count, size);
 }
 
+// A quotient of numbers below 2^20, on a GPU without a division of integers: the half that is added keeps the exact one
+// further from a whole number than two units in the last place, by which it may be wrong (tests/host/test_task_walk.py).
+// Callers have row tiles of a rank (producer.cuh), tiles of a unit (launch.cu), and tiles of an expert's weights.
+inline constexpr int32_t kMostOfSmallQuotient = 1 << 20;
+JAXMOE_ANY inline int32_t small_quotient(int32_t number, int32_t divisor) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(__fdividef(static_cast<float>(number) + 0.5f, static_cast<float>(divisor)));
+#else
+  return number / divisor;
+#endif
+}
+
+// Tiles of that size over `count`, which is not negative. Those of a GPU are powers of two (tiling.h).
+JAXMOE_ANY constexpr int32_t tiles_over(int32_t count, int32_t size) {
+#if defined(__CUDA_ARCH__)
+  return (count + size - 1) >> (31 - __clz(size));
+#else
+  return ceil_div(count, size);
+#endif
+}
+
 // Quotients of numbers up to 2^31 - 1 by one divisor that is not known when this is compiled, without a division for
 // each.
 struct Quotient {
@@ -145,20 +166,20 @@ JAXMOE_ANY constexpr int64_t max_row_tiles(const Shape& shape, const TileSizes& 
   return shape.max_rows() / tile.rows + shape.local_experts();
 }
 JAXMOE_ANY constexpr int32_t h_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.intermediate, tile.h_columns);
+  return tiles_over(shape.intermediate, tile.h_columns);
 }
 JAXMOE_ANY constexpr int32_t answer_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.hidden, tile.columns);
+  return tiles_over(shape.hidden, tile.columns);
 }
 // Of a backward pass, whose tasks have as many columns of h as of an answer after the gate/up GEMM.
 JAXMOE_ANY constexpr int32_t gradient_tiles(const Shape& shape, const TileSizes& tile) {
-  return ceil_div(shape.intermediate, tile.columns);
+  return tiles_over(shape.intermediate, tile.columns);
 }
 // Rows that the backward pass counts for an expert or a part of a tile that has `rows`.
 JAXMOE_ANY constexpr int32_t padded_rows(int32_t rows, int32_t multiple) { return ceil_div(rows, multiple) * multiple; }
 // Tasks of one weight gradient of one segment, and of all of them.
 JAXMOE_ANY constexpr int32_t weight_tiles(int32_t rows, int32_t columns, const TileSizes& tile) {
-  return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns);
+  return tiles_over(rows, tile.rows) * tiles_over(columns, tile.columns);
 }
 JAXMOE_ANY constexpr int32_t weight_tasks(const Shape& shape, const TileSizes& tile) {
   return shape.projections * weight_tiles(shape.hidden, shape.intermediate, tile) +

@@ -2,6 +2,7 @@
 // the host that checks a schedule against them, and Python, which makes schedules, have to agree on. Plain C++20.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common/formats.h"
@@ -18,6 +19,8 @@ struct Tiling {
   static constexpr int32_t kBlocks = 2;
   static constexpr int32_t kDispatchers = 3;  // warps of a block that pull rows
 };
+static_assert(std::has_single_bit(uint32_t{Tiling::kRows * Tiling::kBlocks}) &&
+              std::has_single_bit(uint32_t{Tiling::kColumns}));  // tiles_over()
 
 // The tiles of a schedule for these kernels.
 constexpr TileSizes kernel_tiles(bool gated) {

@@ -7,8 +7,20 @@
 #include <cstdint>
 
 #include "common/shape.h"
+#include "common/tiling.h"
 
 namespace jaxmoe {
+
+// Row tiles of an expert with so many rows; none where that is no number of rows (mark_experts_without_rows()).
+JAXMOE_ANY constexpr int32_t row_tiles_of(int32_t rows, const TileSizes& tile) {
+#if defined(__CUDA_ARCH__)
+  // All kernels have these tiles, and whoever walks past experts asks for each.
+  constexpr uint32_t kRows = Tiling::kRows * Tiling::kBlocks;
+  return rows > 0 ? static_cast<int32_t>((static_cast<uint32_t>(rows) + kRows - 1) / kRows) : 0;
+#else
+  return few_parts(rows, tile.rows);
+#endif
+}
 
 // What a segment contributes to the weight gradients of its expert. The only segment of one is both.
 inline constexpr int32_t kFirstPart = 1;  // there are no sums of earlier segments to add to
@@ -104,7 +116,7 @@ class SegmentWalk {
     while (tiles_left_ == 0) {
       if (++expert_ >= num_experts_) return false;
       const int32_t rows = rows_per_expert_[expert_];
-      tiles_left_ = few_parts(rows, schedule_.tile.rows);
+      tiles_left_ = row_tiles_of(rows, schedule_.tile);
       tile_of_expert_ = 0;
       if (tiles_left_ > 0) ++nth_;
       if (rows < 0) expert_ -= rows;
@@ -120,22 +132,25 @@ class SegmentWalk {
     return true;
   }
 
-  // Rows of the next segment, where that is the next expert and has a single tile; else 0.
-  JAXMOE_ANY int32_t rows_of_one_tile() const {
+  // Rows of the next expert, where no segment of this one is left and that one has rows; else 0.
+  JAXMOE_ANY int32_t rows_of_next_expert() const {
     if (tiles_left_ > 0 || expert_ + 1 >= num_experts_) return 0;
     const int32_t rows = rows_per_expert_[expert_ + 1];
-    return rows > 0 && rows <= schedule_.tile.rows ? rows : 0;
+    return rows > 0 ? rows : 0;
   }
-  // What next() does with such a segment.
-  JAXMOE_ANY void pass_one_tile() {
+  // What next() does with such an expert, whose only segment it is, of so many tiles.
+  JAXMOE_ANY void pass_expert(int32_t tiles) {
     ++expert_;
     ++nth_;
-    ++first_tile_;
+    first_tile_ += tiles;
   }
-  // The number of the expert, of those with rows, and of its tile, that came last: of one with a single tile.
-  JAXMOE_ANY int32_t expert() const { return expert_; }
-  JAXMOE_ANY int32_t nth() const { return nth_; }
-  JAXMOE_ANY int32_t last_tile() const { return first_tile_ - 1; }
+  // That segment.
+  JAXMOE_ANY Segment last_expert() const {
+    const int32_t rows = rows_per_expert_[expert_], tiles = row_tiles_of(rows, schedule_.tile);
+    return {expert_, first_tile_ - tiles, tiles, 0, rows, nth_, kFirstPart | kLastPart, sums_tile_};
+  }
+  // The row tile behind those of the segments that have come.
+  JAXMOE_ANY int32_t end_tile() const { return first_tile_; }
 
  private:
   const Schedule& schedule_;
@@ -183,12 +198,23 @@ class UnitWalk {
     return true;
   }
 
-  // Rows of the next unit, where that is the next expert and has a single tile; else 0.
-  JAXMOE_ANY int32_t rows_of_one_tile() const { return tiles_left_ > 0 ? 0 : segments_.rows_of_one_tile(); }
-  // What next() does with such a unit, in two parts: several may be passed before the last is asked for.
-  JAXMOE_ANY void pass_one_tile() { segments_.pass_one_tile(); }
-  JAXMOE_ANY Unit unit_of_one_tile(int32_t rows) const {
-    return {segments_.expert(), segments_.last_tile(), 1, 0, rows, segments_.nth()};
+  // Rows of the next expert, where its tiles are the next unit, all of them; else 0.
+  JAXMOE_ANY int32_t rows_of_one_unit() const {
+    const int32_t rows = tiles_left_ > 0 ? 0 : segments_.rows_of_next_expert();
+    const int32_t most =
+        schedule_.backward() ? at_most(schedule_.unit_tiles, schedule_.segment_tiles) : schedule_.unit_tiles;
+    return rows <= most * schedule_.tile.rows ? rows : 0;
+  }
+  // What next() does with such a unit, in parts: several may be passed before the last is asked for.
+  JAXMOE_ANY void pass_one_unit(int32_t rows) { segments_.pass_expert(row_tiles_of(rows, schedule_.tile)); }
+  JAXMOE_ANY Unit last_expert() const {
+    const Segment only = segments_.last_expert();
+    return {only.expert, only.first_tile, only.tiles, 0, only.rows_of_expert, only.nth};
+  }
+  JAXMOE_ANY void end_segment() { segment_ = segments_.last_expert(); }
+  // Whether it ends among the first so many row tiles of all experts.
+  JAXMOE_ANY bool ends_within(int32_t rows, int32_t tiles) const {
+    return segments_.end_tile() + row_tiles_of(rows, schedule_.tile) <= tiles;
   }
 
   // Of the unit that came last.
@@ -218,7 +244,7 @@ struct DecodedExpert {
     for (tiles = 0; tiles == 0;) {
       if (++expert >= num_experts) return false;
       const int32_t rows = rows_per_expert[expert];
-      tiles = few_parts(rows, schedule.tile.rows);
+      tiles = row_tiles_of(rows, schedule.tile);
       if (rows < 0) expert -= rows;
     }
     ++nth;
@@ -230,7 +256,7 @@ struct DecodedExpert {
     DecodedExpert had = *this;
     while (had.nth > nth - schedule.weight_slots) {
       do {
-        had.tiles = few_parts(rows_per_expert[--had.expert], schedule.tile.rows);
+        had.tiles = row_tiles_of(rows_per_expert[--had.expert], schedule.tile);
       } while (had.tiles == 0);
       had.first_tile -= had.tiles;
       --had.nth;

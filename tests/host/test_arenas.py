@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from jaxmoe import machine
-from tests.host import thread_sanitizer
+from tests.host import programs, thread_sanitizer
 
 SOURCE = "tests/host/arenas_test.cc"
-SCENARIOS = re.findall(r"^ +SCENARIO\((\w+)\)", (thread_sanitizer.ROOT / SOURCE).read_text(), re.M)
+SCENARIOS = re.findall(r"^ +SCENARIO\((\w+)\)", (programs.ROOT / SOURCE).read_text(), re.M)
 
 
 @pytest.fixture(scope="module")

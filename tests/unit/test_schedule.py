@@ -19,6 +19,7 @@ from tests.unit.schedule_model import (
     both_passes,
     column_tiles,
     columns_of,
+    filled_up,
     problems,
     rows_of_tiles,
     steps,
@@ -257,17 +258,25 @@ def test_experts_that_are_taken_off_the_way_to_the_first_chunk_change_no_chunk(p
             assert passed == steps.chunks(shape, schedule, rows, dispatcher)
 
 
-@given(problem=problems(ranks=st.just(1), segment_tiles=FORWARD), data=st.data())
-@settings(max_examples=300)
-def test_a_worker_that_passes_many_experts_of_one_tile_finds_the_tasks_of_one_that_passes_none(problem, data):
-    shape, schedule, _ = problem
-    rows = data.draw(st.lists(st.integers(0, schedule.tile.rows + 1), min_size=1, max_size=60))
+@both_passes
+@given(data=st.data())
+@settings(max_examples=200)
+def test_a_worker_that_passes_many_experts_of_one_unit_finds_the_tasks_of_one_that_passes_none(segment_tiles, data):
+    shape, schedule, _ = data.draw(problems(ranks=st.just(1), segment_tiles=segment_tiles))
+    most_rows = (schedule.unit_tiles + 1) * schedule.tile.rows
+    sizes = st.lists(st.integers(0, most_rows), min_size=1, max_size=15 if schedule.backward else 60)
+    rows = filled_up(schedule, data.draw(sizes))
     shape = with_fields(shape, num_experts=len(rows), tokens=sum(rows))
+    if schedule.backward:
+        saved_tiles, frozen = data.draw(st.integers(0, 3 * len(rows))), data.draw(st.integers(0, 1))
+        schedule = with_fields(schedule, saved_tiles=saved_tiles, frozen=frozen)
     # One that takes every task has a next section at most one task away.
     every = steps.tasks(shape, with_fields(schedule, workers=1), rows, 0, walks=True)
+    workers = data.draw(st.integers(1, 300))
     for marked in (rows, steps.mark_experts_without_rows(rows)):
-        for worker in range(schedule.workers):
-            assert steps.tasks(shape, schedule, marked, worker, walks=True) == every[worker :: schedule.workers]
+        for worker in {0, workers // 2, workers - 1}:
+            schedule = with_fields(schedule, workers=workers)
+            assert steps.tasks(shape, schedule, marked, worker, walks=True) == every[worker::workers]
 
 
 def test_a_mark_says_how_many_experts_behind_have_no_rows_either():

@@ -139,6 +139,13 @@ std::string tiles_error(const RankParams& p, bool gated) {
            "; this kernel has " + std::to_string(dispatchers) + " dispatchers and takes up to " +
            std::to_string(kLanes) + " of the others.";
   }
+  const int64_t unit_tiles = at_most(int64_t{p.schedule.unit_tiles}, max_row_tiles(p.shape, tile));
+  const int64_t columns = std::max(h_tiles(p.shape, tile), answer_tiles(p.shape, tile));
+  if (unit_tiles * columns >= kMostOfSmallQuotient) {
+    return "jaxmoe: units of " + std::to_string(unit_tiles) + " row tiles, of " + std::to_string(columns) +
+           " column tiles each; this kernel takes fewer than " + std::to_string(kMostOfSmallQuotient) +
+           " tiles of a unit. Pass a plan with fewer unit_tiles.";
+  }
   return "";
 }
 

@@ -80,28 +80,29 @@ class LoadedB {
   B b_;
 };
 
-// Whether the first task of a block has its weights loaded before its rows are there: those that nobody has to decode.
-template <class Product, class Variant>
-inline constexpr bool kWeightsFirst =
-    Product::kGemm == Gemm::kGateUp && Variant::kPass == Pass::kForward && !Cta<Variant>::kDecodes;
+// Whether weights are on their way before the rows of a task are waited for: those that nobody has to decode first. Deep stages
+// have a way of their own (load_deep.cuh).
+template <class Variant>
+inline constexpr bool kWeightsFirst = Variant::kPass == Pass::kForward && !Cta<Variant>::kDecodes;
 
-// Loads the B of the first steps of a block's first task, whose stages are all empty. Returns of how many: load_tile()
-// goes on from there.
+// Loads the B of a task's first steps, of at most so many, as far as stages are empty. Returns of how many: load_tile() goes on
+// from there. The blocks of a cluster may come to different numbers: bytes may land in a stage before its block expects them.
 template <class Product, class Variant>
 __device__ __forceinline__ int32_t load_weights_first(const Cta<Variant>& cta,
                                                       const typename GemmShape<Variant>::Ring& ring,
                                                       typename GemmShape<Variant>::Ring::Position position,
-                                                      const Task& task, uint64_t b_policy) {
+                                                      const Task& task, uint64_t b_policy, int32_t most) {
+  using A = typename GemmShape<Variant>::Stage::A;
+  constexpr int32_t kStepDepth = A::kLine * A::kPanels;
+  static_assert(Product::Depth::kStepDepth == kStepDepth);
+  const LoadedB<Product, Variant> b(cta, task, task.rows > 0, b_policy);
+  const int32_t steps = at_most(Product::Depth::steps(cta.params, task), most);
   int32_t begun = 0;
-  if constexpr (kWeightsFirst<Product, Variant>) {
-    const LoadedB<Product, Variant> b(cta, task, task.rows > 0, b_policy);
-    Product::Depth::for_each_step(cta.params, task, [&](int32_t part, int32_t k) {
-      if (begun == Variant::config.stages) return;
-      ++begun;
-      ring.expect(position, b.bytes());
-      b.load(ring.stage(position), ring.full(position), part, k);
-      position.advance();
-    });
+#pragma unroll 1
+  for (; begun < steps && ring.is_empty(position); ++begun) {
+    ring.expect(position, b.bytes());
+    b.load(ring.stage(position), ring.full(position), 0, begun * kStepDepth);
+    position.advance();
   }
   return begun;
 }
@@ -147,7 +148,7 @@ __device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typenam
     if (steps_left-- == kStepsLeft) near_end();
     Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
-    if (kWeightsFirst<Product, Variant> && begun > 0) {
+    if (kWeightsFirst<Variant> && begun > 0) {
       --begun;
       ring.commit(position, bytes_of_a);
     } else {

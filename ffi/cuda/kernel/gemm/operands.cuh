@@ -148,6 +148,8 @@ struct ProjectionBoxes {
 // body(part, k) with what they begin with.
 template <int32_t Shape::*kExtent, int32_t kDepth = Tiling::kDepth>
 struct Along {
+  static constexpr int32_t kStepDepth = kDepth;
+
   template <class Params>
   static __device__ __forceinline__ int32_t steps(const Params& p, const Task&) {
     return ceil_div(p.shape.*kExtent, kDepth);

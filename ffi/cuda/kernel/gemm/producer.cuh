@@ -17,6 +17,10 @@
 
 namespace jaxmoe::producer {
 
+// All row tiles of a rank: the walk over tasks has quotients of them.
+static_assert(int64_t{kMaxPeers} * kMaxSlots / (Tiling::kRows * Tiling::kBlocks) + kMaxLocalExperts <
+              kMostOfSmallQuotient);
+
 // The numbers of the cluster's tasks. Its first block draws them and hands them on. All of it is one thread's.
 //
 // A number is drawn while the last stages of the task before are loaded, which hides the way to L2 and back, about 1 us
@@ -194,14 +198,13 @@ __device__ __forceinline__ uint64_t rows_policy(const Cta<Variant>& cta, const T
 }
 
 // Weights on their way before the rows of their task are waited for. Tasks are known as soon as rows are counted; the first rows
-// come 10 to 25 us later, which is enough for all stages. Of later tasks whose tiles have few rows it is one stage: rows
-// would queue behind the weights of more. Returns of how many stages.
+// come 10 to 25 us later, which is enough for all stages. Of later tasks it is one, in 16 bits and in deep stages: rows would
+// queue behind the weights of more. Returns of how many stages.
 template <class Variant>
 __device__ __forceinline__ int32_t begin_weights(const Cta<Variant>& cta, const typename GemmShape<Variant>::Ring& ring,
                                                  typename GemmShape<Variant>::Ring::Position position, const Task& task,
                                                  bool first) {
   using Products = ProductsOf<Variant>;
-  using First = typename Products::template FirstOf<AllOf>;
   const Task own = cta.own_part(task);
   return with_steps_of<Variant>(own, [&](auto kind) {
     using Deep = typename decltype(kind)::type;
@@ -211,9 +214,17 @@ __device__ __forceinline__ int32_t begin_weights(const Cta<Variant>& cta, const 
         return load_deep_weights_first<decltype(product), Deep>(cta, ring, position, own, policy,
                                                                 first ? Variant::config.stages : 1);
       });
+    } else if constexpr (kWeightsFirst<Variant> && !Variant::Precision::kTokens.is_scaled() && !Variant::Precision::kPacked) {
+      return Products::template with<AllOf>(own.gemm, [&](auto product) {
+        return load_weights_first<decltype(product)>(cta, ring, position, own, weights_policy(cta, own),
+                                                     first ? Variant::config.stages : 1);
+      });
+    } else if constexpr (kWeightsFirst<Variant>) {
+      using First = typename Products::template FirstOf<AllOf>;
+      if (!first || own.gemm != First::kGemm) return 0;
+      return load_weights_first<First>(cta, ring, position, own, weights_policy(cta, own), Variant::config.stages);
     } else {
-      if (!first || task.gemm != First::kGemm) return 0;
-      return load_weights_first<First>(cta, ring, position, own, weights_policy(cta, task));
+      return 0;
     }
   });
 }
@@ -226,6 +237,10 @@ __device__ __forceinline__ NarrowExperts narrow_experts(const Cta<Variant>& cta)
   return {};
 }
 
+// A backward kernel that decodes weights and records what it does has no registers for that.
+template <class Variant>
+using TaskWalkOf = TaskWalk<Variant::kPass, !(Cta<Variant>::kBackward && Cta<Variant>::kDecodes && Variant::config.timeline)>;
+
 template <class Variant>
 __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   using Ring = typename GemmShape<Variant>::Ring;
@@ -234,7 +249,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
   typename Ring::Position position;
   const auto track = cta.timeline.template track<1>(TrackRole::kProducer);
   track.start();
-  TaskWalk<Variant::kPass> walk(p.shape, p.schedule, cta.shared.rows_per_expert, narrow_experts(cta));
+  TaskWalkOf<Variant> walk(p.shape, p.schedule, cta.shared.rows_per_expert, narrow_experts(cta));
   int queued = 0;
   TaskNumbers<Variant> numbers(cta);
   TilesOf<Variant> tiles(cta);
