@@ -119,7 +119,8 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
 class RepeatedWorkWarning(UserWarning):
     """Ranks along a mesh axis compute the same: `moe_layer` was not told that tokens or experts are split over it.
 
-    `data_axes=()` says that it is meant; beside axes of the tokens `warnings.filterwarnings` does.
+    `data_axes=()` says that it is meant; beside axes of the tokens, and where gate and up in halves lie split so that
+    no rank could compute a part, `warnings.filterwarnings` does.
     """
 
 
@@ -146,7 +147,7 @@ def warn_of_repeated_work(call: Call, options: CallOptions) -> None:
             "or weights that are stored with layout='interleaved'"
         )
     silent = "data_axes=()"
-    if is_meant or of_tokens:
+    if undivided or of_tokens:
         silent = "warnings.filterwarnings('ignore', category=jaxmoe.RepeatedWorkWarning)"
     warnings.warn(
         f"moe_layer: the {times} ranks of mesh axis {some} compute the same tokens with the same experts. Where tokens "

@@ -274,6 +274,22 @@ def test_ranks_repeat_the_work_where_halves_lie_split_for_parts_and_a_warning_sa
     assert (apart.expert_split.parts, apart.shape.intermediate) == (("tensor",), F // 2)
 
 
+def test_what_the_warning_of_split_halves_names_where_it_is_meant_silences_it():
+    arguments = inputs("halves")
+    mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    w_gate_up = jax.device_put(arguments.experts.w_gate_up, NamedSharding(mesh, P("expert", None, "tensor")))
+    spread = arguments._replace(experts=dataclasses.replace(arguments.experts, w_gate_up=w_gate_up))
+    with jax.set_mesh(mesh):
+        with pytest.warns(jaxmoe.RepeatedWorkWarning) as warned:
+            layer(spread, axis_name="expert")
+        # Tokens are split over no other axis, and yet data_axes=() is not enough.
+        (call,) = re.findall(r"where it is meant, (.*)\.$", str(warned[0].message))
+        with warnings.catch_warnings(record=True) as left:
+            eval(call, {"warnings": warnings, "jaxmoe": jaxmoe})
+            layer(spread, axis_name="expert")
+    assert not left
+
+
 @pytest.mark.slow
 def test_a_flax_layer_and_a_checkpoint_are_made_of_what_they_are_apart():
     apart: Any = make_inputs(5, **SIZES).experts
