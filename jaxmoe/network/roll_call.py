@@ -141,7 +141,7 @@ class RollCall:
         late: dict[int, str] = {}
         for process in sorted(self.processes - {self.process}):
             count, _, host = told.get(f"{_KEY}{process}", "").partition(" ")
-            if not host:
+            if not count:
                 late[process] = "(has told nothing: it may not have begun a layer)"
             elif int(count) < launch:
                 late[process] = f"on {host} (has started {count})"

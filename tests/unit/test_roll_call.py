@@ -112,6 +112,16 @@ def test_a_process_that_has_told_nothing_is_late(monkeypatch):
     assert "Late are process 1 (has told nothing: it may not have begun a layer)." in text
 
 
+def test_a_process_of_a_host_without_a_name_has_told_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(roll_call, "_told", [])
+    monkeypatch.setattr(roll_call.platform, "node", lambda: "")
+    service = Service()
+    RollCall(service, lambda: [Progress(4)], 1, 10.0, ()).round()
+    call = RollCall(service, lambda: [Progress(4, waiting=4, waiting_seconds=30)], 0, 10.0, [0, 1])
+    assert call.late(4) == {}
+    assert "(has started 4)" in call.late(5)[1]
+
+
 def test_processes_that_a_launch_cannot_wait_for_are_not_named(monkeypatch):
     monkeypatch.setattr(roll_call, "_told", [])
     service = Service()
