@@ -207,7 +207,12 @@ class MoE(nn.Module):
         """Returns the layer with the mesh axes that its parameters get by their metadata."""
 
         def of_parameters(names: tuple[AxisName, ...]) -> tuple[Any, ...]:
-            box = self.partitioning(lambda: None, names)()
+            if not named.is_placed:
+                return names
+            # Called as for a parameter: it may be a function of the user's.
+            init = self.partitioning(jax.nn.initializers.zeros, names)
+            shape = (self.num_experts, self.hidden, self.intermediate)
+            box = jax.eval_shape(lambda: init(jax.random.key(0), shape, self.param_dtype))
             return _looked_up(names, box.rules) if isinstance(box, nn.LogicallyPartitioned) else names
 
         return on_mesh(named, of_parameters, _looked_up)

@@ -263,6 +263,22 @@ class TestLinen(Behaviours):
         with jax.set_mesh(make_mesh(AxisType.Auto)), nn.logical_axis_rules([("expert", "data")]):
             assert moe.explain(X()).call.group.axis_names == ("expert",)
 
+    def test_the_partitioning_may_be_a_function_of_the_user_s_that_wraps_initialisers(self):
+        def partitioning(init, names):
+            def boxed(key, shape, dtype):
+                assert len(shape) == len(names)
+                return nn.LogicallyPartitioned(init(key, shape, dtype), names)
+
+            return boxed
+
+        arguments = {"axis_name": "exp", "data_axes": "data", "partitioning": partitioning}
+        mesh = make_mesh(AxisType.Auto)
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("exp", "expert")]):
+            made = self.layer().initial(**arguments)
+            call = self.layer().make(**arguments).explain(X()).call
+        assert made["w_gate"].sharding.is_equivalent_to(NamedSharding(mesh, P("expert")), 3)
+        assert call.group.axis_names == ("expert",)
+
     def test_rules_that_come_with_the_partitioning_are_those_of_the_computation(self):
         rules = (("exp", "expert"), ("embed", "data"))
         partitioning = functools.partial(nn.with_logical_partitioning, rules=rules)
