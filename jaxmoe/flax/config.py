@@ -190,9 +190,13 @@ def on_mesh(config: LayerConfig, of_parameters: LookUp, of_tokens: LookUp) -> La
 
 
 def matrix_axes(config: LayerConfig) -> tuple[AxisName, ...]:
-    """Returns the axes of `[experts, hidden, intermediate]`."""
-    names = axis_tuple(config.axis_name, "axis_name")
-    return names[0] if len(names) == 1 else names or None, config.hidden_axis, config.intermediate_axis
+    """Returns the axes of `[experts, hidden, intermediate]`; one alone as a name, since Flax looks up no tuple."""
+
+    def of(argument: str) -> AxisName:
+        names = axis_tuple(getattr(config, argument), argument, "MoE")
+        return names[0] if len(names) == 1 else names or None
+
+    return of("axis_name"), of("hidden_axis"), of("intermediate_axis")
 
 
 def experts_of(arrays: Mapping[str, Any]) -> Experts:

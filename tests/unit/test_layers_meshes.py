@@ -175,6 +175,15 @@ class Behaviours:
         assert (call.group.axis_names, *found) == (("expert",), *(P(each or ()) for each in (hidden, intermediate)))
         assert relative_error(y, expected("gpt-oss").y) < 1e-5
 
+    def test_a_tuple_of_one_logical_name_is_looked_up_as_the_name(self):
+        arguments = {"axis_name": "exp", "hidden_axis": ("embed",), "data_axes": "data", **self.looks_up}
+        mesh = make_mesh(AxisType.Auto)
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("exp", "expert"), ("embed", "data")]):
+            made = self.layer().initial(**arguments)
+            call = self.layer().abstract_layer(**arguments).explain(X()).call
+        assert made["w_gate"].sharding.is_equivalent_to(NamedSharding(mesh, P("expert", "data")), 3)
+        assert call.expert_split.hidden == ("data",)
+
     def test_a_layer_spread_over_an_axis_asks_for_a_mesh_when_it_is_called(self):
         parameters = fill(self.layer().shapes())
         with pytest.raises(ValueError, match=r"axis_name=.* needs a mesh and none is set"):
