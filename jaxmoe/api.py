@@ -92,8 +92,8 @@ def moe_layer(
         `PartitionSpec` of the leading dimensions of `x`, such as `P("data", "seq")`, it says which one each axis
         splits. `None`: the axes over which `x` lies. Those are known of Explicit axes, and of Auto axes outside of
         `jit`; inside of it, Auto axes have to be named. Ranks along all other axes repeat the work, and a
-        `jaxmoe.RepeatedWorkWarning` says so; `()` says that it is meant. Inside `shard_map` it only says that ranks
-        along `intermediate_axis` have different tokens.
+        `jaxmoe.RepeatedWorkWarning` says so, and what silences it; `()` says that it is meant of tokens. Inside
+        `shard_map` it only says that ranks along `intermediate_axis` have different tokens.
       hidden_axis: mesh axis, or axes, over which the hidden dimension of the experts is split, for memory (FSDP): it is
         gathered in every call, and gradients are added up and scattered back. `None`: as the experts lie, known as for
         `data_axes`; with Auto axes inside of `jit`, what is not named is gathered, and gradients are split over
