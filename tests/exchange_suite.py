@@ -89,6 +89,20 @@ class Given:
     routed: list[exchange_model.Routed]  # of each group
 
 
+def assert_maps_are_refused(function: Any, array: jax.Array, handle: Any, told: str) -> None:
+    """Asserts that vmap of a function of an array and a handle raises, and that of its transpose."""
+
+    def mapped_transpose(array: Any, handle: Any) -> Any:
+        result, transpose = jax.vjp(lambda array: function(array, handle), array)
+        return jax.vmap(transpose)(jnp.stack([result, result]))
+
+    batch = jax.ShapeDtypeStruct((2, *array.shape), array.dtype)
+    with pytest.raises(NotImplementedError, match=told):
+        jax.eval_shape(jax.vmap(function, (0, None)), batch, handle)
+    with pytest.raises(NotImplementedError, match=told):
+        jax.eval_shape(mapped_transpose, array, handle)
+
+
 class ExchangeSuite:
     """Inherit and set `implementation`."""
 

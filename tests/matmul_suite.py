@@ -24,6 +24,7 @@ from tests.exchange_suite import (
     TOKENS,
     TOP_K,
     Setting,
+    assert_maps_are_refused,
 )
 
 
@@ -261,17 +262,8 @@ class MatmulSuite:
             ),
         }
         for name, (function, array) in functions.items():
-            batch = jax.ShapeDtypeStruct((2, *array.shape), array.dtype)
             told = rf"^{name}: .*dispatch_matmul takes x .*pass the batch dimension along"
-            with pytest.raises(NotImplementedError, match=told):
-                jax.eval_shape(jax.vmap(function, (0, None)), batch, handle)
-
-            def mapped_transpose(array: Any, handle: Any) -> Any:
-                result, transpose = jax.vjp(lambda array: function(array, handle), array)  # noqa: B023
-                return jax.vmap(transpose)(jnp.stack([result, result]))
-
-            with pytest.raises(NotImplementedError, match=told):
-                jax.eval_shape(mapped_transpose, array, handle)
+            assert_maps_are_refused(function, array, handle, told)
 
 
 class KernelSuite(MatmulSuite):

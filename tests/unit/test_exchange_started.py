@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.testing import make_ids
+from tests.exchange_suite import assert_maps_are_refused
 from tests.layer_calls import mesh_of
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 64, 24, 8, 2
@@ -132,16 +133,7 @@ def test_vmap_raises_in_the_name_of_what_was_called_and_says_what_takes_tokens(i
     }
     for name, (function, array) in functions.items():
         told = rf"^{name}: .*start_dispatch takes x .*pass the batch dimension along"
-        batch = jax.ShapeDtypeStruct((2, *array.shape), array.dtype)
-        with pytest.raises(NotImplementedError, match=told):
-            jax.eval_shape(jax.vmap(function, (0, None)), batch, handle)
-
-        def mapped_transpose(array: Any, handle: Any) -> Any:
-            result, transpose = jax.vjp(lambda array: function(array, handle), array)  # noqa: B023
-            return jax.vmap(transpose)(jnp.stack([result, result]))
-
-        with pytest.raises(NotImplementedError, match=told):
-            jax.eval_shape(mapped_transpose, array, handle)
+        assert_maps_are_refused(function, array, handle, told)
 
 
 def test_gradients_of_rows_in_8_bits_are_refused_in_the_name_of_what_was_called():
