@@ -21,7 +21,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe.bench import exchange_experts
+from jaxmoe.bench.exchange_sums import Sums, has_changed, is_off
 from jaxmoe.bench.inputs import AXIS, random_arguments, random_tokens, whole
 from jaxmoe.bench.kernels import kernel_times
 from jaxmoe.bench.layer import make_mesh
@@ -39,13 +40,10 @@ from jaxmoe.bench.shapes import Case
 from jaxmoe.bench.windows import time_calls
 from jaxmoe.options import Arguments
 from jaxmoe.quantization import dequantize_rows, quantize_rows
-from jaxmoe.testing import tolerance
 
 Line = Literal["wide", "fp8", "ragged_all_to_all"]
 LINES: tuple[Line, ...] = ("wide", "fp8", "ragged_all_to_all")
 ROUNDS = 16
-SAMPLED_TOKENS = 64  # whose sums in float32 say how far sums may be off
-CHUNK_TOKENS = 1024  # that the host adds up at once: 60 MB of float64 for 7168 columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +143,7 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
         if line == "ragged_all_to_all" and (ranks == 1 or mesh.devices.flat[0].platform == "cpu"):
             continue
         try:
-            program, arrays, is_off, wrong = _checked(line, arguments, ids, shape.num_experts, mesh, options)
+            program, arrays, told, wrong = _checked(line, arguments, ids, shape.num_experts, mesh, options)
         except (ValueError, NotImplementedError, TypeError) as error:
             yield dataclasses.replace(blank, failure=f"cannot run: {error}")
             continue
@@ -154,7 +152,7 @@ def measure(options: ExchangeOptions, case: Case, tokens: int, mesh: Mesh) -> It
             continue
         compiled = program.lower(*arrays).compile()
         timed, last = time_calls(lambda _: compiled(*arrays), options.seconds)  # noqa: B023, called in this turn
-        if wrong := is_off(whole(last, mesh)):
+        if wrong := told(whole(last, mesh)):
             yield dataclasses.replace(blank, failure=f"the rounds that are timed: {wrong}")
             continue
         there, back = _of_kernels(lambda: compiled(*arrays), mesh)  # noqa: B023, the same
@@ -186,8 +184,8 @@ def _checked(
     answers = _answers(x, arguments.topk_ids, num_experts, mesh, options.implementation)
     wrong, sums = _check(line, one, given, answers, num_experts, mesh)
     if line == "fp8" and sums is not None:
-        return _rounds(one), (*given, answers), functools.partial(_is_off, sums), wrong
-    return _rounds(one), given, functools.partial(_has_changed, whole(x, mesh), whole(weights, mesh)), wrong
+        return _rounds(one), (*given, answers), functools.partial(is_off, sums), wrong
+    return _rounds(one), given, functools.partial(has_changed, whole(x, mesh), whole(weights, mesh), ROUNDS), wrong
 
 
 Round = Callable[..., tuple[jax.Array, jaxmoe.Dispatched]]
@@ -227,25 +225,6 @@ def _rounds(one: Round) -> Any:
     return jax.jit(rounds)
 
 
-class Sums(NamedTuple):
-    """What `combine` has to add up, on the host.
-
-    Args:
-      answers: of all rows.
-      rows: `[tokens, top_k]`, the row of each slot.
-      weights: of each slot.
-    """
-
-    answers: np.ndarray
-    rows: np.ndarray
-    weights: np.ndarray
-
-    def of(self, tokens: Any, dtype: Any) -> np.ndarray:
-        """Returns the weighted sums of these tokens, slot after slot in this dtype."""
-        slots = zip(self.rows[tokens].T, self.weights[tokens].T.astype(dtype), strict=True)
-        return sum(weight[:, None] * self.answers[row].astype(dtype) for row, weight in slots)  # pyright: ignore[reportReturnType]
-
-
 def _check(
     line: Line, one: Round, given: tuple[jax.Array, ...], answers: jax.Array, num_experts: int, mesh: Mesh
 ) -> tuple[str | None, Sums | None]:
@@ -274,55 +253,11 @@ def _check(
     row_of_slot = np.zeros(ids.size, np.int64)
     row_of_slot[slot[there]] = np.flatnonzero(there)
     sums = Sums(whole(answers, mesh), row_of_slot.reshape(ids.shape), weights)
-    return _is_off(sums, y), sums
-
-
-def _is_off(sums: Sums, y: np.ndarray) -> str | None:
-    """Says how far the worst token is from its weighted sum, where that is more than `_allowed`."""
-    sampled = _sampled(y)
-    allowed = _allowed(sums.of(sampled, np.float32).astype(y.dtype), sums.of(sampled, np.float64), y.dtype)
-    error = np.max([_errors(y[chunk], sums.of(chunk, np.float64)).max() for chunk in _chunks(y)])
-    return _more_than(error, allowed)
-
-
-def _has_changed(tokens: np.ndarray, weights: np.ndarray, y: np.ndarray) -> str | None:
-    """Says the same of tokens that were sent and came back in every round: their weights add up to one, nearly."""
-    sampled, kept = _sampled(y), weights.sum(1, keepdims=True, dtype=np.float64) ** ROUNDS
-    rough, truth = tokens[sampled], kept[sampled] * tokens[sampled].astype(np.float64)
-    its_own = np.broadcast_to(np.arange(len(sampled))[:, None], (len(sampled), weights.shape[1]))
-    for _ in range(ROUNDS):
-        rough = Sums(rough, its_own, weights[sampled]).of(slice(None), np.float32).astype(y.dtype)
-    error = np.max([_errors(y[chunk], kept[chunk] * tokens[chunk].astype(np.float64)).max() for chunk in _chunks(y)])
-    return _more_than(error, _allowed(rough, truth, y.dtype))
+    return is_off(sums, y), sums
 
 
 def _is_other(truth: np.ndarray, y: np.ndarray) -> str | None:
     return None if np.array_equal(y, truth) else "rows do not come back"
-
-
-def _sampled(y: np.ndarray) -> np.ndarray:
-    return np.linspace(0, len(y) - 1, SAMPLED_TOKENS).astype(int)
-
-
-def _chunks(y: np.ndarray) -> list[slice]:
-    return [slice(begin, begin + CHUNK_TOKENS) for begin in range(0, len(y), CHUNK_TOKENS)]
-
-
-def _errors(y: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Returns the relative error of each token; NaN stays NaN."""
-    return np.linalg.norm(y.astype(np.float64) - truth, axis=1) / np.linalg.norm(truth, axis=1)
-
-
-def _allowed(rough: np.ndarray, truth: np.ndarray, dtype: Any) -> float:
-    """Returns the relative error that a token may have: `jaxmoe.testing.tolerance` of the worst one in the sample."""
-    return max(tolerance(*of_token, dtype) for of_token in zip(rough, truth, strict=True))
-
-
-def _more_than(error: float, allowed: float) -> str | None:
-    """NaN is no error that is small."""
-    if error <= allowed:
-        return None
-    return f"what comes back is not the weighted sum: a token has an error of {error:.1e}, above {allowed:.1e}"
 
 
 def _remote_rows(ids: np.ndarray, num_experts: int, ranks: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe.bench import exchange
+from jaxmoe.bench import exchange, exchange_sums
 from jaxmoe.bench.layer import make_mesh
 from jaxmoe.bench.shapes import Case, LayerShape
 
@@ -85,25 +85,25 @@ def test_one_slot_of_eight_that_is_lost_in_one_round_is_seen_and_roundings_are_a
     weights = rng.random((64, 8), np.float32) + np.float32(0.1)
     weights /= weights.sum(1, keepdims=True)
     answers = np.asarray(jnp.asarray(rng.standard_normal((512, 256)), dtype))
-    sums = exchange.Sums(answers, rng.permutation(512).reshape(64, 8), weights)
+    sums = exchange_sums.Sums(answers, rng.permutation(512).reshape(64, 8), weights)
     # In another order than the host's.
-    backwards = exchange.Sums(answers, sums.rows[:, ::-1], weights[:, ::-1])
+    backwards = exchange_sums.Sums(answers, sums.rows[:, ::-1], weights[:, ::-1])
     y = backwards.of(slice(None), np.float32).astype(dtype)
-    assert exchange._is_off(sums, y) is None
+    assert exchange_sums.is_off(sums, y) is None
     sent = tokens
     for _ in range(exchange.ROUNDS):
-        alike = exchange.Sums(sent, np.repeat(np.arange(64)[:, None], 8, 1), weights[:, ::-1])
+        alike = exchange_sums.Sums(sent, np.repeat(np.arange(64)[:, None], 8, 1), weights[:, ::-1])
         sent = alike.of(slice(None), np.float32).astype(dtype)
-    assert exchange._has_changed(tokens, weights, sent) is None
+    assert exchange_sums.has_changed(tokens, weights, exchange.ROUNDS, sent) is None
 
     token = 17  # of which the slot with the least weight is lost
     least = weights[token].argmin()
     lost = y.astype(np.float32)
     lost[token] -= weights[token, least] * answers[sums.rows[token, least]].astype(np.float32)
-    assert exchange._is_off(sums, lost.astype(dtype))
+    assert exchange_sums.is_off(sums, lost.astype(dtype))
     less = sent.astype(np.float32)
     less[token] *= 1 - weights[token, least]
-    assert exchange._has_changed(tokens, weights, less.astype(dtype))
+    assert exchange_sums.has_changed(tokens, weights, exchange.ROUNDS, less.astype(dtype))
 
 
 def test_rounds_that_are_wrong_where_they_are_timed_have_no_figures(monkeypatch):
