@@ -21,7 +21,7 @@ _PROCESS = flags.DEFINE_integer(
 
 
 def _run(argv: list[str]) -> None:
-    from jaxmoe.bench import beside, command_line, exchange, layer, peaks, report, scaling, scan
+    from jaxmoe.bench import beside, command_line, exchange, layer, peaks, products, report, scaling, scan
     from jaxmoe.implementations.megakernel.launching import TIMEOUT_VARIABLE
 
     if argv[1:] not in (["layer"], ["scan"], ["exchange"], ["beside"], ["peaks"], ["scaling"]):
@@ -30,11 +30,13 @@ def _run(argv: list[str]) -> None:
             "name what to measure: python -m jaxmoe.bench layer [flags], scan [flags], exchange [flags], beside "
             f"[flags], peaks or scaling; got {given}."
         )
-    if argv[1] == "peaks":
-        sys.exit(peaks.main(command_line.SECONDS.value, command_line.REST.value))
     if argv[1] == "scaling":
         sys.exit(scaling.main())
     try:
+        if argv[1] == "peaks":
+            cases, ranks = command_line.products_from_flags()
+            times = command_line.SECONDS.value, command_line.REST.value
+            sys.exit(peaks.main(*times) or products.main(cases, *times, ranks))
         if argv[1] == "beside":
             os.environ.setdefault(TIMEOUT_VARIABLE, str(beside.TIMEOUT_SECONDS))
             chosen = command_line.beside_from_flags()

@@ -1,5 +1,6 @@
 """The flags of `python -m jaxmoe.bench layer`, `scan` and `beside`, and the options that they make."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,6 +239,22 @@ def exchange_from_flags() -> ExchangeOptions:
     )
 
 
+def products_from_flags() -> tuple[tuple[shapes.Case, ...], int]:
+    """Returns the layers of which `peaks` measures the products too, with their tokens, and over how many ranks.
+
+    None where no shape is given.
+    """
+    if not _SHAPE.present:
+        return (), 0
+    tokens = _integers("tokens", _TOKENS.value)
+    cases = [case for text in _SHAPE.value for case in shapes.parse(text)]
+    return tuple(
+        dataclasses.replace(case, tokens=number)
+        for case in cases
+        for number in ((case.tokens,) if case.tokens else tokens)
+    ), _one("ep", _integers("ep", _EP.value))
+
+
 def _in_a_scan(tokens: tuple[int, ...]) -> dict[str, Any]:
     """Returns the options that `scan` and `exchange` share, with so many tokens where none are given."""
     _check_uniform()
@@ -267,7 +284,7 @@ def _check_uniform() -> None:
 
 def _one(flag: str, values: Sequence[Value]) -> Value:
     if len(values) != 1:
-        raise ValueError(f"--{flag}: beside, scan and exchange take one, and {len(values)} are given.")
+        raise ValueError(f"--{flag}: peaks, beside, scan and exchange take one, and {len(values)} are given.")
     return values[0]
 
 

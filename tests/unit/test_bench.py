@@ -549,6 +549,8 @@ def test_the_program_says_what_is_wrong_with_its_flags():
             ([name, "--routing=zipf"], "ended with jaxmoe bench: --routing=zipf is of layer: scan and exchange measure")
             for name in ("scan", "exchange", "beside")
         ),
+        (["peaks", "--shape=nothing"], "ended with jaxmoe bench: --shape=nothing is neither"),
+        (["peaks", "--shape=8,4,4,2,1", "--ep=1,2"], "ended with jaxmoe bench: --ep: peaks, beside, scan and exchange"),
         ([], "ended with 1"),
         (["layer", "--json=/nonexistent/x"], "ended with jaxmoe bench: --json=/nonexistent/x: No such file or dir"),
     )
