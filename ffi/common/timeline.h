@@ -75,9 +75,10 @@ inline constexpr EventKindInfo kEventKinds[kNumEventKinds] = {
     {"answers", false}};
 
 // What goes on around a task: the wait before it, its loads, its products.
-JAXMOE_ANY constexpr EventKind wait_event_of(Gemm gemm) {
-  if (gemm == Gemm::kGateUp) return EventKind::kWaitRows;
-  return gemm == Gemm::kDown || gemm == Gemm::kHGradient ? EventKind::kWaitH : EventKind::kWaitGradients;
+JAXMOE_ANY constexpr EventKind wait_event_of(const Task& task) {
+  if (task.gemm == Gemm::kGateUp) return EventKind::kWaitRows;
+  if (task.gemm == Gemm::kHGradient && (task.part & kSavedPart) != 0) return EventKind::kWaitRows;
+  return task.gemm == Gemm::kDown || task.gemm == Gemm::kHGradient ? EventKind::kWaitH : EventKind::kWaitGradients;
 }
 JAXMOE_ANY constexpr EventKind load_event_of(Gemm gemm) {
   if (gemm == Gemm::kGateUp) return EventKind::kLoadGateUp;

@@ -108,7 +108,7 @@ class Rank : RankRoles<Precision> {
         signals_.wait(wait_before(walk.weights(), m_.schedule.dispatchers), site_of(task.gemm), worker);
         weight_slot = walk.weights().weight_slot(m_.schedule);
       }
-      track.mark(wait_event_of(task.gemm), task);
+      track.mark(wait_event_of(task), task);
       products_.compute(task, weight_slot);
       signals_.release(release_after(task));
       track.mark(event_of(task.gemm), task);

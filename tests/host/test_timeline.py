@@ -99,6 +99,16 @@ def test_the_backward_pass_of_a_layer_is_recorded_with_the_segments_of_its_plan(
     check_layer(recorded, np.asarray(inputs.topk_ids), segment_tiles=2)
 
 
+def test_products_of_what_the_forward_pass_has_saved_wait_for_rows():
+    inputs = make_inputs(3, **SIZES)
+    gradients = gradients_of(layer("all devices", implementation="megakernel", residuals="save"))
+    for each in timeline.record(lambda: gradients(inputs), pass_name="backward"):
+        products = checks.subjects(each, "h_gradient")
+        assert products
+        assert checks.subjects(each, "wait_rows") == products
+        assert not checks.subjects(each, "gate_up", "wait_h")
+
+
 def test_a_function_that_ends_with_a_launch_of_the_other_pass_is_refused():
     inputs = make_inputs(3, **SIZES)
     call = layer("all devices", implementation="megakernel")

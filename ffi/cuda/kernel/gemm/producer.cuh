@@ -288,7 +288,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     }
     const Task own = cta.own_part(task);
     cta.shared.tasks[queued++ % kQueuedTasks] = own;
-    track.mark(wait_event_of(own.gemm), own);
+    track.mark(wait_event_of(own), own);
     Task to_load = own;
     if constexpr (Cta<Variant>::kDecodes) to_load.expert = walk.weights().weight_slot(p.schedule);
     // Made anew for each task: no registers are held for them.
