@@ -148,7 +148,7 @@ def _vary_over(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
 
 
 def with_wide_sums(move: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """Returns `move(array)`, which brings an array to more ranks, so that its transpose adds up over them.
+    """Returns `move(array)`, which brings an array to more ranks and adds up over them, itself or in its transpose.
 
     Where XLA cannot add up in 16 bits the array goes through float32: on CPUs jaxlib 0.11.2 ends the process in its
     pass AllReducePromotion if some axes of the mesh are not manual. Elsewhere on CPUs that pass adds up in float32 too.

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from jaxmoe.array_layout import AxesOfDims
-from jaxmoe.sharding import vary_alike
+from jaxmoe.sharding import vary_alike, with_wide_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TokenSplit:
         empty, rows, start = vary_alike((empty, rows, start))
         # A sum with zeros, not an all-gather: JAX then knows that all ranks have the same.
         placed = jax.lax.dynamic_update_slice_in_dim(empty, rows, start, 0)
-        return jax.lax.psum(placed, self.inside)[: self.entered]
+        return with_wide_sums(lambda parts: jax.lax.psum(parts, self.inside), placed)[: self.entered]
 
 
 def choose(

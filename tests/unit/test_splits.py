@@ -144,6 +144,24 @@ def test_a_batch_that_no_axis_divides_gives_the_same_and_fills_up_less_than_one_
     assert 0 <= call.token_split.filling < call.token_split.inside_ranks
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_a_batch_in_16_bits_that_no_axis_divides_is_taken_on_a_mesh_that_has_an_axis_which_the_call_does_not_name(
+    dtype,
+):
+    """XLA for CPUs ends the process where sums in 16 bits stand in a `shard_map` that leaves it an axis."""
+    arguments = inputs(batch=(3, 5))
+    narrow = arguments._replace(x=arguments.x.astype(dtype))
+    of_layer = functools.partial(jaxmoe.moe_layer, implementation="reference")
+    alone = of_layer(*narrow[:4], axis_name=None)
+    with jax.set_mesh(mesh_of(AxisType.Auto)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmoe.RepeatedWorkWarning)  # of the axis that is left out
+        y, pull = jax.vjp(jax.jit(lambda x: of_layer(x, *narrow[1:4], data_axes="data")), narrow.x)
+        (gradient,) = pull(cotangent(y).astype(dtype))
+    np.testing.assert_array_equal(y, alone)
+    _, pull_alone = jax.vjp(lambda x: of_layer(x, *narrow[1:4], axis_name=None), narrow.x)
+    assert relative_error(gradient, pull_alone(cotangent(y).astype(dtype))[0]) < 2 * float(jnp.finfo(dtype).eps)
+
+
 def test_a_dimension_that_divides_is_split_before_any_token_is_added():
     mesh = mesh_of(AxisType.Auto)
     split = token_split.choose((3, 64), (), ("data", "expert"), mesh)
