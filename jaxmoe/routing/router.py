@@ -265,8 +265,9 @@ def choose(
     else:
         weights = jnp.where(used, selected, 0)
         if config.renormalize:
-            # A token that uses no slot would divide zero by zero, where epsilon is zero.
-            some = used.any(-1, keepdims=True)
+            # A token that uses no slot, or whose choice made elsewhere has scores of zero alone, would divide zero by
+            # zero, where epsilon is zero.
+            some = (weights != 0).any(-1, keepdims=True)
             weights = _divide_by_sum(weights, jnp.where(some, jnp.asarray(config.epsilon, weights.dtype), 1))
     weights = jnp.where(used, weights * config.scaling_factor, 0)
     if config.score in ("sigmoid", "sqrtsoftplus"):
