@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.convert import checks, fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named
-from jaxmoe.convert.matrices import F32, SIDES, TOGETHER, Format
+from jaxmoe.convert.matrices import BF16, E8M0, F32, SIDES, TOGETHER, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
@@ -43,18 +43,20 @@ def to_hf(
       family: as of `from_hf`.
       layer: its number in the names, from 0.
       prefix: of names, before `layers.`; `None` is the one of the family's published checkpoints.
-      scale_dtype: of `weight_scale_inv`: bfloat16 for the FP8 checkpoints of Qwen3, float32 for others.
+      scale_dtype: of `weight_scale_inv`: bfloat16 for the FP8 checkpoints of Qwen3, float32 for others. Powers of two
+        may also be `float8_e8m0fnu`.
 
     Raises:
       ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,
         that lack what it has, or whose arrays do not fit the experts; several shared experts; scales that `scale_dtype`
         would round; static scales that the layer does not use, or that the format of the experts has no name for;
         arrays of which this process has a part only.
-      TypeError: no experts, or experts in a format that the family does not have.
+      TypeError: no experts, or experts in a format that the family does not have; another `scale_dtype`.
     """
     table = family_named("to_hf", family)
     if (number := integer(layer)) is None or number < 0:
         raise ValueError(f"to_hf: layer={layer!r} must be an integer of at least 0, its number in the names.")
+    in_scales = _scale_dtype(scale_dtype)
     _check(weights, table, family)
     weights = dataclasses.replace(
         weights, experts=checks.routed("to_hf", weights), shared=checks.shared("to_hf", weights)
@@ -62,10 +64,25 @@ def to_hf(
     _check_shapes(weights)
     stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
-    for name, array in _tensors(weights, table, family, np.dtype(scale_dtype)):
+    for name, array in _tensors(weights, table, family, in_scales):
         tensors[f"{stem}{name}"] = np.empty(array.shape, array.dtype)
         copy(tensors[f"{stem}{name}"], array)
     return tensors
+
+
+def _scale_dtype(given: Any) -> np.dtype:
+    """Returns the dtype of scales, or raises a `TypeError` where no checkpoint has them in it."""
+    try:
+        dtype = None if given is None else np.dtype(given)
+    except TypeError:  # names no dtype
+        dtype = None
+    if dtype is None or dtype not in (F32, BF16, E8M0):
+        name = repr(given) if dtype is None else dtype.name
+        raise TypeError(
+            f"to_hf: scale_dtype is {name}; it must be float32 or bfloat16, or float8_e8m0fnu where weight_scale_inv "
+            "are powers of two."
+        )
+    return dtype
 
 
 def _check(weights: Any, table: Family, family: str) -> None:
@@ -262,6 +279,9 @@ def _parts(matrix: Any, kind: Format, scale_dtype: np.dtype) -> list[np.ndarray]
         dtype = scale_dtype if part.written == F32 else part.written
         if dtype is None:
             written.append(array)
+        elif dtype not in part.types:
+            known = " or ".join(each.name for each in part.types)
+            raise TypeError(f"to_hf: scale_dtype is {dtype}, and {part.suffix} is {known} in files.")
         elif dtype.itemsize == array.dtype.itemsize == 1:
             written.append(array.view(dtype))
         else:

@@ -414,6 +414,22 @@ def test_scales_are_not_rounded_on_their_way_back(unchecked_shapes):
         to_hf({}, "mixtral", 0)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("dtype", [None, np.float16, np.float64, np.int32, E4M3, "no dtype"])
+def test_scales_are_not_written_in_a_dtype_that_is_not_read(dtype, unchecked_shapes):
+    powers: Any = jax.tree.map(
+        lambda leaf: dataclasses.replace(leaf, scales=jnp.ones_like(leaf.scales)) if hasattr(leaf, "scales") else leaf,
+        weights_of("deepseek_v3 in FP8"),
+        is_leaf=lambda leaf: hasattr(leaf, "scales"),
+    )
+    name = repr(dtype) if dtype in (None, "no dtype") else np.dtype(dtype).name
+    with pytest.raises(TypeError, match=f"scale_dtype is {name}; it must be float32 or bfloat16, or float8_e8m0fnu"):
+        to_hf(powers, "deepseek_v3", LAYER, scale_dtype=dtype)
+    assert to_hf(powers, "deepseek_v3", LAYER, scale_dtype=E8M0).keys() == to_hf(powers, "deepseek_v3", LAYER).keys()
+    of_channels = jaxmoe.quantize(jaxmoe.dequantize(powers.experts, jnp.float32), "channel")
+    with pytest.raises(TypeError, match="scale_dtype is float8_e8m0fnu, and weight_scale is float32 or bfloat16"):
+        to_hf(dataclasses.replace(powers, experts=of_channels, shared=None), "deepseek_v3", LAYER, scale_dtype=E8M0)
+
+
 def test_powers_of_two_stay_what_they_are_in_either_family():
     case = CASES["deepseek_v3 in FP8"]()
     name = f"{MLP}experts.3.up_proj.weight_scale_inv"
