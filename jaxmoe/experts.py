@@ -96,14 +96,7 @@ class Experts:
           TypeError: `dtype` is none of bfloat16, float16, float32 and float64; a matrix is quantised: its values mean
             nothing without their scales.
         """
-        check_wide_dtype("Experts.astype", "dtype is", dtype)
-        for field in dataclasses.fields(self):
-            if isinstance(matrix := getattr(self, field.name), QuantizedMatrix):
-                raise TypeError(
-                    f"Experts.astype: {field.name} is {type(matrix).__name__}. Pass jaxmoe.dequantize(experts, dtype) "
-                    "for wide matrices."
-                )
-        return jax.tree.map(lambda array: array.astype(dtype), self)
+        return _cast(self, dtype)
 
     def fuse(self, layout: Layout) -> "FusedExperts":
         """Returns the same experts with gate and up in one array, which is a copy: see `from_fused`.
@@ -272,13 +265,21 @@ class FusedExperts:
         """Returns the experts with every array cast to `dtype`.
 
         Raises:
-          TypeError: `dtype` is none of bfloat16, float16, float32 and float64.
+          TypeError: `dtype` is none of bfloat16, float16, float32 and float64; a matrix is quantised.
         """
-        check_wide_dtype("FusedExperts.astype", "dtype is", dtype)
-        return jax.tree.map(lambda array: array.astype(dtype), self)
+        return _cast(self, dtype)
 
     def split(self) -> Experts:
-        """Returns the same experts with gate and up in arrays of their own, which are copies."""
+        """Returns the same experts with gate and up in arrays of their own, which are copies.
+
+        Raises:
+          TypeError: gate and up are quantised.
+        """
+        if isinstance(self.w_gate_up, QuantizedMatrix):
+            raise TypeError(
+                f"FusedExperts: w_gate_up is {type(self.w_gate_up).__name__}, and gate and up in one array must be "
+                "wide. Pass jaxmoe.Experts(w_gate, w_up, w_down, ...), or jaxmoe.dequantize(experts, dtype) of these."
+            )
         w_gate, w_up = self.columns_of(self.w_gate_up)
         b_gate, b_up = (None, None) if self.b_gate_up is None else self.columns_of(self.b_gate_up)
         return Experts(w_gate, w_up, self.w_down, b_gate, b_up, self.b_down)
@@ -317,6 +318,19 @@ def arrays_of(experts: AnyExperts) -> dict[str, Any]:
 def present(experts: AnyExperts) -> dict[str, Any]:
     """Returns the arrays that experts have, by name."""
     return {name: array for name, array in arrays_of(experts).items() if array is not None}
+
+
+def _cast(experts: Any, dtype: DTypeLike) -> Any:
+    """Returns experts with every array cast to `dtype`, as `astype` of both classes."""
+    caller = f"{type(experts).__name__}.astype"
+    check_wide_dtype(caller, "dtype is", dtype)
+    for name, matrix in present(experts).items():
+        if isinstance(matrix, QuantizedMatrix):
+            raise TypeError(
+                f"{caller}: {name} is {type(matrix).__name__}. Pass jaxmoe.dequantize(experts, dtype) for wide "
+                "matrices."
+            )
+    return jax.tree.map(lambda array: array.astype(dtype), experts)
 
 
 def _repr(experts: AnyExperts) -> str:

@@ -75,15 +75,16 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
     for name, array in arrays_given("quantize", experts).items():
-        if name.startswith("w_") and array is not None and not isinstance(array, QuantizedMatrix):
-            check_dimensions("quantize", name, array)
+        if not name.startswith("w_") or array is None:
+            continue
+        if isinstance(array, QuantizedMatrix):
+            kind = type(array).__name__
+            raise TypeError(f"quantize: experts.{name} is {kind} already. Pass dequantize(experts, ...) instead.")
+        check_dimensions("quantize", name, array)
     wide = split(experts)
 
     def quantized(name: str) -> QuantizedMatrix | None:
         matrix = getattr(wide, name)
-        if isinstance(matrix, QuantizedMatrix):
-            kind = type(matrix).__name__
-            raise TypeError(f"quantize: experts.{name} is {kind} already. Pass dequantize(experts, ...) instead.")
         if matrix is None:
             return None
         check_wide_dtype("quantize", f"experts.{name} is", matrix.dtype)

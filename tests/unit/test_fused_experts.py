@@ -97,6 +97,22 @@ def test_they_are_a_pytree_that_says_its_sizes_formats_and_layout(layout):
     assert experts.astype(jnp.bfloat16).layout == layout
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("block", ["expert", "nvfp4"])
+def test_those_that_were_put_together_of_quantised_matrices_are_refused_in_words(block):
+    apart = jaxmoe.quantize(jaxmoe.Experts.init(jax.random.key(0), E, 32, 32), block)
+    both: Any = jaxmoe.Experts.from_fused(apart.w_gate, apart.w_down, layout="halves")
+    kind = type(apart.w_gate).__name__
+    for function, told in (
+        (lambda: both.split(), rf"w_gate_up is {kind}, and gate and up in one array must be wide\. Pass jaxmoe\.Exp"),
+        (lambda: jaxmoe.with_input_scales(both, 1.0, 1.0), rf"w_gate_up is {kind}, and gate and up in one array must"),
+        (lambda: both.astype(jnp.bfloat16), rf"FusedExperts\.astype: w_gate_up is {kind}\. Pass jaxmoe\.dequantize"),
+        (lambda: jaxmoe.quantize(both), rf"quantize: experts\.w_gate_up is {kind} already"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            function()
+
+
 @LAYOUT
 def test_a_program_with_them_can_be_exported_and_read_again(layout):
     arguments = inputs(layout)
