@@ -71,7 +71,11 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         of_block = jnp.dtype(FOUR_BIT_KINDS[block].scale_dtype)
         raise TypeError(f"quantize: {block!r} has scales in {of_block}; leave scale_dtype={scale_dtype} out.")
     scale_dtype = jnp.float32 if scale_dtype is None else scale_dtype
-    if jnp.dtype(scale_dtype) not in SCALES:
+    try:
+        known = jnp.dtype(scale_dtype) in SCALES
+    except TypeError:  # names no dtype
+        known = False
+    if not known:
         raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
 
     for name, array in arrays_given("quantize", experts).items():

@@ -212,6 +212,8 @@ def test_errors_of_quantising_name_the_argument_and_what_to_do():
         quantize(experts, "row")
     with pytest.raises(TypeError, match=r"scale_dtype=.*float16.* must be float32 or float8_e8m0fnu"):
         quantize(experts, scale_dtype=jnp.float16)
+    with pytest.raises(TypeError, match=r"scale_dtype=e8m0 must be float32 or float8_e8m0fnu"):
+        quantize(experts, scale_dtype="e8m0")
     with pytest.raises(TypeError, match=r"experts.w_gate is BlockScaled already"):
         quantize(quantize(experts))
     with pytest.raises(TypeError, match=r"w_gate is BlockScaled. Pass jaxmoe.dequantize\(experts, dtype\)"):
