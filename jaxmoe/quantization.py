@@ -21,6 +21,7 @@ from jaxmoe.formats import check_wide_dtype
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
 from jaxmoe.guard import not_differentiated
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
+from jaxmoe.wording import a_type
 
 SomeExperts = TypeVar("SomeExperts", bound=AnyExperts)
 MATRICES = ("w_gate", "w_up", "w_down")
@@ -131,7 +132,7 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
       h: the same of h, for `w_down`.
 
     Raises:
-      TypeError: the experts are no `Experts`, or a matrix is not `BlockScaled`.
+      TypeError: the experts are no `Experts`, or a matrix is not `BlockScaled`; scales that are no real numbers.
       ValueError: scales of another shape.
 
     >>> import jax
@@ -152,6 +153,7 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
                 f"with_input_scales: experts.{field} is {kind}; it must be BlockScaled. Pass jaxmoe.quantize(experts) "
                 "of wide experts."
             )
+        _check_real(name, scale)
         shape = jnp.shape(scale)
         if shape not in ((), matrix.values.shape[:1]):
             raise ValueError(
@@ -160,6 +162,17 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
             )
         made[field] = dataclasses.replace(matrix, input_scale=_of_each_expert(scale, matrix.scales))
     return dataclasses.replace(experts, **made)
+
+
+def _check_real(name: str, scale: Any) -> None:
+    try:
+        dtype = jnp.dtype(float) if isinstance(scale, int | float) else jnp.asarray(scale).dtype
+    except (TypeError, ValueError):  # no array, and nothing that becomes one
+        raise TypeError(
+            f"with_input_scales: {name} is {a_type(scale)}; it must be a number, or one for each expert."
+        ) from None
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"with_input_scales: {name} is {dtype}; it must be a real number, or one for each expert.")
 
 
 def _of_each_expert(number: Any, scales: Any) -> Float[Array, " experts"]:

@@ -281,11 +281,14 @@ def test_with_input_scales_sets_one_number_for_tokens_and_one_for_h():
     assert plain.w_up is None
 
 
-def test_with_input_scales_refuses_what_is_not_in_8_bits_and_other_shapes():
+def test_with_input_scales_refuses_what_is_not_in_8_bits_no_numbers_and_other_shapes():
     with pytest.raises(TypeError, match=r"experts.w_gate is float32; it must be BlockScaled.*jaxmoe.quantize"):
         jaxmoe.with_input_scales(WIDE, 1, 1)
     with pytest.raises(TypeError, match=r"experts\.w_gate is MXFP4; it must be BlockScaled"):
         jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "mxfp4"), 1, 1)
+    for scale, kind in ((None, "a NoneType"), ("1", "a str"), (1j, "complex64"), (jnp.ones(8, bool), "bool")):
+        with pytest.raises(TypeError, match=rf"^with_input_scales: tokens is {kind}; it must be a "):
+            jaxmoe.with_input_scales(NARROW, scale, 1)
     with pytest.raises(ValueError, match=r"h has shape \(3,\); it must be a number, or have one for each of the 8"):
         jaxmoe.with_input_scales(NARROW, 1, jnp.ones(3))
 
