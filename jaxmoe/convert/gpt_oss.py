@@ -50,6 +50,11 @@ def stacked(block: Block, num_experts: int, hidden: int, dtype: Any) -> Experts:
             f"from_hf: tensor {block.name(f'experts.{INTO}')!r} has {twice} rows for gate and up, which must be even."
         )
     sizes = {"hidden": hidden, "intermediate": twice // 2}
+    if packed and (uneven := [f"{name}={size}" for name, size in sizes.items() if size % MXFP4.group]):
+        raise ValueError(
+            f"from_hf: tensor {block.name(f'experts.{INTO}_blocks')!r} and the router have {' and '.join(uneven)}; "
+            f"both hidden and intermediate must be multiples of {MXFP4.group}, which share a scale."
+        )
     fields: dict[str, Any] = {}
     for name, (tensor, rows) in ROWS.items():
         out, inner = SIDES[f"w_{name}"]

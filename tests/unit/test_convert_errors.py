@@ -177,6 +177,14 @@ def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, 
     raises(changed(made.tensors, name, change), made.family, error, name, *told)
 
 
+def test_widths_of_gpt_oss_that_its_scales_do_not_divide_are_told():
+    tensors, router, into = CASES["gpt_oss"]().tensors, f"{MLP}router.weight", f"{MLP}experts.gate_up_proj_blocks"
+    wider = changed(tensors, router, lambda a: np.concatenate([a, a[:, :8]], 1))
+    raises(wider, "gpt_oss", ValueError, into, "hidden=200; both", "multiples of 32")
+    longer = changed(tensors, into, lambda a: np.concatenate([a, a[:, :16]], 1))
+    raises(longer, "gpt_oss", ValueError, into, "intermediate=168; both", "multiples of 32")
+
+
 @pytest.mark.parametrize(
     ("case", "router"),
     [
