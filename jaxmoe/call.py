@@ -212,8 +212,8 @@ def _plan_for(implementation: Implementation, options: CallOptions) -> AnyPlan |
 
 def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise TypeError(f"moe_layer: {name} is {a_type(array)}; it must be an array.")
+        if not expert_checks.is_array(array):
+            raise TypeError(f"moe_layer: {name} is {a_type(array)}; it must be an array of NumPy or JAX.")
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
         raise ValueError(f"moe_layer: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:

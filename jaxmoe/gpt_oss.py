@@ -4,8 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmoe.expert_checks import is_array
 from jaxmoe.experts import Experts
 from jaxmoe.four_bit import MXFP4
+from jaxmoe.wording import a_type
 
 BLOCK_BYTES = MXFP4.group // 2
 
@@ -34,7 +36,7 @@ def experts_from_gpt_oss(
       down_proj_bias: `[experts, hidden]`.
 
     Raises:
-      TypeError: blocks or scales that are no bytes.
+      TypeError: what is no array; blocks or scales that are no bytes.
       ValueError: shapes that do not go together.
 
     >>> import numpy as np
@@ -69,6 +71,11 @@ def experts_from_gpt_oss(
 
 def _matrices(name: str, blocks: Any, scales: Any, bias: Any) -> tuple[Any, Any, Any]:
     """Returns values `[experts, out, in / 2]`, scales `[experts, out, in / 32]` and biases `[experts, out]`."""
+    for part, array in (("blocks", blocks), ("scales", scales), ("bias", bias)):
+        if not is_array(array):
+            raise TypeError(
+                f"experts_from_gpt_oss: {name}_{part} is {a_type(array)}; it must be an array of NumPy or JAX."
+            )
     if blocks.dtype != jnp.uint8 or scales.dtype != jnp.uint8:
         raise TypeError(
             f"experts_from_gpt_oss: {name}_blocks are {blocks.dtype} and {name}_scales {scales.dtype}; both must be "

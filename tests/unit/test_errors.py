@@ -23,6 +23,10 @@ def call(**changes: Any) -> Any:
     return jaxmoe.moe_layer(**arguments)
 
 
+# Says a shape and a dtype, and neither NumPy nor JAX knows that.
+TENSOR = type("Tensor", (), {"shape": (16, 8), "dtype": "torch.bfloat16"})()
+
+
 def changed(**arrays: Any) -> jaxmoe.Experts:
     fields = {name: getattr(EXPERTS, name) for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")}
     return jaxmoe.Experts(**fields | arrays)
@@ -49,6 +53,7 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
     "x of one dimension": lambda: ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
     "x of integers": lambda: ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
     "x that is no array": lambda: ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
+    "x of another library": lambda: ({"x": TENSOR}, TypeError, ["x is a Tensor", "an array of NumPy or JAX"]),
     "ids of other tokens": lambda: ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
     "ids without a slot dimension": lambda: (
         {"topk_ids": IDS[:, 0]},

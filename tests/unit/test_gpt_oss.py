@@ -13,6 +13,8 @@ from tests.quantized_layer import NUMBERS_IN_4_BITS, exact_matrices
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 96, 24, 3
 LIMIT, ALPHA = 7.0, 1.702
+# Says a shape and a dtype, and neither NumPy nor JAX knows that.
+TENSOR = type("Tensor", (), {"shape": (4, 192, 2, 16), "dtype": "torch.uint8"})()
 PARTS = (("blocks", 4), ("scales", 3))  # and how many dimensions they have
 
 
@@ -86,6 +88,12 @@ def test_the_layer_is_that_of_gpt_oss(implementation):
 @pytest.mark.parametrize(
     ("changes", "error", "told"),
     [
+        (
+            {"gate_up_proj_blocks": TENSOR},
+            TypeError,
+            "gate_up_proj_blocks is a Tensor; it must be an array of NumPy or",
+        ),
+        ({"down_proj_bias": None}, TypeError, "down_proj_bias is a NoneType; it must be an array of NumPy or JAX"),
         ({"down_proj_scales": np.ones((4, 64, 3), np.float32)}, TypeError, "down_proj_scales float32; both must be"),
         ({"gate_up_proj_blocks": np.zeros((4, 192, 32), np.uint8)}, ValueError, r"\(4, 192, 32\).*in / 32, 16\]"),
         ({"gate_up_proj_bias": np.zeros((4, 96), np.float32)}, ValueError, r"and \(4, 96\); they must be"),
