@@ -51,7 +51,8 @@ def to_hf(
         that lack what it has, or whose arrays do not fit the experts; several shared experts; scales that `scale_dtype`
         would round; static scales that the layer does not use, or that the format of the experts has no name for;
         arrays of which this process has a part only.
-      TypeError: no experts, or experts in a format that the family does not have; another `scale_dtype`.
+      TypeError: no experts, or experts in a format that the family does not have, or in several; another
+        `scale_dtype`.
     """
     table = family_named("to_hf", family)
     if (number := integer(layer)) is None or number < 0:
@@ -181,11 +182,19 @@ def _experts(
 ) -> Iterator[tuple[str, np.ndarray]]:
     if any(bias is not None for bias in (experts.b_gate, experts.b_up, experts.b_down)):
         raise ValueError(f"to_hf: {field} have biases, and family={family!r} has no names for them.")
-    for name, of_matrix in zip(SIDES, table.matrices, strict=True):
-        matrix: Any = getattr(experts, name)
-        if matrix is None:
+    kinds: dict[str, Format] = {}
+    for name in SIDES:
+        if getattr(experts, name) is None:
             raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
-        kind = _format_of(matrix, f"{field}.{name}", table, family)
+        kinds[name] = _format_of(getattr(experts, name), f"{field}.{name}", table, family)
+        if kinds[name] is not kinds["w_gate"]:
+            raise TypeError(
+                f"to_hf: {field}.{name} is in the format {kinds[name].name}, and {field}.w_gate in "
+                f"{kinds['w_gate'].name}; they must be alike. Pass jaxmoe.dequantize(experts, dtype), or quantise them "
+                "again."
+            )
+    for name, of_matrix in zip(SIDES, table.matrices, strict=True):
+        matrix, kind = getattr(experts, name), kinds[name]
         written = list(zip(kind.parts, _parts(matrix, kind, scale_dtype), strict=True))
         if kind.input_scale is not None and (scales := _input_scales(field, name, experts, input_scales)) is not None:
             written.append((kind.input_scale, np.asarray(scales)))

@@ -177,6 +177,16 @@ def test_a_tensor_that_is_not_what_the_family_has_is_named(case, below, change, 
     raises(changed(made.tensors, name, change), made.family, error, name, *told)
 
 
+@pytest.mark.parametrize(("field", "kind"), [("w_up", "mxfp4"), ("w_down", "channel"), ("w_down", None)])
+def test_experts_of_a_layer_are_not_written_in_two_formats(field, kind, unchecked_shapes):
+    weights = weights_of("deepseek_v3 in FP8")
+    other: Any = jaxmoe.dequantize(weights.experts, jnp.float32)
+    other = other if kind is None else jaxmoe.quantize(other, kind)
+    mixed = dataclasses.replace(weights.experts, **{field: getattr(other, field)})
+    with pytest.raises(TypeError, match=f"experts.{field} is in .*, and experts.w_gate in FP8 in blocks; they must be"):
+        to_hf(dataclasses.replace(weights, experts=mixed), "deepseek_v3", LAYER)
+
+
 def test_widths_of_gpt_oss_that_its_scales_do_not_divide_are_told():
     tensors, router, into = CASES["gpt_oss"]().tensors, f"{MLP}router.weight", f"{MLP}experts.gate_up_proj_blocks"
     wider = changed(tensors, router, lambda a: np.concatenate([a, a[:, :8]], 1))
