@@ -71,13 +71,13 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     if block in FOUR_BIT_KINDS and scale_dtype is not None:
         of_block = jnp.dtype(FOUR_BIT_KINDS[block].scale_dtype)
         raise TypeError(f"quantize: {block!r} has scales in {of_block}; leave scale_dtype={scale_dtype} out.")
-    scale_dtype = jnp.float32 if scale_dtype is None else scale_dtype
+    of_scales: DTypeLike = jnp.float32 if scale_dtype is None else scale_dtype
     try:
-        known = jnp.dtype(scale_dtype) in SCALES
+        known = jnp.dtype(of_scales) in SCALES
     except TypeError:  # names no dtype
         known = False
     if not known:
-        raise TypeError(f"quantize: scale_dtype={scale_dtype} must be float32 or float8_e8m0fnu.")
+        raise TypeError(f"quantize: scale_dtype={of_scales} must be float32 or float8_e8m0fnu.")
 
     for name, array in arrays_given("quantize", experts).items():
         if not name.startswith("w_") or array is None:
@@ -95,7 +95,7 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         check_wide_dtype("quantize", f"experts.{name} is", matrix.dtype)
         matrix = not_differentiated(matrix, FOUR_BIT_KINDS.get(block, BlockScaled), "quantize")
         if block not in FOUR_BIT_KINDS:
-            return _quantized(matrix, block, scale_dtype)
+            return _quantized(matrix, block, of_scales)
         _check_groups(name, matrix.shape[1], block)
         return mxfp4(matrix) if block == "mxfp4" else nvfp4(matrix)
 
