@@ -441,7 +441,7 @@ def test_scales_are_not_written_in_a_dtype_that_is_not_read(dtype, unchecked_sha
     )
     name = repr(dtype) if dtype in (None, "no dtype") else np.dtype(dtype).name
     with pytest.raises(TypeError, match=f"scale_dtype is {name}; it must be float32 or bfloat16, or float8_e8m0fnu"):
-        to_hf(powers, "deepseek_v3", LAYER, scale_dtype=dtype)
+        to_hf(powers, "deepseek_v3", LAYER, scale_dtype=dtype)  # pyright: ignore[reportArgumentType]
     assert to_hf(powers, "deepseek_v3", LAYER, scale_dtype=E8M0).keys() == to_hf(powers, "deepseek_v3", LAYER).keys()
     of_channels = jaxmoe.quantize(jaxmoe.dequantize(powers.experts, jnp.float32), "channel")
     with pytest.raises(TypeError, match="scale_dtype is float8_e8m0fnu, and weight_scale is float32 or bfloat16"):
