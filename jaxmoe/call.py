@@ -19,6 +19,7 @@ from jaxmoe import expert_checks, reach, sharding, static_sizes
 from jaxmoe import expert_split as expert_splits
 from jaxmoe import precision as precisions
 from jaxmoe import token_split as token_splits
+from jaxmoe.arrays import check_array
 from jaxmoe.experts import AnyExperts, present
 from jaxmoe.formats import FLOAT_DTYPES, Formats
 from jaxmoe.implementations import IMPLEMENTATIONS, MEGAKERNEL, XLA, AnyPlan, Implementation
@@ -28,6 +29,7 @@ from jaxmoe.network.levels import Levels
 from jaxmoe.network.plan import NetworkPlan
 from jaxmoe.options import Arguments, CallOptions, Residuals, check_implementation
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.routing.stats import check_token_valid
 from jaxmoe.wording import a_type
 
 # Row numbers are int32, and the last pass is padded.
@@ -212,8 +214,7 @@ def _plan_for(implementation: Implementation, options: CallOptions) -> AnyPlan |
 
 def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not expert_checks.is_array(array):
-            raise TypeError(f"moe_layer: {name} is {a_type(array)}; it must be an array of NumPy or JAX.")
+        check_array("moe_layer", name, array)
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
         raise ValueError(f"moe_layer: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
@@ -236,14 +237,7 @@ def _check_tokens(x: Any, topk_ids: Any, topk_weights: Any, token_valid: Any) ->
             f"moe_layer: topk_weights is {topk_weights.dtype}; it must be {' or '.join(allowed)} "
             "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
         )
-    if token_valid is not None:
-        if not (hasattr(token_valid, "shape") and hasattr(token_valid, "dtype")) or token_valid.dtype != jnp.bool_:
-            raise TypeError(
-                f"moe_layer: token_valid is {getattr(token_valid, 'dtype', type(token_valid).__name__)}; "
-                "it must be a bool array, True for tokens that take part."
-            )
-        if token_valid.shape != x.shape[:-1]:
-            raise ValueError(f"moe_layer: token_valid has shape {token_valid.shape}; it must be {x.shape[:-1]}, as x.")
+    check_token_valid("moe_layer", token_valid, x.shape[:-1], "x")
 
 
 def _manual_ranks(names: tuple[str, ...]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmoe.arrays import check_array
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of, present
 from jaxmoe.quantized_matrix import QuantizedMatrix, leaves_of
@@ -103,21 +104,9 @@ def arrays_given(caller: str, experts: Any) -> dict[str, Any]:
         if hasattr(array, "qvalue") and hasattr(array, "scale"):
             raise TypeError(_values_and_scales_of_another_library(caller, name, array))
         for leaf in leaves_of(array):
-            if leaf is not None and not is_array(leaf):
-                raise TypeError(f"{caller}: experts.{name} is {a_type(leaf)}; it must be an array of NumPy or JAX.")
+            if leaf is not None:
+                check_array(caller, f"experts.{name}", leaf)
     return arrays
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array of NumPy or JAX, or says a shape and a dtype as they do. Tensors of torch do not.
-
-    >>> is_array(jnp.ones(3)), is_array([1.0])
-    (True, False)
-    """
-    try:
-        return hasattr(value, "shape") and jnp.dtype(value.dtype) is not None
-    except (AttributeError, TypeError):
-        return False
 
 
 # Of the matrices, what their dimensions are.

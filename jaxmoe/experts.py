@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
 
+from jaxmoe.arrays import is_array
 from jaxmoe.block_scaled import BLOCK_KINDS, BlockKind
 from jaxmoe.formats import bits, check_wide_dtype
 from jaxmoe.four_bit import NVFP4, FourBit
@@ -337,7 +338,7 @@ def _repr(experts: AnyExperts) -> str:
     kind, arrays = type(experts).__name__, present(experts)
     layout = f", layout={experts.layout!r}" if isinstance(experts, FusedExperts) else ""
     leaves = [leaf for array in arrays.values() for leaf in leaves_of(array)]
-    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+    if not all(map(is_array, leaves)):
         return f"{kind}({', '.join(f'{name}={array!r}' for name, array in arrays_of(experts).items())}{layout})"
     size = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in leaves)
     return f"{kind}({', '.join(f'{name}={_format_of(array)}' for name, array in arrays.items())}{layout}; {size} bytes)"

@@ -4,10 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmoe.expert_checks import is_array
+from jaxmoe.arrays import check_array
 from jaxmoe.experts import Experts
 from jaxmoe.four_bit import MXFP4
-from jaxmoe.wording import a_type
 
 BLOCK_BYTES = MXFP4.group // 2
 
@@ -72,10 +71,7 @@ def experts_from_gpt_oss(
 def _matrices(name: str, blocks: Any, scales: Any, bias: Any) -> tuple[Any, Any, Any]:
     """Returns values `[experts, out, in / 2]`, scales `[experts, out, in / 32]` and biases `[experts, out]`."""
     for part, array in (("blocks", blocks), ("scales", scales), ("bias", bias)):
-        if not is_array(array):
-            raise TypeError(
-                f"experts_from_gpt_oss: {name}_{part} is {a_type(array)}; it must be an array of NumPy or JAX."
-            )
+        check_array("experts_from_gpt_oss", f"{name}_{part}", array)
     if blocks.dtype != jnp.uint8 or scales.dtype != jnp.uint8:
         raise TypeError(
             f"experts_from_gpt_oss: {name}_blocks are {blocks.dtype} and {name}_scales {scales.dtype}; both must be "

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxmoe import reach, sharding
+from jaxmoe.arrays import check_array
 from jaxmoe.call import MOST_SLOTS, uneven_experts
 from jaxmoe.exchange import IMPLEMENTATIONS, MEGAKERNEL, XLA
 from jaxmoe.exchange.base import (
@@ -149,8 +150,7 @@ def check_multiprocessors(caller: str, given: Any) -> int | None:
 
 def _num_matrices(caller: str, x: Any, matrices: Any, placement: sharding.Placement) -> int:
     """Returns the matrices of all ranks together, after all checks of them."""
-    if not _is_array(matrices):
-        raise TypeError(f"{caller}: matrices is {a_type(matrices)}; it must be an array.")
+    check_array(caller, "matrices", matrices)
     if len(matrices.shape) != 3 or 0 in matrices.shape or matrices.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{caller}: matrices has shape {matrices.shape}; it must be [experts, {x.shape[-1]}, width], a matrix for "
@@ -192,14 +192,10 @@ def _num_experts(caller: str, topk_ids: Any, given: Any) -> int:
     return num_experts
 
 
-def _is_array(array: Any) -> bool:
-    return hasattr(array, "shape") and hasattr(array, "dtype")
-
-
 def _check_tokens(caller: str, x: Any, topk_ids: Any, token_valid: Any) -> None:
     for name, array in (("x", x), ("topk_ids", topk_ids), ("token_valid", token_valid)):
-        if not _is_array(array) and not (name == "token_valid" and array is None):
-            raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
+        if not (name == "token_valid" and array is None):
+            check_array(caller, name, array)
     if len(x.shape) < 2 or 0 in x.shape[-1:]:
         raise ValueError(f"{caller}: x has shape {x.shape}; it must be [..., tokens, hidden]. One token is x[None].")
     if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
@@ -302,8 +298,8 @@ def check_combine(
     if room.capacity_per_expert:
         places = (shards * experts, room.capacity_per_expert)
     for name, array in ((name_of_rows, outputs), ("topk_weights", topk_weights)):
-        if not _is_array(array) and not (name == "topk_weights" and array is None):
-            raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
+        if not (name == "topk_weights" and array is None):
+            check_array(caller, name, array)
     if len(outputs.shape) != len(places) + 1 or outputs.shape[:-1] != places or outputs.shape[-1] == 0:
         raise ValueError(
             f"{caller}: {name_of_rows} has shape {outputs.shape}; it must be [{', '.join(map(str, places))}, width]: a "
@@ -334,8 +330,7 @@ def _check_arrays(caller: str, handle: Handle, shards: int) -> None:
     of_one_dimension = {"row_sources": call.room.rows, "rows_per_expert": call.shape.local_experts}
     for name in ("slot_rows", "topk_ids", *of_one_dimension):
         array = getattr(handle, name)
-        if not _is_array(array):
-            raise TypeError(f"{caller}: {name} of the handle is {a_type(array)}; it must be an array.")
+        check_array(caller, f"{name} of the handle", array)
         if name in of_one_dimension:
             size = shards * of_one_dimension[name]
             fits, expected = array.shape == (size,), f"({size},)"
@@ -354,8 +349,7 @@ def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: An
     caller = "matmul_combine"
     call = check_combine(rows, topk_weights, handle, caller, "rows")
     experts = call.shape.local_experts * (1 if call.placement.mesh is None else call.group.size)
-    if not _is_array(matrices):
-        raise TypeError(f"{caller}: matrices is {a_type(matrices)}; it must be an array.")
+    check_array(caller, "matrices", matrices)
     expected = (experts, rows.shape[-1])
     if len(matrices.shape) != 3 or matrices.shape[:2] != expected or matrices.shape[2] == 0:
         raise ValueError(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe import activation as activations
 from jaxmoe import expert_split as expert_splits
 from jaxmoe.api import run
+from jaxmoe.arrays import is_array
 from jaxmoe.expert_checks import takes_experts
 from jaxmoe.expert_split import ExpertSplit
 from jaxmoe.experts import Experts
@@ -133,7 +134,7 @@ def _experts_for(dtype: Any, arrays: Mapping[str, Any]) -> Experts:
 
 
 def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+    if not is_array(x):
         raise TypeError(f"MoE: x is {a_type(x)}; it must be an array [..., tokens, hidden].")
     if len(x.shape) < 2 or x.shape[-1] != config.hidden:
         raise ValueError(
@@ -142,8 +143,6 @@ def _check(config: LayerConfig, x: Any, token_valid: Any) -> None:
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"MoE: x is {x.dtype}; it must be a float array.")
-    if token_valid is not None and not (hasattr(token_valid, "shape") and hasattr(token_valid, "dtype")):
-        raise TypeError(f"MoE: token_valid is {a_type(token_valid)}; it must be a bool array.")
     check_token_valid("MoE", token_valid, x.shape[:-1], "x")
 
 

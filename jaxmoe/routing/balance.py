@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.array_layout import whole_in_last
+from jaxmoe.arrays import check_array, is_array
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.router import Routing
@@ -23,7 +24,6 @@ from jaxmoe.routing.stats import (
     Counters,
     MoEStats,
     any_slot,
-    check_array,
     check_token_valid,
     int32_ids,
     manual_axes,
@@ -290,7 +290,7 @@ def update_selection_bias(
 def _check_rate(rate: Any) -> None:
     """Raises where it is not one number, of Python or in an array."""
     needed = "it must be one number, or an array without dimensions"
-    if hasattr(rate, "shape") and hasattr(rate, "dtype"):
+    if is_array(rate):
         if rate.shape != ():
             raise ValueError(
                 f"update_selection_bias: rate has shape {tuple(rate.shape)}; {needed}: all experts take the same step."

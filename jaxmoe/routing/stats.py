@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxmoe.arrays import check_array
 from jaxmoe.integers import integer
 from jaxmoe.pytrees import pytree
-from jaxmoe.wording import a_type
 
 # float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
 _MOST_PER_COLUMN = 2**24
@@ -323,12 +323,6 @@ def manual_axes(caller: str, axis_name: str | Sequence[str] | None) -> tuple[str
                 "axis_name=None."
             ) from error
     return names
-
-
-def check_array(caller: str, name: str, array: Any) -> None:
-    """Raises where an argument is no array."""
-    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        raise TypeError(f"{caller}: {name} is {a_type(array)}; it must be an array.")
 
 
 def check_token_valid(caller: str, token_valid: Any, batch: tuple[int, ...], like: str) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.testing import make_inputs, relative_error
 from tests.layer_calls import mesh_of
+from tests.other_arrays import tensor
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -21,10 +22,6 @@ X, IDS, WEIGHTS, EXPERTS, _ = make_inputs(0, tokens=16, hidden=8, intermediate=1
 def call(**changes: Any) -> Any:
     arguments = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS, "experts": EXPERTS, "axis_name": None} | changes
     return jaxmoe.moe_layer(**arguments)
-
-
-# Says a shape and a dtype, and neither NumPy nor JAX knows that.
-TENSOR = type("Tensor", (), {"shape": (16, 8), "dtype": "torch.bfloat16"})()
 
 
 def changed(**arrays: Any) -> jaxmoe.Experts:
@@ -53,7 +50,7 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
     "x of one dimension": lambda: ({"x": X[0]}, ValueError, ["x has shape (8,)", "x[None]"]),
     "x of integers": lambda: ({"x": IDS}, TypeError, ["x is int32", "bfloat16"]),
     "x that is no array": lambda: ({"x": [1.0]}, TypeError, ["x is a list", "array"]),
-    "x of another library": lambda: ({"x": TENSOR}, TypeError, ["x is a Tensor", "an array of NumPy or JAX"]),
+    "x of another library": lambda: ({"x": tensor(16, 8)}, TypeError, ["x is a Tensor", "an array of NumPy or JAX"]),
     "ids of other tokens": lambda: ({"topk_ids": IDS[:4]}, ValueError, ["topk_ids has shape (4, 2)", "(16,)"]),
     "ids without a slot dimension": lambda: (
         {"topk_ids": IDS[:, 0]},

@@ -9,12 +9,11 @@ import pytest
 
 import jaxmoe
 from jaxmoe.testing import make_inputs, relative_error
+from tests.other_arrays import tensor
 from tests.quantized_layer import NUMBERS_IN_4_BITS, exact_matrices
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 96, 24, 3
 LIMIT, ALPHA = 7.0, 1.702
-# Says a shape and a dtype, and neither NumPy nor JAX knows that.
-TENSOR = type("Tensor", (), {"shape": (4, 192, 2, 16), "dtype": "torch.uint8"})()
 PARTS = (("blocks", 4), ("scales", 3))  # and how many dimensions they have
 
 
@@ -89,7 +88,7 @@ def test_the_layer_is_that_of_gpt_oss(implementation):
     ("changes", "error", "told"),
     [
         (
-            {"gate_up_proj_blocks": TENSOR},
+            {"gate_up_proj_blocks": tensor(4, 192, 2, 16, dtype="torch.uint8")},
             TypeError,
             "gate_up_proj_blocks is a Tensor; it must be an array of NumPy or",
         ),

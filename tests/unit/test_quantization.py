@@ -21,6 +21,7 @@ from jaxmoe.block_scaled import BLOCK_KINDS
 from jaxmoe.formats import Format
 from jaxmoe.quantization import dequantize_rows, quantize_rows
 from tests.layer_calls import mesh_of
+from tests.other_arrays import tensor
 
 BLOCKS = BLOCK_KINDS
 SCALES = (jnp.float32, jnp.float8_e8m0fnu)
@@ -237,12 +238,11 @@ def test_wide_experts_are_in_a_wide_dtype_before_and_after_they_are_quantised(dt
 def test_what_is_no_experts_or_has_no_arrays_is_an_error_that_says_what_is(function):
     numbers: Any = [[[1.0]]]
     experts, fused = experts_of(5, 2, 128, 128), jaxmoe.Experts.from_fused(numbers, numbers, layout="halves")
-    # Says a shape and a dtype, and neither NumPy nor JAX knows that.
-    tensor: Any = type("Tensor", (), {"shape": (2, 128, 128), "dtype": "torch.bfloat16"})()
+    other = tensor(2, 128, 128)
     bad = {
-        r"experts\.w_up is a Tensor; it must be an array of NumPy or JAX": dataclasses.replace(experts, w_up=tensor),
+        r"experts\.w_up is a Tensor; it must be an array of NumPy or JAX": dataclasses.replace(experts, w_up=other),
         r"experts\.w_gate is a Tensor; it must be an array of NumPy": jaxmoe.Experts(
-            jaxmoe.BlockScaled(tensor, tensor), None, experts.w_down
+            jaxmoe.BlockScaled(other, other), None, experts.w_down
         ),
         r"experts is a dict; pass jaxmoe\.Experts": {"w_gate": experts.w_gate},
         r"experts is a NoneType; pass jaxmoe\.Experts": None,
