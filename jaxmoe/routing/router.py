@@ -262,7 +262,10 @@ def choose(
         shown = scores + jnp.expand_dims(nan_or_zero, range(scores.ndim - 1))
     selected = jnp.take_along_axis(shown, jnp.where(used, ids, 0), axis=-1, mode="promise_in_bounds")
     if config.score == "topk_softmax":
-        weights = jax.nn.softmax(jnp.where(used, selected, jnp.finfo(scores.dtype).min), axis=-1)
+        # Where a choice made elsewhere has logits of -inf alone their softmax would be NaN, and its gradient.
+        weighed = used & (selected != -jnp.inf)
+        weights = jax.nn.softmax(jnp.where(weighed, selected, jnp.finfo(scores.dtype).min), axis=-1)
+        weights = jnp.where(weighed, weights, 0)
     else:
         weights = jnp.where(used, selected, 0)
         if config.renormalize:

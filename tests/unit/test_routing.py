@@ -268,9 +268,18 @@ def test_an_extreme_logit_gives_finite_weights_and_gradients(score: Any, extreme
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("logit", [-200.0, -np.inf])
-def test_a_choice_made_elsewhere_of_experts_without_any_score_weighs_nothing_and_has_finite_gradients(logit) -> None:
-    config, logits = jaxmoe.RouterConfig.qwen3_moe(top_k=2), jnp.array([[0.0, logit, logit, 1.0]])
+@pytest.mark.parametrize(
+    ("config", "logit"),
+    [
+        (jaxmoe.RouterConfig.qwen3_moe(top_k=2), -200.0),
+        (jaxmoe.RouterConfig.qwen3_moe(top_k=2), -np.inf),
+        (jaxmoe.RouterConfig.gpt_oss(top_k=2), -np.inf),
+    ],
+)
+def test_a_choice_made_elsewhere_of_experts_without_any_score_weighs_nothing_and_has_finite_gradients(
+    config: jaxmoe.RouterConfig, logit: float
+) -> None:
+    logits = jnp.array([[0.0, logit, logit, 1.0]])
 
     def weights(logits: jax.Array) -> jax.Array:
         return jaxmoe.route(logits, config, topk_ids=jnp.array([[1, 2]])).topk_weights
