@@ -35,6 +35,7 @@ def _run(argv: list[str]) -> None:
     try:
         if argv[1] == "peaks":
             cases, ranks = command_line.products_from_flags()
+            products.check(cases, ranks)
             times = command_line.SECONDS.value, command_line.REST.value
             sys.exit(peaks.main(*times) or products.main(cases, *times, ranks))
         if argv[1] == "beside":

@@ -242,10 +242,13 @@ def exchange_from_flags() -> ExchangeOptions:
 def products_from_flags() -> tuple[tuple[shapes.Case, ...], int]:
     """Returns the layers of which `peaks` measures the products too, with their tokens, and over how many ranks.
 
-    None where no shape is given.
+    No layers where no shape is given.
     """
     if not _SHAPE.present:
         return (), 0
+    _check_uniform()
+    if _DTYPE.value != "bf16":
+        raise ValueError(f"--dtype={_DTYPE.value}: peaks measures the products of a layer in bf16. Leave it out.")
     tokens = _integers("tokens", _TOKENS.value)
     cases = [case for text in _SHAPE.value for case in shapes.parse(text)]
     return tuple(
@@ -277,8 +280,8 @@ def _in_a_scan(tokens: tuple[int, ...]) -> dict[str, Any]:
 def _check_uniform() -> None:
     if _ROUTING.value != "uniform":
         raise ValueError(
-            f"--routing={_ROUTING.value} is of layer: scan and exchange measure uniform ids, and beside those of a "
-            "router. Leave it out."
+            f"--routing={_ROUTING.value} is of layer: scan and exchange measure uniform ids, beside those of a router, "
+            "and peaks as many rows of every expert. Leave it out."
         )
 
 

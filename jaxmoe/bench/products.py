@@ -56,15 +56,7 @@ def measure(shape: LayerShape, tokens: int, ranks: int, seconds: float = 0.3, re
     >>> found.experts, found.rows
     (2, 8)
     """
-    slots = tokens * shape.top_k
-    if tokens < 1 or ranks < 1 or shape.num_experts % ranks or slots * ranks % shape.num_experts:
-        raise ValueError(
-            f"--tokens={tokens} --ep={ranks}: {shape.num_experts} experts with {shape.top_k} to a token; products are "
-            "measured where all ranks have as many experts and all experts as many rows. Take a number of ranks that "
-            f"divides the experts, and tokens so that tokens * {shape.top_k} * ranks is a multiple of them."
-        )
-    experts = shape.num_experts // ranks
-    rows = slots // experts
+    experts, rows = sizes_of_rank(shape, tokens, ranks)
     sizes = (rows, shape.hidden, 2 * shape.intermediate), (rows, shape.intermediate, shape.hidden)
     keys = jax.random.split(jax.random.key(0), (len(sizes), 2))
     operands = [
@@ -76,7 +68,34 @@ def measure(shape: LayerShape, tokens: int, ranks: int, seconds: float = 0.3, re
         _check(a, b, product(a, b))
     times = time_blocks(lambda _: [product(a, b) for a, b in operands], BLOCKS, seconds, rest)
     median = statistics.median(times)
-    return Products(experts, rows, median, 6 * slots * shape.hidden * shape.intermediate / median / 1e12)
+    return Products(experts, rows, median, 6 * experts * rows * shape.hidden * shape.intermediate / median / 1e12)
+
+
+def sizes_of_rank(shape: LayerShape, tokens: int, ranks: int) -> tuple[int, int]:
+    """Returns how many experts one of `ranks` ranks has, and how many rows each of them.
+
+    Raises:
+      ValueError: the ranks do not share the experts evenly, or the experts not the rows.
+
+    >>> sizes_of_rank(LayerShape(hidden=32, intermediate=16, num_experts=4, top_k=2), tokens=8, ranks=2)
+    (2, 8)
+    """
+    slots = tokens * shape.top_k
+    if tokens < 1 or ranks < 1 or shape.num_experts % ranks or slots * ranks % shape.num_experts:
+        raise ValueError(
+            f"--tokens={tokens} --ep={ranks}: {shape.num_experts} experts with {shape.top_k} to a token; products are "
+            "measured where all ranks have as many experts and all experts as many rows. Take a number of ranks that "
+            f"divides the experts, and tokens so that tokens * {shape.top_k} * ranks is a multiple of them."
+        )
+    experts = shape.num_experts // ranks
+    return experts, slots // experts
+
+
+def check(cases: Sequence[Case], ranks: int) -> None:
+    """Raises the `ValueError` of the first case that `main` could not measure, before anything is measured."""
+    for case in cases:
+        assert case.tokens is not None
+        sizes_of_rank(case.shape, case.tokens, ranks or jax.device_count())
 
 
 def main(cases: Sequence[Case], seconds: float, rest: float, ranks: int = 0) -> int:

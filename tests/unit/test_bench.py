@@ -530,7 +530,7 @@ for arguments in json.loads(sys.argv[1]):
     except SystemExit as end:
         print(f"ended with {end.code}", flush=True)
     flags.FLAGS.unparse_flags()
-    for name in ("shape", "tokens", "ep", "share-columns", "keep-tokens", "sum-at-experts", "routing"):
+    for name in ("shape", "tokens", "ep", "share-columns", "keep-tokens", "sum-at-experts", "routing", "dtype"):
         flags.FLAGS[name].unparse()
 """
 
@@ -549,7 +549,13 @@ def test_the_program_says_what_is_wrong_with_its_flags():
             ([name, "--routing=zipf"], "ended with jaxmoe bench: --routing=zipf is of layer: scan and exchange measure")
             for name in ("scan", "exchange", "beside")
         ),
+        (["peaks", "--shape=8,4,4,2,1", "--routing=zipf"], "ended with jaxmoe bench: --routing=zipf is of layer: scan"),
         (["peaks", "--shape=nothing"], "ended with jaxmoe bench: --shape=nothing is neither"),
+        (["peaks", "--shape=8,4,4,2,1", "--dtype=fp8-block"], "ended with jaxmoe bench: --dtype=fp8-block: peaks mea"),
+        (
+            ["peaks", "--shape=8,4,4,2,1", "--shape=9,4,4,2,1", "--ep=1"],
+            "ended with jaxmoe bench: --tokens=9 --ep=1: 2",
+        ),
         (["peaks", "--shape=8,4,4,2,1", "--ep=1,2"], "ended with jaxmoe bench: --ep: peaks, beside, scan and exchange"),
         ([], "ended with 1"),
         (["layer", "--json=/nonexistent/x"], "ended with jaxmoe bench: --json=/nonexistent/x: No such file or dir"),
@@ -563,6 +569,7 @@ def test_the_program_says_what_is_wrong_with_its_flags():
         assert line.startswith(message)
     assert "name what to measure" in done.stdout + done.stderr
     assert "us per call" not in done.stdout  # nothing has begun
+    assert "BF16 product" not in done.stdout
 
 
 @pytest.mark.slow
