@@ -166,7 +166,9 @@ def with_input_scales(experts: Experts, tokens: Any, h: Any) -> Experts:
 
 def _check_real(name: str, scale: Any) -> None:
     try:
-        dtype = jnp.dtype(float) if isinstance(scale, int | float) else jnp.asarray(scale).dtype
+        # Of any size: JAX's integers have 32 bits.
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        dtype = jnp.dtype(float) if is_number else jnp.asarray(scale).dtype
     except (TypeError, ValueError):  # no array, and nothing that becomes one
         raise TypeError(
             f"with_input_scales: {name} is {a_type(scale)}; it must be a number, or one for each expert."

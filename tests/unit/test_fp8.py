@@ -286,7 +286,13 @@ def test_with_input_scales_refuses_what_is_not_in_8_bits_no_numbers_and_other_sh
         jaxmoe.with_input_scales(WIDE, 1, 1)
     with pytest.raises(TypeError, match=r"experts\.w_gate is MXFP4; it must be BlockScaled"):
         jaxmoe.with_input_scales(jaxmoe.quantize(WIDE, "mxfp4"), 1, 1)
-    for scale, kind in ((None, "a NoneType"), ("1", "a str"), (1j, "complex64"), (jnp.ones(8, bool), "bool")):
+    for scale, kind in (
+        (None, "a NoneType"),
+        ("1", "a str"),
+        (1j, "complex64"),
+        (True, "bool"),
+        (jnp.ones(8, bool), "bool"),
+    ):
         with pytest.raises(TypeError, match=rf"^with_input_scales: tokens is {kind}; it must be a "):
             jaxmoe.with_input_scales(NARROW, scale, 1)
     with pytest.raises(ValueError, match=r"h has shape \(3,\); it must be a number, or have one for each of the 8"):
