@@ -48,7 +48,8 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     `rounded` of `dequantize(quantize(jax.lax.stop_gradient(experts), block))`.
 
     Args:
-      experts: in float32, bfloat16 or float16. Gate and up that are one array come back apart.
+      experts: in float32, bfloat16 or float16, or in float64, which becomes float32 first. Gate and up that are one
+        array come back apart.
       block: what shares a scale: `"128x128"` as in DeepSeek-V3's checkpoints, `"channel"` one per output, `"expert"`
         one per matrix. Or a format of 4 bits: `"mxfp4"` makes `jaxmoe.MXFP4`, `"nvfp4"` makes `jaxmoe.NVFP4`, both
         packed.

@@ -233,6 +233,16 @@ def test_wide_experts_are_in_a_wide_dtype_before_and_after_they_are_quantised(dt
             dequantize(some, dtype)
 
 
+@pytest.mark.parametrize("kind", [*BLOCK_KINDS, "mxfp4", "nvfp4"])
+def test_experts_in_float64_are_quantised_as_float32(kind):
+    experts = experts_of(5, 2, 128, 128)
+    with jax.enable_x64(True):
+        wide = experts.astype(jnp.float64)
+        finer = jax.tree.map(lambda array: array * (1 + 2.0**-40), wide)
+        for given in (wide, finer):
+            jax.tree.map(np.testing.assert_array_equal, quantize(given, kind), quantize(experts, kind))
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("function", [quantize, dequantize, lambda e: jaxmoe.with_input_scales(e, 1.0, 1.0)])
 def test_what_is_no_experts_or_has_no_arrays_is_an_error_that_says_what_is(function):
