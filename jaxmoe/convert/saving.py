@@ -43,8 +43,8 @@ def to_hf(
       family: as of `from_hf`.
       layer: its number in the names, from 0.
       prefix: of names, before `layers.`; `None` is the one of the family's published checkpoints.
-      scale_dtype: of `weight_scale_inv`: bfloat16 for the FP8 checkpoints of Qwen3, float32 for others. Powers of two
-        may also be `float8_e8m0fnu`.
+      scale_dtype: of `weight_scale_inv`, and of `weight_scale` in FP8: bfloat16 for the FP8 checkpoints of Qwen3,
+        float32 for others. Powers of two in `weight_scale_inv` may also be `float8_e8m0fnu`.
 
     Raises:
       ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,

@@ -448,6 +448,21 @@ def test_scales_are_not_written_in_a_dtype_that_is_not_read(dtype, unchecked_sha
         to_hf(dataclasses.replace(powers, experts=of_channels, shared=None), "deepseek_v3", LAYER, scale_dtype=E8M0)
 
 
+@pytest.mark.parametrize("kind", ["channel", "expert"])
+def test_scales_that_are_no_blocks_are_written_in_the_dtype_that_is_asked_for_too(kind, unchecked_shapes):
+    weights = dataclasses.replace(weights_of("deepseek_v3 in FP8"), shared=None)
+    experts = jaxmoe.quantize(jaxmoe.dequantize(weights.experts, jnp.float32), kind)
+    in_16_bits: Any = jax.tree.map(
+        lambda leaf: dataclasses.replace(leaf, scales=leaf.scales.astype(jnp.bfloat16).astype(jnp.float32)),
+        experts,
+        is_leaf=lambda leaf: hasattr(leaf, "scales"),
+    )
+    given = dataclasses.replace(weights, experts=in_16_bits)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        tensors = to_hf(given, "deepseek_v3", LAYER, scale_dtype=dtype)
+        assert {array.dtype for name, array in tensors.items() if name.endswith("weight_scale")} == {np.dtype(dtype)}
+
+
 def test_powers_of_two_stay_what_they_are_in_either_family():
     case = CASES["deepseek_v3 in FP8"]()
     name = f"{MLP}experts.3.up_proj.weight_scale_inv"
