@@ -1,4 +1,4 @@
-"""The flags of `python -m jaxmoe.bench layer`, `scan` and `beside`, and the options that they make."""
+"""The flags of `python -m jaxmoe.bench`, and the options that each of its commands makes of them."""
 
 import dataclasses
 import itertools
