@@ -3,9 +3,8 @@
 // this rank holds anyone up, so that the kernel runs to its end with rubbish in its tiles (every address that is made
 // of such rubbish is checked), and the host reports the record.
 //
-// On a GPU every math warp of a task releases its own part, or one thread the parts of all, so h_written,
-// answers_written and tasks_done count warps: targets are those of protocol.h times the number of those warps, amounts of
-// a part are as they stand there.
+// On a GPU h_written, answers_written and tasks_done count math warps, each of which has a part of a task, whoever releases it:
+// targets are those of protocol.h times the number of those warps, amounts of a part are as they stand there.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,7 @@ namespace jaxmoe {
 inline constexpr unsigned kShortNapNs = 32;
 inline constexpr unsigned kLongNapNs = 500;
 
-// `kTaskParts` warps release a task, each its own part.
+// `kTaskParts` warps have a part of each task.
 template <uint32_t kTaskParts>
 class Signals {
  public:

@@ -45,7 +45,7 @@ struct Cta {
       Variant::kPass == Pass::kForward && (Variant::Precision::kPacked || Variant::Precision::kTokens.is_scaled());
   // Whether answers are added up at experts before they travel (exchange/sums_at_experts.cuh).
   static constexpr bool kSumsAtExperts = requires { requires Variant::kSumsAtExperts; };
-  // Warps that release a task, each for the part it has stored.
+  // Warps that store a part of a task each.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 
   __device__ Cta(const Params& params, StorageOf<Variant>& shared)

@@ -83,14 +83,17 @@ template <class Variant>
 inline constexpr bool kAddsUpEarly = (Variant::kPass == Pass::kForward || Variant::kPass == Pass::kBackward) &&
                                      !Variant::Precision::kPacked;
 
-// Whether a warp of its own releases what tasks release (gemm/releaser.cuh), and what it shares with math warps.
+// Whether a warp of its own releases what tasks release (gemm/releaser.cuh), and what it shares with math warps. Otherwise the
+// last of these does that (gemm/task_queue.cuh).
 template <class Variant>
 inline constexpr bool kHasReleaser = Variant::Precision::kPacked;
 struct StoredTasks {
   uint64_t stored[kQueuedTasks];  // mbarriers, at the places of tasks in the queue: all math warps have stored theirs
   int32_t released;               // tasks
 };
-struct NoStoredTasks {};
+struct StoredParts {
+  uint32_t warps;  // that have stored their part of a task, 4 bits for each place of the queue
+};
 
 template <class Variant>
 struct KernelStorage {
@@ -105,12 +108,12 @@ struct KernelStorage {
   }
   Task tasks[kQueuedTasks];                                 // this block's parts
   int32_t task_numbers[kQueuedTasks];                       // from the first block of a cluster to the others
-  [[no_unique_address]] std::conditional_t<kHasReleaser<Variant>, StoredTasks, NoStoredTasks> stored_tasks;
   uint32_t launch_number;                                   // of this launch
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
-  int32_t inputs_usable;                                    // the same; 0 where the wait for them was given up
+  std::conditional_t<kHasReleaser<Variant>, StoredTasks, StoredParts> stored_tasks;
+  int32_t inputs_usable;                                    // of the launch; 0 where the wait for them was given up
   int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none
   [[no_unique_address]] std::conditional_t<kMasksExperts<Variant>, ExpertMasks<kRoomForExperts<Variant>>,
                                            NoExpertMasks> experts;

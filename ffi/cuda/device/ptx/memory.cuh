@@ -31,6 +31,15 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t amount)
 __device__ __forceinline__ void store_release_gpu(uint32_t* word, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+// A word in shared memory, for the threads of the block. Returns what was there before.
+__device__ __forceinline__ uint32_t add_acquire_release_block(uint32_t* word, uint32_t amount) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(shared_address(word)), "r"(amount)
+               : "memory");
+  return before;
+}
 // Returns what was there before.
 __device__ __forceinline__ uint32_t compare_and_swap_acquire_gpu(uint32_t* word, uint32_t expected, uint32_t value) {
   uint32_t seen;

@@ -1,7 +1,7 @@
 // The releaser: one thread that releases what tasks release, once every math warp has told it that what it has of a task is
 // stored. A release takes long, and no math warp multiplied meanwhile, which is much of a task with few rows
 // (docs/performance/four_bits.md, "Releases"). kernel.cuh gives it the last dispatch warp of kernels whose math warps decode
-// weights; in the others math warps release themselves (task_queue.cuh).
+// weights; in the others the last math warp releases (task_queue.cuh).
 //
 // Waits here have no time limit, like those for stages: what they wait for is at most one bounded wait of the producer away.
 #pragma once
@@ -23,6 +23,8 @@ __device__ __forceinline__ void prepare(const Cta<Variant>& cta) {
   if constexpr (kHasReleaser<Variant>) {
     for (uint64_t& stored : cta.shared.stored_tasks.stored) ptx::mbarrier_init(&stored, Roles::kMathWarps);
     cta.shared.stored_tasks.released = 0;
+  } else {
+    cta.shared.stored_tasks.warps = 0;
   }
 }
 

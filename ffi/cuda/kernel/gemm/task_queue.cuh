@@ -2,6 +2,10 @@
 //
 // What a warp has stored of a tile is announced while it multiplies the next one: waiting for it at once would leave
 // the tensor cores idle for as long as a store to a peer takes.
+//
+// The last warp to announce a task releases it for all of its block. A release waits for a fence of the whole GPU, in which the
+// warp's products end and no others begin: when every warp released its own part, both warpgroups lost that time in every
+// task (docs/performance/forward.md).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -85,12 +89,30 @@ class TaskQueue {
     const Task& before = in_queue(back);
     if constexpr (kHasReleaser<Variant>) {
       releaser::tell(cta_, begun() - back, thread_.lane);
-    } else {
-      // Without a ring nobody waits for a tile.
-      if (!Cta<Variant>::kSecondHalf && thread_.lane == 0) cta_.signals.release(release_after(before));
+    } else if constexpr (!Cta<Variant>::kSecondHalf) {  // without a ring nobody waits for a tile
+      if (thread_.lane == 0 && is_last_to_store(begun() - back)) {
+        Release release = release_after(before);
+        release.amount *= Roles::kMathWarps;
+        cta_.signals.release(release);
+      }
     }
     answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
     announced_ = true;
+  }
+
+  // By one lane of a warp, once for each task: whether all math warps have now stored what they have of the nth task. Orders
+  // what the warps have stored before what the last one releases. A count has 4 bits at the place of the task in the queue,
+  // and is back at zero when the last warp has come. No warp comes for another task with that place before: each task has a
+  // stage at least, so none is a whole queue ahead of another. tests/unit/test_task_queue.py is a model of it.
+  __device__ __forceinline__ bool is_last_to_store(uint32_t nth) {
+    constexpr uint32_t kBits = 4, kAll = Roles::kMathWarps;
+    static_assert(kAll < 1u << kBits && kQueuedTasks * kBits <= 32);
+    const uint32_t place = nth % kQueuedTasks * kBits;
+    uint32_t* const stored = &cta_.shared.stored_tasks.warps;
+    const uint32_t before = ptx::add_acquire_release_block(stored, 1u << place);
+    if ((before >> place) % (1u << kBits) != kAll - 1) return false;
+    ptx::add_acquire_release_block(stored, 0u - (kAll << place));
+    return true;
   }
 
   const Cta<Variant>& cta_;
