@@ -17,6 +17,7 @@ argument 1   "absent": the last rank does not take part in the second call
 import ctypes
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
@@ -267,17 +268,22 @@ def lost_host() -> None:
     os._exit(0)  # the collective never ends
 
 
-def occupied(device: Any, seconds: float) -> Any:
-    """What a device computes for so long from now on."""
-    work = jax.jit(lambda array, turns: jax.lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ a), array))
-    array = jax.device_put(jnp.ones((4096, 4096), jnp.bfloat16), device)
-    turns, took = 1, 0.0
-    jax.block_until_ready(work(array, turns))  # compiled, which may take longer than all that is timed below
-    while took < 1:  # the first calls take longer, for what XLA prepares in them
-        turns, started = 2 * turns, time.monotonic()
-        jax.block_until_ready(work(array, turns))
+def occupied(device: Any, seconds: float, width: int = 24_576, turns: int = 20) -> Any:
+    """What a device computes for so long from now on.
+
+    The host must not wait for it. So the loop has a number of turns that the program knows, since XLA asks the device
+    in every turn otherwise; and launches are few and long (products of `width`): only so many can be on their way.
+    """
+    work = jax.jit(lambda array: jax.lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ a), array))
+    array = jax.device_put(jnp.ones((width, width), jnp.bfloat16), device)
+    took = 0.0
+    for _ in range(2):  # the first call also compiles
+        started = time.monotonic()
+        jax.block_until_ready(work(array))
         took = time.monotonic() - started
-    return work(array, int(turns * seconds / took))
+    for _ in range(math.ceil(seconds / took)):
+        array = work(array)
+    return array
 
 
 def busy() -> None:
@@ -288,6 +294,7 @@ def busy() -> None:
     step("compiled")
     [device] = jax.local_devices()
     work = occupied(device, 10)
+    assert not work.is_ready(), "the host has waited for what occupies the device"
     started = time.monotonic()
     y = layer(*larger)
     error = relative_error(group.own(y), np.asarray(dense(arguments))[y.addressable_shards[0].index])
@@ -313,6 +320,7 @@ def one_is_busy() -> None:
     jax.block_until_ready((small(*few), many))
     step("first call ended")
     work = occupied(jax.local_devices()[-1], 25)  # longer than others wait for a device that gives no sign
+    assert not work.is_ready(), "the host has waited for what occupies the device"
     started = time.monotonic()
     error = relative_error(np.asarray(large(*many)), truth)
     assert error <= ALLOWED_ERROR, f"error {error:.2e}"
