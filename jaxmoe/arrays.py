@@ -14,7 +14,8 @@ def is_array(value: Any) -> bool:
     (True, False)
     """
     try:
-        return hasattr(value, "shape") and jnp.dtype(value.dtype) is not None
+        # What NumPy makes of None is float64.
+        return hasattr(value, "shape") and value.dtype is not None and jnp.dtype(value.dtype) is not None
     except (AttributeError, TypeError):
         return False
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.arrays import is_array
+
 
 class Block:
     """What a mapping of names to arrays has below one stem, such as `model.layers.3.mlp.`."""
@@ -54,13 +56,12 @@ class Block:
                 f"{f' Beside it there are {beside}.' if beside else ''} {self._hint()}".rstrip()
             )
         array = self._tensors[name]
-        try:
-            self._asked[name] = np.dtype(array.dtype), tuple(array.shape)
-        except (AttributeError, TypeError) as error:
+        if not is_array(array):
             raise TypeError(
                 f"from_hf: tensor {name!r} is a {type(array).__module__}.{type(array).__name__}; pass NumPy or JAX "
                 "arrays, or the path of the checkpoint."
-            ) from error
+            )
+        self._asked[name] = np.dtype(array.dtype), tuple(array.shape)
         return self._asked[name][0]
 
     def same_dtype(

@@ -85,6 +85,12 @@ def test_a_tensor_of_another_library_is_named_by_what_takes_arrays(call, name, g
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
+def test_what_has_a_shape_and_no_dtype_is_no_array():
+    with pytest.raises(TypeError, match=r"route: logits is a Tensor; it must be an array of NumPy or JAX\."):
+        route(logits=tensor(16, 8, dtype=None))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_experts_of_tensors_of_another_library_have_a_repr():
     given = tensor(4, 8, 8)
     assert repr(jaxmoe.Experts(given, None, given)).startswith("Experts(w_gate=<")

@@ -10,6 +10,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe.convert import MoEWeights, from_hf, to_hf
+from tests.other_arrays import tensor
 from tests.unit.checkpoints import BF16, CASES, E4M3, E8M0, EXPERTS, HIDDEN, LAYER
 
 REMOVED = object()
@@ -167,6 +168,13 @@ def raises(tensors: Any, family: str, error: type[Exception], *told: str) -> Non
             lambda _: [1.0],
             TypeError,
             ["is a builtins.list; pass NumPy or JAX arrays"],
+        ),
+        (
+            "mixtral",
+            "experts.0.w1.weight",
+            lambda a: tensor(*a.shape, dtype=None),
+            TypeError,
+            ["is a tests.other_arrays.Tensor; pass NumPy or JAX arrays"],
         ),
     ],
 )
