@@ -1,5 +1,6 @@
 """`bench peaks --shape`: the products of a layer alone, of the sizes that one rank has."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -22,11 +23,30 @@ def test_experts_and_rows_that_cannot_be_shared_evenly_are_refused(tokens: int, 
         products.measure(SHAPE, tokens, ranks)
 
 
-def test_no_rate_is_printed_of_a_product_that_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(products, "_product", lambda a, b: jnp.einsum("emk,ekn->emn", a, b) * jnp.bfloat16(1.03125))
-    with pytest.raises(RuntimeError, match=r"of \(4, 8, 64\) and \(4, 64, 64\) has an error of 3\.\de-02"):
+GATE_AND_UP, DOWN = r"\(4, 8, 64\) and \(4, 64, 64\)", r"\(4, 8, 32\) and \(4, 32, 64\)"
+
+
+@pytest.mark.parametrize("product", [GATE_AND_UP, DOWN])
+@pytest.mark.parametrize(("expert", "row"), [(0, 0), (2, 5), (3, 7)])
+def test_no_rate_is_printed_of_a_product_that_is_wrong_in_a_row(
+    product: str, expert: int, row: int, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def wrong(a: jax.Array, b: jax.Array) -> jax.Array:
+        right = jnp.einsum("emk,ekn->emn", a, b)
+        is_it = a.shape[-1] == (64 if product == GATE_AND_UP else 32)
+        return right.at[expert, row].multiply(1.03125) if is_it else right
+
+    monkeypatch.setattr(products, "_product", wrong)
+    told = f"product of {product} has an error of 3\\.\\de-02 in row {row} of expert {expert}, above 3.9e-03"
+    with pytest.raises(RuntimeError, match=told):
         products.main([Case("small", SHAPE, 16)], seconds=0.001, rest=0.0, ranks=2)
     assert not capsys.readouterr().out
+
+
+def test_no_rate_is_printed_of_a_product_that_has_a_nan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "_product", lambda a, b: jnp.einsum("emk,ekn->emn", a, b).at[1, 2, 3].set(jnp.nan))
+    with pytest.raises(RuntimeError, match="has an error of nan in row 2 of expert 1"):
+        products.measure(SHAPE, tokens=16, ranks=2)
 
 
 def test_every_layer_has_a_line(capsys):
