@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from jaxmoe.convert.matrices import E8M0_SCALES, FLOAT_SCALES, Format
+from jaxmoe.integers import integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +81,16 @@ FAMILIES: dict[str, Family] = {
 
 def family_named(function: str, family: str) -> Family:
     """Returns a family of the table, or raises a `ValueError` that lists them."""
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"{function}: family={family!r} must be one of {', '.join(map(repr, FAMILIES))}.")
     return FAMILIES[family]
+
+
+def layer_number(function: str, layer: int) -> int:
+    """Returns the number of a layer as int, or raises a `ValueError` where it is none."""
+    if (number := integer(layer)) is None or number < 0:
+        raise ValueError(f"{function}: layer={layer!r} must be an integer of at least 0, its number in the names.")
+    return number
 
 
 def stem_of(tensors: Collection[str], family: str, layer: int, prefix: str | None) -> str:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxmoe.convert import fused, gpt_oss
-from jaxmoe.convert.families import Family, family_named, other_families, stem_of
+from jaxmoe.convert.families import Family, family_named, layer_number, other_families, stem_of
 from jaxmoe.convert.matrices import SIDES, WIDE_TYPES, format_of, stacked, with_largest_input_scales
 from jaxmoe.convert.placing import Placing, Stack
 from jaxmoe.convert.progress import Progress, reporter
@@ -69,7 +69,7 @@ def from_hf(
         `RouterConfig.kimi_k2(scaling_factor=...)`, with 1 and with the `routed_scaling_factor` of the checkpoint; those
         of OLMoE, Qwen2-MoE, Qwen3-MoE and Qwen3-Next are, with what config.json has,
         `RouterConfig.qwen3_moe(top_k=num_experts_per_tok, renormalize=norm_topk_prob)`: false for the first two.
-      layer: its number in the names.
+      layer: its number in the names, from 0.
       mesh: where the arrays go; `None` is the mesh that is set by `jax.set_mesh`, or, where none is, JAX's default
         device.
       axis_name: mesh axis, or axes, over which the experts are split, as in `moe_layer`; `None` does not split them.
@@ -86,8 +86,8 @@ def from_hf(
       A `MoEWeights`, with `jax.Array`s.
 
     Raises:
-      ValueError: a family or mesh axis that is not known; tensors that are missing, misshapen, or more than the family
-        has; dimensions that cannot be split.
+      ValueError: a family or mesh axis that is not known; a layer that is no number from 0; tensors that are missing,
+        misshapen, or more than the family has; dimensions that cannot be split.
       TypeError: tensors of other dtypes than the family has; a `dtype` that is not wide.
       FileNotFoundError: no checkpoint, or an incomplete one.
 
@@ -101,7 +101,7 @@ def from_hf(
     >>> weights.experts.w_gate.shape, weights.router_kernel.shape, to_hf(weights, "mixtral", 0).keys() == tensors.keys()
     ((2, 4, 8), (4, 2), True)
     """
-    table = family_named("from_hf", family)
+    table, layer = family_named("from_hf", family), layer_number("from_hf", layer)
     if dtype is not None:
         check_wide_dtype("from_hf", "dtype is", dtype)
     axes = {"experts": axis_name, "hidden": hidden_axis, "intermediate": intermediate_axis}

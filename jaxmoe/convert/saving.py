@@ -11,13 +11,12 @@ from jax.typing import DTypeLike
 
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.convert import checks, fused, gpt_oss
-from jaxmoe.convert.families import Family, family_named
+from jaxmoe.convert.families import Family, family_named, layer_number
 from jaxmoe.convert.matrices import BF16, E8M0, F32, SIDES, TOGETHER, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
 from jaxmoe.experts import Experts
 from jaxmoe.four_bit import NVFP4, FourBit
-from jaxmoe.integers import integer
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
 
@@ -55,15 +54,14 @@ def to_hf(
         `scale_dtype`.
     """
     table = family_named("to_hf", family)
-    if (number := integer(layer)) is None or number < 0:
-        raise ValueError(f"to_hf: layer={layer!r} must be an integer of at least 0, its number in the names.")
+    number = layer_number("to_hf", layer)
     in_scales = _scale_dtype(scale_dtype)
     _check(weights, table, family)
     weights = dataclasses.replace(
         weights, experts=checks.routed("to_hf", weights), shared=checks.shared("to_hf", weights)
     )
     _check_shapes(weights)
-    stem = f"{table.prefix if prefix is None else prefix}layers.{layer}.{table.block}."
+    stem = f"{table.prefix if prefix is None else prefix}layers.{number}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
     for name, array in _tensors(weights, table, family, in_scales):
         tensors[f"{stem}{name}"] = np.empty(array.shape, array.dtype)

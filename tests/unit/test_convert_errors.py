@@ -1,6 +1,7 @@
 """Checkpoints that are not what the family says: errors that name the tensor, what was found and what is needed."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -411,10 +412,29 @@ def test_static_scales_are_not_dropped_in_a_format_without_a_name_for_them(case,
         to_hf(weights, case, LAYER)
 
 
-@pytest.mark.parametrize("layer", [-1, "3", True])
-def test_a_layer_that_is_no_number_from_0_is_not_written(layer, unchecked_shapes):
-    with pytest.raises(ValueError, match=f"to_hf: layer={layer!r} must be an integer of at least 0"):
+@pytest.mark.parametrize("layer", [-1, "3", True, 3.0, None])
+def test_a_layer_that_is_no_number_from_0_is_neither_read_nor_written(layer, unchecked_shapes):
+    told = f"layer={layer!r} must be an integer of at least 0, its number in the names"
+    with pytest.raises(ValueError, match=f"from_hf: {told}"):
+        from_hf(CASES["mixtral"]().tensors, "mixtral", layer)
+    with pytest.raises(ValueError, match=f"to_hf: {told}"):
         to_hf(weights_of("mixtral"), "mixtral", layer)
+
+
+@pytest.mark.parametrize("layer", [np.int64(LAYER), jnp.asarray(LAYER)])
+def test_a_layer_is_an_integer_of_any_type(layer, unchecked_shapes):
+    case = CASES["mixtral"]()
+    again = to_hf(from_hf(case.tensors, "mixtral", layer), "mixtral", layer)
+    assert again.keys() < case.tensors.keys()
+
+
+@pytest.mark.parametrize("family", [["mixtral"], None, 0])
+def test_a_family_that_is_no_name_is_told_the_names(family, unchecked_shapes):
+    told = re.escape(f"family={family!r} must be one of 'mixtral', 'minimax_m2',")
+    with pytest.raises(ValueError, match=f"from_hf: {told}"):
+        from_hf({}, family, 0)
+    with pytest.raises(ValueError, match=f"to_hf: {told}"):
+        to_hf(weights_of("mixtral"), family, 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, np.int8, bool, E4M3])
