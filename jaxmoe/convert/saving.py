@@ -180,20 +180,11 @@ def _experts(
 ) -> Iterator[tuple[str, np.ndarray]]:
     if any(bias is not None for bias in (experts.b_gate, experts.b_up, experts.b_down)):
         raise ValueError(f"to_hf: {field} have biases, and family={family!r} has no names for them.")
-    kinds: dict[str, Format] = {}
-    for name in SIDES:
-        if getattr(experts, name) is None:
-            raise ValueError(f"to_hf: {field}.{name} is None; family={family!r} has gate and up.")
-        kinds[name] = _format_of(getattr(experts, name), f"{field}.{name}", table, family)
-        if kinds[name] is not kinds["w_gate"]:
-            raise TypeError(
-                f"to_hf: {field}.{name} is in the format {kinds[name].name}, and {field}.w_gate in "
-                f"{kinds['w_gate'].name}; they must be alike. Pass jaxmoe.dequantize(experts, dtype), or quantise them "
-                "again."
-            )
+    if absent := [name for name in SIDES if getattr(experts, name) is None]:
+        raise ValueError(f"to_hf: {field}.{absent[0]} is None; family={family!r} has gate and up.")
+    kind = _common_format(field, experts, table, family)
     for name, of_matrix in zip(SIDES, table.matrices, strict=True):
-        matrix, kind = getattr(experts, name), kinds[name]
-        written = list(zip(kind.parts, _parts(matrix, kind, scale_dtype), strict=True))
+        written = list(zip(kind.parts, _parts(getattr(experts, name), kind, scale_dtype), strict=True))
         if kind.input_scale is not None and (scales := _input_scales(field, name, experts, input_scales)) is not None:
             written.append((kind.input_scale, np.asarray(scales)))
         for part, array in written:
@@ -236,27 +227,49 @@ def _are_largest(used: Sequence[Any], found: Sequence[Any]) -> bool:
     return all(scales is not None and np.array_equal(scales, largest, equal_nan=True) for scales in used)
 
 
-def _format_of(matrix: Any, name: str, table: Family, family: str) -> Format:
-    """Returns the format of the family that a matrix is in.
+def _common_format(field: str, experts: Experts, table: Family, family: str) -> Format:
+    """Returns the first format of the family that all matrices are in: one of one block is in several.
+
+    Raises:
+      TypeError: there is none.
+      ValueError: none has a name for the `input_scale` that a matrix has.
+    """
+    common: list[Format] = []
+    for name in SIDES:
+        found = _formats_of(getattr(experts, name), f"{field}.{name}", table, family)
+        before, common = common or found, [kind for kind in found if kind in (common or found)]
+        if not common:
+            raise TypeError(
+                f"to_hf: {field}.{name} is in the format {found[0].name}, and {field}.w_gate in {before[0].name}; they "
+                "must be alike. Pass jaxmoe.dequantize(experts, dtype), or quantise them again."
+            )
+    return common[0]
+
+
+def _formats_of(matrix: Any, name: str, table: Family, family: str) -> list[Format]:
+    """Returns the formats of the family that a matrix is in.
 
     Raises:
       TypeError: there is none.
       ValueError: none of them has a name for the `input_scale` that the matrix has.
     """
+    fitting: list[Format] = []
     nameless: list[str] = []
     quantized = isinstance(matrix, QuantizedMatrix)
     for kind in table.formats:
         if (type(matrix) if quantized else None) is not kind.type:
             continue
-        if kind.type is not BlockScaled:
-            return kind
-        _, scales = kind.parts
-        shape = scales.shape(*matrix.values.shape[1:])
-        if matrix.scales.shape[1:] != shape or np.dtype(matrix.scales.dtype) not in scales.types.values():
-            continue
-        if matrix.input_scale is None or kind.input_scale is not None:
-            return kind
-        nameless.append(kind.name)
+        if kind.type is BlockScaled:
+            _, scales = kind.parts
+            shape = scales.shape(*matrix.values.shape[1:])
+            if matrix.scales.shape[1:] != shape or np.dtype(matrix.scales.dtype) not in scales.types.values():
+                continue
+            if matrix.input_scale is not None and kind.input_scale is None:
+                nameless.append(kind.name)
+                continue
+        fitting.append(kind)
+    if fitting:
+        return fitting
     if nameless:
         other = any(kind.type is BlockScaled and kind.input_scale is not None for kind in table.formats)
         advice = "Quantise wide experts with jaxmoe.quantize(experts, 'expert'), or take" if other else "Take"

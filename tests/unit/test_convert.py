@@ -247,6 +247,15 @@ def test_matrices_of_one_block_with_static_scales_are_written_in_the_format_that
     jax.tree.map(np.testing.assert_array_equal, again.experts, narrow)
 
 
+@pytest.mark.parametrize("names", [("w_down",), ("w_gate", "w_up")])
+def test_static_scales_of_some_matrices_of_one_block_decide_the_format_of_all(names):
+    narrow: Any = jaxmoe.quantize(jaxmoe.Experts.init(jax.random.key(0), 4, 64, 96))
+    given = {name: dataclasses.replace(getattr(narrow, name), input_scale=jnp.full(4, 0.5)) for name in names}
+    experts = dataclasses.replace(narrow, **given)
+    again: Any = from_hf(to_hf(MoEWeights(experts, jnp.ones((64, 4))), "mixtral", 0), "mixtral", 0)
+    jax.tree.map(np.testing.assert_array_equal, again.experts, experts)
+
+
 def test_static_scales_are_left_out_where_neither_the_layer_nor_the_format_has_any():
     case = CASES["qwen3_moe in NVFP4"]()
     weights: Any = from_hf(case.tensors, case.family, LAYER)

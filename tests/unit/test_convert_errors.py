@@ -196,6 +196,16 @@ def test_experts_of_a_layer_are_not_written_in_two_formats(field, kind, unchecke
         to_hf(dataclasses.replace(weights, experts=mixed), "deepseek_v3", LAYER)
 
 
+def test_matrices_of_one_block_that_have_no_format_in_common_are_told_theirs():
+    narrow: Any = jaxmoe.quantize(jaxmoe.Experts.init(jax.random.key(0), 4, 64, 96))
+    static = dataclasses.replace(narrow.w_up, input_scale=jnp.full(4, 0.5))
+    powers = dataclasses.replace(narrow.w_down, scales=narrow.w_down.scales.astype(E8M0))
+    experts = dataclasses.replace(narrow, w_up=static, w_down=powers)
+    told = "w_down is in the format FP8 in blocks, and experts.w_gate in FP8 with a scale for each matrix; they must"
+    with pytest.raises(TypeError, match=f"to_hf: experts.{told}"):
+        to_hf(MoEWeights(experts, jnp.ones((64, 4))), "mixtral", 0)
+
+
 def test_widths_of_gpt_oss_that_its_scales_do_not_divide_are_told():
     tensors, router, into = CASES["gpt_oss"]().tensors, f"{MLP}router.weight", f"{MLP}experts.gate_up_proj_blocks"
     wider = changed(tensors, router, lambda a: np.concatenate([a, a[:, :8]], 1))
