@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from jaxmoe import e8m0
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -39,7 +40,9 @@ class BlockScaled(QuantizedMatrix):
       values: `float8_e4m3fn [experts, out, in]`. That is how checkpoints lie, and the transpose of the matrices that
         `Experts` has in wide types: tensor cores take 8-bit factors along their last dimension only.
       scales: float32, or powers of two as `float8_e8m0fnu`: `[experts, ceil(out / 128), ceil(in / 128)]` for blocks of
-        128 x 128, `[experts, out, 1]` for one scale per output channel, `[experts, 1, 1]` for one per expert.
+        128 x 128, `[experts, out, 1]` for one scale per output channel, `[experts, 1, 1]` for one per expert. Below
+        2^-126, no normal number, a float32 scale is zero on a CPU; the power of two there, byte 0, is not, but for
+        `implementation="megakernel"`.
       input_scale: float32 `[experts]`, the scale of what the matrix is multiplied with, where that is not found from
         the numbers but was calibrated: `precision="fp8-static"` of `jaxmoe.moe_layer`. All experts of a layer are meant
         to have the same number: a rank takes the largest that its experts have, of gate and up together for tokens, of
@@ -122,11 +125,18 @@ class BlockScaled(QuantizedMatrix):
         return Format(self.values.dtype, rows, columns, self.scales.dtype)
 
     def wide(self, dtype: DTypeLike) -> Float[Array, "experts in out"]:
-        """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`."""
-        scales = jnp.asarray(self.scales).astype(jnp.float32)  # checkpoints have NumPy's
-        for axis, size in zip((1, 2), self.block, strict=True):
-            scales = _repeated(scales, axis, size, self.values.shape[axis])
-        return (self.values.astype(jnp.float32) * scales).astype(dtype).swapaxes(1, 2)
+        """Returns the matrices as `Experts` has them: products in float32, rounded once to `dtype`.
+
+        What is below 2^-126, a product or a float32 scale, becomes zero where the backend flushes such numbers, as a
+        CPU does.
+        """
+        products, scales = self.values.astype(jnp.float32), jnp.asarray(self.scales)  # checkpoints have NumPy's
+        for factor in e8m0.factors(scales) if scales.dtype == jnp.float8_e8m0fnu else (scales,):
+            each = factor
+            for axis, size in zip((1, 2), self.block, strict=True):
+                each = _repeated(each, axis, size, products.shape[axis])
+            products = products * each
+        return products.astype(dtype).swapaxes(1, 2)
 
 
 def _repeated(scales: Float[Array, "experts _ _"], axis: int, size: int, length: int) -> Float[Array, "experts _ _"]:

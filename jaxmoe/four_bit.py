@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from jaxmoe import e2m1, e4m3_blocks
+from jaxmoe import e2m1, e4m3_blocks, e8m0
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
@@ -187,12 +187,7 @@ class MXFP4(FourBit):
         return Format(e2m1.ELEMENT, 1, self.group, self.scale_dtype, through_e4m3=self.through_e4m3)
 
     def _scale_parts(self) -> tuple[jax.Array, ...]:
-        # Two factors: 2^-127 is no normal number, and neither a CPU nor a GPU is sure to multiply with it.
-        byte = jax.lax.bitcast_convert_type(jnp.asarray(self.scales), jnp.uint8).astype(jnp.int32)
-        lower = (byte - 127) // 2
-        exponents = lower, byte - 127 - lower
-        parts = [jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32) for exponent in exponents]
-        return parts[0], jnp.where(byte == 255, jnp.nan, parts[1])
+        return e8m0.factors(self.scales)
 
 
 @pytree

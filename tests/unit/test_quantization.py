@@ -93,6 +93,25 @@ def test_what_8_bits_can_hold_comes_back_as_it_was(exponent, block, scale_dtype)
     np.testing.assert_allclose(again.w_gate, matrix, rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize("call", ["given", "of constants"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_value_times_every_power_of_two_is_exact_where_float32_has_it(block, call):
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn), (256, 128, 256))
+    values = np.ascontiguousarray(values[..., :128] if block == "128x128" else values)
+    blocks = {"128x128": (1, 1), "channel": (128, 1), "expert": (1, 1)}[block]
+    scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None], (256, *blocks)).view(jnp.float8_e8m0fnu)
+    scaled = jaxmoe.BlockScaled(jnp.asarray(values), jnp.asarray(scales))
+    wide = jax.jit(lambda: scaled.wide(jnp.float32))() if call == "of constants" else scaled.wide(jnp.float32)
+    found = np.asarray(wide, np.float64).swapaxes(1, 2)
+    assert np.isnan(found[255]).all()
+    wanted = values[:255].astype(np.float64) * np.exp2(np.arange(255) - 127.0)[:, None, None]
+    held = (np.abs(wanted) >= 2.0**-126) & (np.abs(wanted) < 2.0**128) | (wanted == 0) | np.isnan(wanted)
+    assert held[0].mean() > 0.4  # 2^-127 is no normal number, and of most values the product is
+    np.testing.assert_array_equal(found[:255][held], wanted[held])
+    assert np.isinf(found[:255][wanted >= 2.0**128]).all()
+    assert (np.abs(found[:255][np.abs(wanted) < 2.0**-126]) <= 2.0**-126).all()
+
+
 @pytest.mark.parametrize("scale_dtype", SCALES)
 def test_blocks_of_zeros_tiny_weights_and_weights_that_are_no_numbers_are_defined(scale_dtype):
     matrix = np.ones((1, 512, 128), np.float32)
