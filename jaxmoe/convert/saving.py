@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmoe.arrays import is_array
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.convert import checks, fused, gpt_oss
 from jaxmoe.convert.families import Family, family_named, layer_number
-from jaxmoe.convert.matrices import BF16, E8M0, F32, SIDES, TOGETHER, Format
+from jaxmoe.convert.matrices import BF16, E8M0, F32, SIDES, TOGETHER, WIDE_TYPES, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
-from jaxmoe.experts import Experts
+from jaxmoe.experts import Experts, present
 from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
+
+_WIDE = "bfloat16, float16 or float32"
 
 
 def to_hf(
@@ -47,11 +50,11 @@ def to_hf(
 
     Raises:
       ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,
-        that lack what it has, or whose arrays do not fit the experts; several shared experts; scales that `scale_dtype`
-        would round; static scales that the layer does not use, or that the format of the experts has no name for;
-        arrays of which this process has a part only.
-      TypeError: no experts, or experts in a format that the family does not have, or in several; another
-        `scale_dtype`.
+        that lack what it has, or whose arrays do not fit the experts; both a selection bias and a table of tokens;
+        several shared experts; scales that `scale_dtype` would round; static scales that the layer does not use, or
+        that the format of the experts has no name for; arrays of which this process has a part only.
+      TypeError: no experts, or experts in a format that the family does not have, or in several; arrays in a dtype
+        that `from_hf` does not read; another `scale_dtype`.
     """
     table = family_named("to_hf", family)
     number = layer_number("to_hf", layer)
@@ -61,6 +64,8 @@ def to_hf(
         weights, experts=checks.routed("to_hf", weights), shared=checks.shared("to_hf", weights)
     )
     _check_shapes(weights)
+    for field, experts in (("experts", weights.experts), ("shared", weights.shared)):
+        _check_wide(field, experts)
     stem = f"{table.prefix if prefix is None else prefix}layers.{number}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
     for name, array in _tensors(weights, table, family, in_scales):
@@ -108,6 +113,12 @@ def _check(weights: Any, table: Family, family: str) -> None:
             "to_hf: weights.shared_gate is given and weights.shared is None, whose answer it multiplies. Pass both, or "
             "dataclasses.replace(weights, shared_gate=None)."
         )
+    if weights.selection_bias is not None and weights.token_table is not None:
+        raise ValueError(
+            "to_hf: weights.selection_bias and weights.token_table are given, and a layer chooses experts by one of "
+            "them: from_hf reads no layer with both. Pass dataclasses.replace(weights, selection_bias=None), or "
+            "token_table=None."
+        )
     needed = [] if table.router_bias is None else ["router_bias"]
     needed += [] if table.selection_bias is None or weights.token_table is not None else ["selection_bias"]
     needed += [] if table.shared_gate is None or weights.shared is None else ["shared_gate"]
@@ -127,12 +138,25 @@ def _check_shapes(weights: MoEWeights) -> None:
     }
     for field, (shape, words, advice) in needed.items():
         array = getattr(weights, field)
-        if array is not None and np.shape(array) != shape:
+        if array is None and field != "router_kernel":
+            continue
+        if _dtype_or_type(array) not in WIDE_TYPES:
+            raise TypeError(
+                f"to_hf: weights.{field} is {_dtype_or_type(array)}; it must be an array {words} in {_WIDE}, "
+                "which from_hf reads."
+            )
+        if np.shape(array) != shape:
             raise ValueError(
                 f"to_hf: weights.{field} has shape {list(np.shape(array))}; it must be {list(shape)}, {words}, to go "
                 f"with weights.experts. {advice}".rstrip()
             )
+    _check_token_table(weights.token_table, num_experts)
     names = [f"{field}.{name}" for field in ("experts", "shared") for name in SIDES]
+    if not isinstance(weights.input_scales, Mapping | None):
+        raise TypeError(
+            f"to_hf: weights.input_scales is {a_type(weights.input_scales)}; it must be None, or a mapping from names, "
+            "such as 'experts.w_gate', to arrays [experts]."
+        )
     for name, scales in (weights.input_scales or {}).items():
         if name not in names:
             raise ValueError(f"to_hf: weights.input_scales has {name!r}; names are {', '.join(map(repr, names))}.")
@@ -142,6 +166,36 @@ def _check_shapes(weights: MoEWeights) -> None:
                 f"to_hf: weights.input_scales[{name!r}] has shape {list(np.shape(scales))}; it must be "
                 f"{[experts.num_experts]}, a number for each expert."
             )
+
+
+def _check_wide(field: str, experts: Experts | None) -> None:
+    """Raises where a matrix or bias that is not quantised is of a dtype that `from_hf` does not read."""
+    for name, array in ({} if experts is None else present(experts)).items():
+        if not isinstance(array, QuantizedMatrix) and array.dtype not in WIDE_TYPES:
+            raise TypeError(
+                f"to_hf: weights.{field}.{name} is {array.dtype}; it must be in {_WIDE}, which from_hf reads. Pass "
+                "jaxmoe.dequantize(experts, dtype) with one of them, or quantise them (jaxmoe.quantize)."
+            )
+
+
+def _dtype_or_type(array: Any) -> Any:
+    """Returns the dtype of an array, and of what is none its type in words."""
+    return np.dtype(array.dtype) if is_array(array) else a_type(array)
+
+
+def _check_token_table(table: Any, num_experts: int) -> None:
+    """Raises where the experts of each token are not numbers of experts: they are written as int64."""
+    if table is None:
+        return
+    if not is_array(table) or not jnp.issubdtype(table.dtype, jnp.integer):
+        raise TypeError(
+            f"to_hf: weights.token_table is {_dtype_or_type(table)}; it must be integers [vocabulary, top_k]."
+        )
+    if len(np.shape(table)) != 2:
+        raise ValueError(
+            f"to_hf: weights.token_table has shape {list(np.shape(table))}; it must be [vocabulary, top_k], the "
+            f"experts of each token, of {num_experts}."
+        )
 
 
 def _tensors(

@@ -262,7 +262,9 @@ def test_formats_that_are_not_read_are_refused_with_what_is_there():
 def test_a_layer_without_experts_is_told_which_layers_have_some():
     case = CASES["deepseek_v3"]()
     more = {name.replace("layers.3.", "layers.7."): array for name, array in case.tensors.items()}
-    with pytest.raises(ValueError, match=r"router of layer 0 where family='deepseek_v3'.*that have one: 3, 7\."):
+    with pytest.raises(
+        ValueError, match=r"router of layer 0 where family='deepseek_v3'.*that have one: 3, 7\."
+    ):
         from_hf(case.tensors | more, "deepseek_v3", 0)
     with pytest.raises(ValueError, match=r"No layer has one\."):
         from_hf({}, "deepseek_v3", 0)
@@ -298,7 +300,7 @@ def weights_of(name: str) -> Any:
         (
             "mixtral",
             "gpt_oss",
-            {"router_bias": np.ones(8)},
+            {"router_bias": np.ones(8, np.float32)},
             ValueError,
             "experts.b_gate, experts.b_up, experts.b_down is None",
         ),
@@ -362,10 +364,14 @@ def test_a_router_that_does_not_fit_the_experts_is_not_written(shape, unchecked_
         ),
         (
             "deepseek_v3",
-            lambda w: {"selection_bias": np.zeros(7)},
+            lambda w: {"selection_bias": np.zeros(7, np.float32)},
             r"weights.selection_bias has shape \[7\]; it must be \[8\], \[experts\]",
         ),
-        ("gpt_oss", lambda w: {"router_bias": np.zeros((8, 1))}, r"weights.router_bias has shape \[8, 1\]; .* \[8\]"),
+        (
+            "gpt_oss",
+            lambda w: {"router_bias": np.zeros((8, 1), np.float32)},
+            r"weights.router_bias has shape \[8, 1\]; .* \[8\]",
+        ),
         (
             "qwen3_next",
             lambda w: {"shared_gate": w.shared_gate.T},
@@ -382,6 +388,63 @@ def test_arrays_that_do_not_fit_the_experts_are_not_written(case, change, told, 
     weights = weights_of(case)
     with pytest.raises(ValueError, match=f"to_hf: {told}"):
         to_hf(dataclasses.replace(weights, **change(weights)), CASES[case]().family, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "told"),
+    [
+        (
+            "mixtral",
+            lambda _: {"router_kernel": None},
+            r"router_kernel is a NoneType; it must be an array \[hidden, exp",
+        ),
+        ("mixtral", lambda w: {"router_kernel": np.asarray(w.router_kernel).tolist()}, "router_kernel is a list"),
+        (
+            "mixtral",
+            lambda w: {"router_kernel": np.asarray(w.router_kernel, np.float64)},
+            r"router_kernel is float64; .* \[hidden, experts\] in bfloat16, float16 or float32, which from_hf reads",
+        ),
+        ("deepseek_v3", lambda _: {"selection_bias": np.zeros(8, int)}, "selection_bias is int64; it must"),
+        ("gpt_oss", lambda _: {"router_bias": np.zeros(8)}, "router_bias is float64; it must"),
+        (
+            "mixtral",
+            lambda w: {"experts": jax.tree.map(lambda a: np.asarray(a, np.int32), w.experts)},
+            r"experts.w_gate is int32; .* which from_hf reads. Pass jaxmoe.dequantize\(experts, dtype\)",
+        ),
+        (
+            "deepseek_v3",
+            lambda w: {"shared": jax.tree.map(lambda a: a.astype(E4M3), w.shared)},
+            r"shared.w_gate is float8_e4m3fn; it must be in bfloat16",
+        ),
+        (
+            "deepseek_v4, experts by token",
+            lambda w: {"token_table": w.token_table + 0.5},
+            r"token_table is float32; it must be integers \[vocabulary, top_k\]",
+        ),
+        (
+            "mixtral in FP8 of matrices",
+            lambda _: {"input_scales": [1.0]},
+            "input_scales is a list; it must be None, or",
+        ),
+    ],
+)
+def test_arrays_in_a_dtype_that_is_not_read_are_not_written(case, change, told, unchecked_shapes):
+    weights = weights_of(case)
+    with pytest.raises(TypeError, match=f"to_hf: weights.{told}"):
+        to_hf(dataclasses.replace(weights, **change(weights)), CASES[case]().family, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"selection_bias": np.zeros(8, np.float32)}, "selection_bias and weights.token_table are given"),
+        ({"token_table": np.zeros(4, np.int32)}, r"token_table has shape \[4\]; it must be \[vocabulary, top_k\]"),
+    ],
+)
+def test_a_table_of_experts_that_is_not_read_is_not_written(change, told, unchecked_shapes):
+    weights = weights_of("deepseek_v4, experts by token")
+    with pytest.raises(ValueError, match=f"to_hf: weights.{told}"):
+        to_hf(dataclasses.replace(weights, **change), "deepseek_v4", LAYER)
 
 
 @pytest.mark.parametrize("field", ["experts", "shared"])
