@@ -118,7 +118,7 @@ def stem_of(tensors: Collection[str], family: str, layer: int, prefix: str | Non
     layers = sorted({_layer(stem) for stem in stems})
     raise ValueError(
         f"from_hf: no tensor is named {wanted!r}, the router of layer {layer} where family={family!r}. "
-        f"{other_families(tensors, family, layer)} "
+        + (f"{others} " if (others := other_families(tensors, family, layer)) else "")
         + (f"Layers that have one: {', '.join(map(str, layers))}." if layers else "No layer has one.")
     )
 

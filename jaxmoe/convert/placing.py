@@ -70,6 +70,12 @@ class Placing:
             mesh = of_context
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"from_hf: mesh is {a_type(mesh)}; it must be a jax.sharding.Mesh or None.")
+        for kind, names in axes.items():
+            if not isinstance(names, str | Sequence | None):
+                raise TypeError(
+                    f"from_hf: the mesh axis for {kind} is {a_type(names)}; it must be a name, several, or None, which "
+                    "does not split."
+                )
         named = {kind: (names,) if isinstance(names, str) else tuple(names or ()) for kind, names in axes.items()}
         for kind, names in named.items():
             for name in names:

@@ -263,7 +263,7 @@ def test_a_layer_without_experts_is_told_which_layers_have_some():
     case = CASES["deepseek_v3"]()
     more = {name.replace("layers.3.", "layers.7."): array for name, array in case.tensors.items()}
     with pytest.raises(
-        ValueError, match=r"router of layer 0 where family='deepseek_v3'.*that have one: 3, 7\."
+        ValueError, match=r"router of layer 0 where family='deepseek_v3'\. Layers that have one: 3, 7\."
     ):
         from_hf(case.tensors | more, "deepseek_v3", 0)
     with pytest.raises(ValueError, match=r"No layer has one\."):
@@ -445,6 +445,12 @@ def test_a_table_of_experts_that_is_not_read_is_not_written(change, told, unchec
     weights = weights_of("deepseek_v4, experts by token")
     with pytest.raises(ValueError, match=f"to_hf: weights.{told}"):
         to_hf(dataclasses.replace(weights, **change), "deepseek_v4", LAYER)
+
+
+def test_a_mesh_axis_that_is_no_name_is_told(unchecked_shapes):
+    axis: Any = 3
+    with pytest.raises(TypeError, match="from_hf: the mesh axis for experts is an int; it must be a name, several, or"):
+        from_hf(CASES["mixtral"]().tensors, "mixtral", LAYER, axis_name=axis)
 
 
 @pytest.mark.parametrize("field", ["experts", "shared"])
