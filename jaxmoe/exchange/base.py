@@ -86,6 +86,7 @@ class ExchangeCall:
       room: for rows.
       precision: how tokens are rounded to 8 bits before they travel; `None` where they are not.
       multiprocessors: of a GPU that a kernel takes which is started beside other work; `None`: it is not.
+      axis_sizes: names and sizes of all axes of the mesh, where it is called inside of a `shard_map`.
     """
 
     implementation: ImplementationName
@@ -96,6 +97,7 @@ class ExchangeCall:
     room: Room
     precision: ExchangePrecision | None = None
     multiprocessors: int | None = None
+    axis_sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def group(self) -> ExpertGroup:

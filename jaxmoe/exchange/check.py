@@ -91,11 +91,12 @@ def check_dispatch(
     num_experts = _num_experts(caller, routing, given)
     shape = _shape(caller, x, topk_ids, num_experts, placement)
     room, multiprocessors = _room(shape, options), check_multiprocessors(caller, options.multiprocessors)
+    inside = placement.mesh is None and placement.group.axis_names
+    axis_sizes = tuple(jax.sharding.get_abstract_mesh().shape.items()) if inside else ()
 
     def call_of(implementation: Implementation, reason: str) -> ExchangeCall:
-        return ExchangeCall(
-            implementation.name, reason, placement, platform, shape, room, options.precision, multiprocessors
-        )
+        of_rows = shape, room, options.precision, multiprocessors
+        return ExchangeCall(implementation.name, reason, placement, platform, *of_rows, axis_sizes)
 
     return choose(options.implementation, platform, placement.group, options.mesh, call_of, caller, matrices)
 
@@ -371,11 +372,12 @@ def _check_place(caller: str, call: ExchangeCall) -> None:
                 f"{caller}: the handle was made inside a shard_map over {call.group.axis_names}, and mesh axes {names} "
                 "are not manual here. Call combine in a shard_map over the same axes, or dispatch outside of it."
             )
-        ranks = math.prod(context.shape[name] for name in call.group.axis_names)
-        if ranks != call.group.size:
+        # Also of as many ranks in all: their numbers, and with them what an array's shards are, follow from each size.
+        if any(context.shape.get(name, size) != size for name, size in call.axis_sizes):
             raise ValueError(
-                f"{caller}: the handle was made by the {call.group.size} ranks of mesh axes {call.group.axis_names}, "
-                f"which are {ranks} here. Call combine in a shard_map over axes of the same sizes."
+                f"{caller}: the handle was made inside a shard_map over a mesh of {dict(call.axis_sizes)}, and this "
+                f"one is over {dict(context.shape)}: ranks lie otherwise in it. Call combine in a shard_map over axes "
+                "of the same sizes."
             )
         return
     if context.manual_axes:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -256,11 +256,34 @@ def test_combine_is_called_where_dispatch_was():
     assert jax.eval_shape(again, *from_inside).shape == X.shape
     tokens = P(("data", "expert"))
     elsewhere = jax.shard_map(back, mesh=other, in_specs=tokens, out_specs=tokens)
-    with pytest.raises(ValueError, match=r"made by the 8 ranks of mesh axes \('expert',\), which are 4 here"):
+    with pytest.raises(ValueError, match=r"over a mesh of {'expert': 8}.*over {'data': 2, 'expert': 4}.*same sizes"):
         jax.eval_shape(elsewhere, *from_inside)
     not_split = jax.shard_map(back, mesh=mesh, in_specs=(split, P()), out_specs=split)
     with pytest.raises(ValueError, match=r"slot_rows of the handle has shape \(16, 2\).* of 2 tokens.*split on its"):
         jax.eval_shape(not_split, *from_inside)
+
+
+@pytest.mark.parametrize("axis_name", ["expert", ("host", "expert")])
+def test_a_handle_is_refused_by_a_mesh_of_as_many_ranks_that_lie_otherwise(axis_name):
+    axes = ("data", "host", "expert")
+    split = P(("expert", "host", "data"))
+
+    def on_mesh(function: Any, *sizes: int) -> Any:
+        mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * 3)
+        return jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split)
+
+    def send(x: Any, ids: Any) -> Any:
+        dispatched = jaxmoe.dispatch(x, ids, num_experts=8, axis_name=axis_name)
+        return dispatched.rows, dispatched.handle
+
+    def back(rows: Any, handle: Any) -> Any:
+        return jaxmoe.combine(rows, None, handle)
+
+    # The axes of the experts have 4 or 8 ranks on each mesh, and so have all axes together.
+    other = (1, 4, 2) if axis_name != "expert" else (1, 2, 4)
+    sent = jax.eval_shape(on_mesh(send, *((1, 2, 4) if axis_name != "expert" else (2, 1, 4))), X, IDS)
+    with pytest.raises(ValueError, match=r"^combine: .* a mesh of {'data': .* over {'data': 1.*ranks lie otherwise"):
+        jax.eval_shape(on_mesh(back, *other), *sent)
 
 
 @pytest.mark.parametrize("tokens", [0, 16])
