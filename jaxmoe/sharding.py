@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxmoe.array_layout import AxesOfDims, axes_of_type, known_axes, names_in, same_axes
@@ -287,6 +287,31 @@ def place(
         explicit | {*token_axes, *inner_axes},
         stats_axes=token_axes,
     )
+
+
+def check_mesh_is_set(arrays: Any, placement: Placement, caller: str = "moe_layer", products: bool = True) -> None:
+    """Raises where arrays lie along Explicit axes of a mesh that is neither set nor passed, in plain JAX.
+
+    JAX has no rule for gathers and sorts of arrays that such an axis splits, and none for grouped GEMMs of any on such
+    a mesh; its own errors name arguments that no user passes.
+
+    Args:
+      arrays: a pytree of them, whose names the message has.
+      placement: of the call.
+      caller: for the message.
+      products: there is a grouped GEMM.
+    """
+    if placement.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+        lies = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
+        explicit = axes_of_type(AxisType.Explicit, lies.mesh) if isinstance(lies, NamedSharding) else ()
+        if explicit and (products or any(lies.spec)):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"{caller}: {name} lies on a mesh with Explicit axes {sorted(explicit)}, and no mesh is set. Call "
+                f"{caller} under `with jax.set_mesh(mesh):`, or pass mesh=."
+            )
 
 
 def with_manual_axes(placement: Placement, names: Sequence[str]) -> Placement:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxmoe
 from jaxmoe.sharding import ExpertGroup, devices_of_groups, replica_groups
 
 AXES = {"data": 2, "outer": 2, "inner": 2}
@@ -54,6 +55,34 @@ def test_without_a_mesh_there_is_one_device():
 
 def test_numbers_are_64_bit_integers_as_the_compiled_part_expects():
     assert replica_groups(ExpertGroup(("inner",), 2), MESH).dtype == np.int64
+
+
+def explicit_calls(mesh: Mesh, spec: P) -> dict[str, Any]:
+    place = lambda array: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
+    x, ids, weights = jnp.ones((8, 16)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+    experts = jaxmoe.Experts.init(jax.random.key(0), 8, 16, 24)
+    where: dict[str, Any] = {"axis_name": None}
+    layer = lambda *arrays: jaxmoe.moe_layer(*arrays, implementation="xla", **where)  # noqa: E731
+    return {
+        "moe_layer: x": lambda: layer(place(x), ids, weights, experts),
+        "moe_layer: topk_ids": lambda: layer(x, place(ids), weights, experts),
+        "moe_layer: experts.w_gate": lambda: layer(x, ids, weights, jax.tree.map(place, experts)),
+        "dispatch_matmul: matrices": lambda: jaxmoe.dispatch_matmul(x, ids, place(experts.w_gate), **where),
+        "dispatch: x": lambda: jaxmoe.dispatch(place(x), ids, num_experts=8, **where),
+    }
+
+
+@pytest.mark.parametrize("spec", [P(), P("expert")], ids=str)
+@pytest.mark.parametrize("size", [1, 8])
+def test_arrays_on_a_mesh_with_explicit_axes_that_is_not_set_are_told_to_set_it(size, spec):
+    mesh = jax.make_mesh((size,), ("expert",), axis_types=(AxisType.Explicit,))
+    for name, call in explicit_calls(mesh, spec).items():
+        if name == "dispatch: x" and spec == P():
+            assert call().rows.shape == (8, 16)  # which JAX can gather
+            continue
+        for run in (call, jax.jit(call)):
+            with pytest.raises(ValueError, match=rf"^{name} lies on a mesh with Explicit axes \['expert'\].*set_mesh"):
+                run()
 
 
 # --- which devices those are ------------------------------------------------------------------------------------------
