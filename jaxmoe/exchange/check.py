@@ -88,7 +88,7 @@ def check_dispatch(
     if x.dtype == jnp.float64 and platform != "cpu":
         raise TypeError(f"{caller}: x is float64, which is supported on CPU only, not on {platform}. Use float32.")
     given = options.num_experts if matrices is None else _num_matrices(caller, x, matrices, placement)
-    num_experts = _num_experts(caller, routing, given)
+    num_experts = _num_experts(caller, routing, given, matrices)
     shape = _shape(caller, x, topk_ids, num_experts, placement)
     room, multiprocessors = _room(shape, options), check_multiprocessors(caller, options.multiprocessors)
     inside = placement.mesh is None and placement.group.axis_names
@@ -179,7 +179,7 @@ def check_matrix_dtype(caller: str, matrices: Any, name: str, rows: Any) -> None
         )
 
 
-def _num_experts(caller: str, topk_ids: Any, given: Any) -> int:
+def _num_experts(caller: str, topk_ids: Any, given: Any, matrices: Any) -> int:
     routed = topk_ids.scores.shape[-1] if isinstance(topk_ids, Routing) else None
     if given is None and routed is None:
         raise TypeError(
@@ -190,6 +190,12 @@ def _num_experts(caller: str, topk_ids: Any, given: Any) -> int:
     if num_experts is None or num_experts < 1:
         raise ValueError(f"{caller}: num_experts={given!r} must be a positive integer, the experts of all ranks.")
     if routed not in (None, num_experts):
+        if matrices is not None:
+            raise ValueError(
+                f"{caller}: the routing chooses among {routed} experts, and matrices of shape {matrices.shape} are "
+                f"those of {num_experts} on all ranks together. Pass a matrix for each expert, those of a rank inside "
+                "shard_map."
+            )
         raise ValueError(
             f"{caller}: the routing chooses among {routed} experts, and num_experts={num_experts}. Leave num_experts "
             "out, or pass the experts of all ranks."

@@ -95,7 +95,7 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["matrices is a BlockScaled and x float32", "matrices.wide(x.dtype)"],
     ),
     "matrices that are a list": ({"matrices": [1.0]}, TypeError, ["matrices is a list", "array"]),
-    "another number than the router's": ({"topk_ids": ROUTING}, ValueError, ["among 4 experts", "num_experts=8"]),
+    "another number than the router's": ({"topk_ids": ROUTING}, ValueError, ["among 4 experts", "(8, 8, 12)"]),
     "per_expert without a capacity": ({"per_expert": True}, ValueError, ["needs capacity=", "capacity=32"]),
     "an unknown implementation": ({"implementation": "fast"}, ValueError, ["'fast'", "'xla'", "'reference'"]),
     "matrices that the axis does not divide": (
