@@ -82,7 +82,7 @@ def check(experts: Any, *, hidden: int, dtype: Any, hidden_ranks: int = 1) -> An
         if array.dtype != wide[first].dtype:
             raise TypeError(
                 f"moe_layer: experts.{name} is {array.dtype}, experts.{first} is {wide[first].dtype}; they must be "
-                "equal."
+                f"equal. Cast one of them, or all, as experts.astype(jnp.{wide[first].dtype}) does."
             )
     if isinstance(experts, Experts) and experts.b_up is not None and experts.w_up is None:
         raise ValueError("moe_layer: experts.b_up is given but experts.w_up is None; a plain FFN has no up projection.")

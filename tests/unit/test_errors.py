@@ -121,6 +121,11 @@ BAD: dict[str, Callable[[], tuple[dict[str, Any], type[Exception], list[str]]]] 
         TypeError,
         ["experts.w_gate is bfloat16", "x is float32", "astype(x.dtype)"],
     ),
+    "a bias in another dtype": lambda: (
+        {"x": X.astype(jnp.bfloat16), "experts": changed(b_down=jnp.zeros((8, 8), jnp.bfloat16))},
+        TypeError,
+        ["experts.b_down is bfloat16", "experts.w_gate is float32", "experts.astype(jnp.float32)"],
+    ),
     "b_up without w_up": lambda: (
         {"experts": changed(w_up=None, b_up=jnp.zeros((8, 12)))},
         ValueError,
