@@ -116,6 +116,7 @@ def check(arguments: Arguments, options: CallOptions, routed_experts: int | None
     call = _choose(options, platform, placement.group if hosts is None else hosts.on_host, call_of)
     IMPLEMENTATIONS[call.implementation].check(choice.call_on_host(call))
     if call.implementation == XLA.name:
+        # Weights meet no gather, sort or grouped GEMM.
         sharding.check_mesh_is_set(arguments._replace(topk_weights=None), placement)
     return call
 

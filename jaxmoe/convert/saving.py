@@ -21,7 +21,7 @@ from jaxmoe.four_bit import NVFP4, FourBit
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
 
-_WIDE = "bfloat16, float16 or float32"
+_WIDE = " or ".join(map(str, WIDE_TYPES))
 
 
 def to_hf(

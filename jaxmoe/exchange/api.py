@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmoe.exchange import IMPLEMENTATIONS, gradients
 from jaxmoe.exchange.base import Arrived, ExchangeCall, ExchangePrecision, Routes
-from jaxmoe.exchange.check import DispatchOptions, check_combine, check_dispatch
+from jaxmoe.exchange.check import DispatchOptions, check_dispatch
+from jaxmoe.exchange.check_combine import check_combine
 from jaxmoe.exchange.entry import entered
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.guard import not_mapped

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe.exchange import IMPLEMENTATIONS, gradients, matmul_gradients
 from jaxmoe.exchange.api import Tokens, dispatched, flat_tokens, nothing
 from jaxmoe.exchange.base import ExchangeCall, Routes
-from jaxmoe.exchange.check import DispatchOptions, check_dispatch, check_matmul_combine
+from jaxmoe.exchange.check import DispatchOptions, check_dispatch
+from jaxmoe.exchange.check_combine import check_matmul_combine
 from jaxmoe.exchange.entry import entered
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.guard import not_mapped

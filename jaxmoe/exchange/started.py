@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxmoe.exchange import IMPLEMENTATIONS, gradients
 from jaxmoe.exchange.api import Answers, Tokens, dispatched, flat_answers, flat_tokens, nothing
 from jaxmoe.exchange.base import ExchangeCall, ExchangePrecision
-from jaxmoe.exchange.check import DispatchOptions, check_combine, check_dispatch
+from jaxmoe.exchange.check import DispatchOptions, check_dispatch
+from jaxmoe.exchange.check_combine import check_combine
 from jaxmoe.exchange.entry import entered
 from jaxmoe.exchange.handle import Dispatched, Handle
 from jaxmoe.guard import not_mapped

@@ -402,7 +402,7 @@ def test_arrays_that_do_not_fit_the_experts_are_not_written(case, change, told, 
         (
             "mixtral",
             lambda w: {"router_kernel": np.asarray(w.router_kernel, np.float64)},
-            r"router_kernel is float64; .* \[hidden, experts\] in bfloat16, float16 or float32, which from_hf reads",
+            r"router_kernel is float64; .* \[hidden, experts\] in bfloat16 or float16 or float32, which from_hf reads",
         ),
         ("deepseek_v3", lambda _: {"selection_bias": np.zeros(8, int)}, "selection_bias is int64; it must"),
         ("gpt_oss", lambda _: {"router_bias": np.zeros(8)}, "router_bias is float64; it must"),

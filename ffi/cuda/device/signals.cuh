@@ -62,6 +62,12 @@ class Signals {
     ptx::add_release_gpu(word_at(params_.rank, release.signal, release.index), release.amount);
   }
 
+  // What `warps` warps have stored of a task, by one thread for all of them.
+  __device__ __forceinline__ void release_parts(Release release, uint32_t warps) const {
+    release.amount *= warps;
+    this->release(release);
+  }
+
   // By one thread, after an acquire of all that the flag announces.
   __device__ void release_to_all(Signal signal) const {
     raise_at_all(launch_number_, [&](int32_t peer) { return word_at(peer, signal, params_.rank); });

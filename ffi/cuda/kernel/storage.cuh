@@ -112,6 +112,7 @@ struct KernelStorage {
   Crew crew;
   int32_t tasks_begun[GemmShape<Variant>::kMathWarps];      // by each math warp
   typename ProductsOf<Variant>::Scales scales[GemmShape<Variant>::kMathWarps];  // of the task in hand
+  // Here, or ptxas spills registers of dispatch in the kernel that makes sums at experts beside rows in 8 bits.
   std::conditional_t<kHasReleaser<Variant>, StoredTasks, StoredParts> stored_tasks;
   int32_t inputs_usable;                                    // of the launch; 0 where the wait for them was given up
   int32_t rows_per_expert[kRoomForExperts<Variant>];        // of all sources, marked where an expert has none

@@ -52,9 +52,7 @@ __device__ __forceinline__ void run(const Cta<Variant>& cta) {
     while (!ptx::mbarrier_try_wait(&tasks.stored[place], nth / kQueuedTasks % 2)) {}
     const Task& task = cta.shared.tasks[place];
     if (task.rows == kNoMoreTasks) break;
-    Release release = release_after(task);
-    release.amount *= Roles::kMathWarps;
-    cta.signals.release(release);
+    cta.signals.release_parts(release_after(task), Roles::kMathWarps);
     __threadfence_block();  // after the reads of the task
     *const_cast<volatile int32_t*>(&tasks.released) = static_cast<int32_t>(nth + 1);
   }

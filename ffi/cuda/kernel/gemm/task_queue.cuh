@@ -91,9 +91,7 @@ class TaskQueue {
       releaser::tell(cta_, begun() - back, thread_.lane);
     } else if constexpr (!Cta<Variant>::kSecondHalf) {  // without a ring nobody waits for a tile
       if (thread_.lane == 0 && is_last_to_store(begun() - back)) {
-        Release release = release_after(before);
-        release.amount *= Roles::kMathWarps;
-        cta_.signals.release(release);
+        cta_.signals.release_parts(release_after(before), Roles::kMathWarps);
       }
     }
     answers_track(cta_, thread_).finish(EventKind::kAnswers, {-1, before.row_tile, -1});
