@@ -21,7 +21,8 @@ from jaxmoe.routing.stats import int32_ids
 from jaxmoe.sharding import ExpertGroup
 
 AnyArray = Float[Array | np.ndarray, "*shape"]
-RoutingKind = Literal["uniform", "zipf", "one-hot", "empty-expert", "unused-slots", "all-unused", "repeated"]
+RoutingKind = Literal["uniform", "zipf", "one-hot", "empty-expert", "unused-slots", "all-unused", "repeated", "even"]
+# What suites run. "even" is for measurements: an implementation finds nothing in it that "uniform" has not.
 ROUTING_KINDS: tuple[RoutingKind, ...] = (
     "uniform",
     "zipf",
@@ -82,7 +83,8 @@ def make_inputs(
       dtype: of tokens and weights.
       routing: `"uniform"` over different experts; `"zipf"`: expert e in proportion to 1 / (e + 1); `"one-hot"`: every
         slot names expert 1; `"empty-expert"`: nobody names expert 0; `"unused-slots"`: a third of the slots is -1;
-        `"all-unused"`; `"repeated"`: a token names one expert in all its slots.
+        `"all-unused"`; `"repeated"`: a token names one expert in all its slots; `"even"`: as uniform, and all experts
+        are named equally often, or some once more than others.
       gated: with an up projection.
       biases: with random biases.
       token_valid: with a mask that leaves out a quarter of the tokens; those hold NaN.
@@ -123,6 +125,8 @@ def make_ids(
         return np.full((tokens, top_k), -1, np.int32)
     if routing == "repeated":
         return np.repeat(rng.integers(0, num_experts, (tokens, 1)), top_k, axis=1).astype(np.int32)
+    if routing == "even":
+        return _even_ids(rng, tokens, num_experts, top_k)
     popularity = 1.0 / (1 + np.arange(num_experts)) if routing == "zipf" else np.ones(num_experts)
     if routing == "empty-expert":
         popularity[0] = 1e-12
@@ -132,6 +136,19 @@ def make_ids(
     if routing == "unused-slots":
         ids[rng.random((tokens, top_k)) < 1 / 3] = -1
     return ids
+
+
+def _even_ids(
+    rng: np.random.Generator, tokens: int, num_experts: int, top_k: int
+) -> Shaped[np.ndarray, "tokens top_k"]:
+    """Deals all experts out to one token after the other, in a random order, and then again, in another one."""
+    dealt: list[int] = []
+    while len(dealt) < tokens * top_k:
+        experts = rng.permutation(num_experts).tolist()
+        # Those that the token in hand has already come last, so that it has none twice.
+        in_hand = set(dealt[len(dealt) // top_k * top_k :])
+        dealt += [expert for expert in experts if expert not in in_hand] + [each for each in experts if each in in_hand]
+    return np.array(dealt[: tokens * top_k], np.int32).reshape(tokens, top_k)
 
 
 def identity_experts(num_experts: int, hidden: int, dtype: DTypeLike = jnp.float32) -> Experts:

@@ -58,7 +58,12 @@ _PASS = flags.DEFINE_list(
     "adapters or a router are trained. Plans are swept of forward passes, KernelPlan, and of backward passes, "
     "KernelPlan.backward.",
 )
-_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "Of layer: how tokens choose experts.")
+_ROUTING = flags.DEFINE_enum(
+    "routing",
+    "uniform",
+    ROUTINGS,
+    "Of layer: how tokens choose experts; even: by chance as well, but so that all have as many rows.",
+)
 _UNIT_TILES = flags.DEFINE_list("unit-tiles", [], "Plans to sweep: KernelPlan.unit_tiles, in all combinations.")
 _LAG_UNITS = flags.DEFINE_list("lag-units", [], "Plans to sweep: KernelPlan.lag_units, in all combinations.")
 _RING_TILES = flags.DEFINE_list(

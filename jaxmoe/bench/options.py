@@ -68,7 +68,7 @@ def wide_dtype_of(dtype: str) -> Any:
 
 # Of wide experts, which are rounded in the call.
 ROUNDED = tuple(name for name in PRECISIONS if rounds_rows(name) and not has_given_scales(name))
-ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "zipf", "one-hot")
+ROUTINGS: tuple[RoutingKind, ...] = ("uniform", "even", "zipf", "one-hot")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxmoe.bench.check import compare, worst_of
 from jaxmoe.bench.gradient_check import make_gradient_inputs
 from jaxmoe.bench.inputs import arguments_of_call, copies_of, make_inputs, random_experts
 from jaxmoe.bench.layer import make_mesh
-from jaxmoe.bench.options import DTYPES, NARROW, narrow_of, wide_dtype_of
+from jaxmoe.bench.options import DTYPES, NARROW, ROUTINGS, narrow_of, wide_dtype_of
 from jaxmoe.bench.passes import Results, function_of
 from jaxmoe.options import Arguments
 from jaxmoe.profiling import budget, ends, summary, timeline
@@ -42,7 +42,7 @@ _DTYPE = flags.DEFINE_enum(
     "Of tokens and weights, or BF16 tokens beside experts in 8 or 4 bits, as the benchmark's --dtype. On a GPU kernels "
     "that decode experts ahead of their rows record nothing.",
 )
-_ROUTING = flags.DEFINE_enum("routing", "uniform", ["uniform", "zipf", "one-hot"], "How tokens choose experts.")
+_ROUTING = flags.DEFINE_enum("routing", "uniform", ROUTINGS, "How tokens choose experts.")
 _PASS = flags.DEFINE_enum(
     "pass",
     "forward",

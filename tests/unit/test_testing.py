@@ -9,6 +9,7 @@ from jaxmoe.testing import (
     ROUTING_KINDS,
     dense,
     identity_experts,
+    make_ids,
     make_inputs,
     relative_error,
     tolerance,
@@ -31,6 +32,20 @@ def test_routings_are_what_they_are_called(routing):
         "repeated": not distinct.any() and counts.min() > 0,
     }
     assert facts[routing]
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(64, 8, 2), (7, 5, 3), (10, 3, 3), (3, 8, 1), (0, 4, 2)])
+def test_even_routing_names_all_experts_equally_often_but_once_and_different_ones_for_a_token(
+    tokens, num_experts, top_k
+):
+    for seed in range(20):
+        ids = make_ids(np.random.default_rng(seed), tokens, num_experts, top_k, "even")
+        counts = np.bincount(ids.ravel(), minlength=num_experts)
+        assert ids.shape == (tokens, top_k)
+        assert counts.max() - counts.min() <= 1
+        assert all(len(set(of_token)) == top_k for of_token in ids.tolist())
+    first, second = (make_ids(np.random.default_rng(seed), 64, 8, 2, "even") for seed in range(2))
+    assert (first != second).any()
 
 
 def test_inputs_have_outputs_of_unit_scale():
