@@ -17,7 +17,7 @@ gradients: where they are asked for, another implementation's backward pass deco
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,14 +70,21 @@ def _once(result: Any) -> Any:
     return jax.lax.optimization_barrier(result)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("inputs", "gate_up"), meta_fields=("trains_experts",))
-@dataclasses.dataclass(frozen=True)
-class SavedForward:
-    """What the backward pass gets beside the gradient of the output."""
+class SavedForward(NamedTuple):
+    """What the backward pass gets beside the gradient of the output.
+
+    Which experts are trained is told by the size of an array. A field of the pytree's structure would not do: where jax
+    0.12 takes a forward pass that it has traced before, it takes the structure of the one that it has traced last, and
+    experts that were frozen there had gradients of zero here.
+    """
 
     inputs: Inputs
     gate_up: Float[Array, "rows projections intermediate"] | None  # in the kernels' own order
-    trains_experts: bool  # something of the experts is differentiated, if only a bias
+    trained: Float[Array, "trained"]  # of one element where something of the experts is differentiated, if only a bias
+
+    @property
+    def trains_experts(self) -> bool:
+        return self.trained.size > 0
 
 
 def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Inputs) -> tuple[jax.Array, SavedForward]:
@@ -88,7 +95,7 @@ def _layer_fwd(call: Call, backward_of_decoded: BackwardOfDecoded, inputs: Input
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=is_leaf)
     y, gate_up = _forward(call, inputs)
     kept = None if gate_up is None else checkpoint_name(gate_up, CHECKPOINT_NAMES[-1])
-    return _once(y), SavedForward(inputs, kept, trains_experts)
+    return _once(y), SavedForward(inputs, kept, jnp.zeros(int(trains_experts)))
 
 
 def _layer_bwd(call: Call, backward_of_decoded: BackwardOfDecoded, saved: SavedForward, dy: jax.Array) -> tuple[Inputs]:
