@@ -144,10 +144,9 @@ def _even_ids(
     """Deals all experts out to one token after the other, in a random order, and then again, in another one."""
     dealt: list[int] = []
     while len(dealt) < tokens * top_k:
-        experts = rng.permutation(num_experts).tolist()
         # Those that the token in hand has already come last, so that it has none twice.
         in_hand = set(dealt[len(dealt) // top_k * top_k :])
-        dealt += [expert for expert in experts if expert not in in_hand] + [each for each in experts if each in in_hand]
+        dealt += sorted(rng.permutation(num_experts).tolist(), key=in_hand.__contains__)
     return np.array(dealt[: tokens * top_k], np.int32).reshape(tokens, top_k)
 
 
