@@ -130,16 +130,21 @@ __device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typenam
   using Stage = typename GemmShape<Variant>::Stage;
   using A = typename Product::A;
   const auto& p = cta.params;
-  // Rows that nobody asked for stay as they are in the stage: they only reach accumulators that are never stored.
+  // Rows that nobody asked for only reach accumulators that are never stored, but to multiply them takes time
+  // (docs/performance/forward.md, "Zeros behind the rows"). Zeros take less: boxes outside of the tensor, of which nothing
+  // is read, once in a task into each stage; what comes later leaves them there. Elsewhere rows stay as they are in the stage.
+  constexpr bool kZeros = kInTiles<A> && Cta<Variant>::kZerosBehindRows;
   const int32_t rows = A::kMajor == ptx::Major::kDepth ? task.rows : Tiling::kRows;
-  const bool whole = kInTiles<A> && rows > Tiling::kRows / 2;
+  const bool whole = kInTiles<A> && rows > (kZeros ? Tiling::kRows - kFewRows : Tiling::kRows / 2);
   const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
   constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
   constexpr int kPanels = Stage::A::kPanels;
-  static_assert(kPanels == 1 || kInTiles<A>);
+  static_assert(kPanels == 1 || (kInTiles<A> && !kZeros));
   constexpr bool kRowScales = requires(Stage& stage) { stage.row_scales; };
   const uint32_t scale_bytes = kRowScales ? boxes * kFewRows * sizeof(float) : 0;
   const uint32_t bytes_of_a = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + scale_bytes;
+  constexpr int32_t kOutside = 1 << 30;
+  [[maybe_unused]] int32_t steps_with_zeros = kZeros && rows > 0 && !whole ? Variant::config.stages : 0;
   const A a{first_row_of_a<A>(cta, task)};
   const LoadedB<Product, Variant> b(cta, task, boxes > 0, b_policy);
 
@@ -148,12 +153,20 @@ __device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typenam
     if (steps_left-- == kStepsLeft) near_end();
     Stage& stage = ring.stage(position);
     uint64_t* full = ring.full(position);
+    int32_t bytes_of_rows = bytes_of_a, rows_and_zeros = boxes * kFewRows;
+    if constexpr (kZeros) {
+      if (steps_with_zeros > 0) {
+        --steps_with_zeros;
+        rows_and_zeros = ceil_div(rows, Roles::kWarpgroupRows) * Roles::kWarpgroupRows;
+        bytes_of_rows = rows_and_zeros * Stage::A::kLineBytes;
+      }
+    }
     if (kWeightsFirst<Variant> && begun > 0) {
       --begun;
-      ring.commit(position, bytes_of_a);
+      ring.commit(position, bytes_of_rows);
     } else {
       track.stall([&] { ring.acquire(position); });
-      ring.commit(position, bytes_of_a + b.bytes());
+      ring.commit(position, bytes_of_rows + b.bytes());
       b.load(stage, full, part, k);
     }
     if constexpr (kRowScales) {
@@ -177,8 +190,9 @@ __device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typenam
           continue;
         }
 #pragma unroll 1
-        for (int32_t row = 0; row < boxes * kFewRows; row += kFewRows) {
-          ptx::load_box(lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, x, a.first + row);
+        for (int32_t row = 0; row < rows_and_zeros; row += kFewRows) {
+          const int32_t y = row < boxes * kFewRows ? a.first + row : kOutside;
+          ptx::load_box(lines[row], &(p.*A::Tensor::kFewMap), full, a_policy, x, y);
         }
       }
     }
