@@ -289,7 +289,9 @@ def place(
     )
 
 
-def check_mesh_is_set(arrays: Any, placement: Placement, caller: str = "moe_layer", products: bool = True) -> None:
+def check_mesh_is_set(
+    arrays: Any, placement: Placement, caller: str = "moe_layer", products: bool = True, handle: bool = False
+) -> None:
     """Raises where arrays lie along Explicit axes of a mesh that is neither set nor passed, in plain JAX.
 
     JAX has no rule for gathers and sorts of arrays that such an axis splits, and none for grouped GEMMs of any on such
@@ -300,6 +302,7 @@ def check_mesh_is_set(arrays: Any, placement: Placement, caller: str = "moe_laye
       placement: of the call.
       caller: for the message.
       products: there is a grouped GEMM.
+      handle: the caller takes one, and no `mesh=`.
     """
     if placement.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return
@@ -308,9 +311,10 @@ def check_mesh_is_set(arrays: Any, placement: Placement, caller: str = "moe_laye
         explicit = axes_of_type(AxisType.Explicit, lies.mesh) if isinstance(lies, NamedSharding) else ()
         if explicit and (products or any(lies.spec)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
+            under = "under `with jax.set_mesh(mesh):`"
+            remedy = f"Dispatch and call {caller} {under}." if handle else f"Call {caller} {under}, or pass mesh=."
             raise ValueError(
-                f"{caller}: {name} lies on a mesh with Explicit axes {sorted(explicit)}, and no mesh is set. Call "
-                f"{caller} under `with jax.set_mesh(mesh):`, or pass mesh=."
+                f"{caller}: {name} lies on a mesh with Explicit axes {sorted(explicit)}, and no mesh is set. {remedy}"
             )
 
 

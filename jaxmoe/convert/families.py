@@ -7,9 +7,11 @@ number of bits, is in `matrices.py`; those of experts that lie in one tensor are
 import dataclasses
 import re
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from jaxmoe.convert.matrices import E8M0_SCALES, FLOAT_SCALES, Format
 from jaxmoe.integers import integer
+from jaxmoe.wording import a_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,18 @@ def layer_number(function: str, layer: int) -> int:
     return number
 
 
+def checked_prefix(function: str, prefix: Any) -> str:
+    """Returns what names begin with, or raises where `layers.` cannot follow it."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"{function}: prefix is {a_type(prefix)}; it must be a str such as 'model.', or None.")
+    if prefix and not prefix.endswith("."):
+        raise ValueError(
+            f"{function}: prefix={prefix!r} has no dot at its end, and names would begin with {prefix + 'layers.'!r}. "
+            f"Pass prefix={prefix + '.'!r}."
+        )
+    return prefix
+
+
 def stem_of(tensors: Collection[str], family: str, layer: int, prefix: str | None) -> str:
     """Returns what the names of a layer's block begin with, such as `model.layers.3.mlp.`.
 
@@ -101,7 +115,7 @@ def stem_of(tensors: Collection[str], family: str, layer: int, prefix: str | Non
     """
     table = FAMILIES[family]
     if prefix is not None:
-        return f"{prefix}layers.{layer}.{table.block}."
+        return f"{checked_prefix('from_hf', prefix)}layers.{layer}.{table.block}."
     # Not all names are looked at again for each layer where the usual one is there.
     if (usual := f"{table.prefix}layers.{layer}.{table.block}.{table.router}") in tensors:
         return usual.removesuffix(table.router)

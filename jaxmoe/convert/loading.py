@@ -78,7 +78,7 @@ def from_hf(
       intermediate_axis: the same for their intermediate dimension.
       dtype: of matrices and biases of experts that are not quantised: bfloat16, float16, float32 or float64; `None`
         leaves what the checkpoint has.
-      prefix: of names, before `layers.`; `None` is found by the name of the router.
+      prefix: of names, before `layers.`, with its dot; `None` is found by the name of the router.
       progress: a function, called with the bytes read so far and those of all; `True` for a bar (tqdm); `False` for
         nothing; `None` for a bar where tqdm is installed and stderr is a terminal.
 
@@ -86,9 +86,9 @@ def from_hf(
       A `MoEWeights`, with `jax.Array`s.
 
     Raises:
-      ValueError: a family or mesh axis that is not known; a layer that is no number from 0; tensors that are missing,
-        misshapen, or more than the family has; dimensions that cannot be split.
-      TypeError: tensors of other dtypes than the family has; a `dtype` that is not wide.
+      ValueError: a family or mesh axis that is not known; a layer that is no number from 0; a prefix without its dot;
+        tensors that are missing, misshapen, or more than the family has; dimensions that cannot be split.
+      TypeError: a prefix that is no str; tensors of other dtypes than the family has; a `dtype` that is not wide.
       FileNotFoundError: no checkpoint, or an incomplete one.
 
     >>> import numpy as np

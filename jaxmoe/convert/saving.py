@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxmoe.arrays import is_array
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.convert import checks, fused, gpt_oss
-from jaxmoe.convert.families import Family, family_named, layer_number
+from jaxmoe.convert.families import Family, checked_prefix, family_named, layer_number
 from jaxmoe.convert.matrices import BF16, E8M0, F32, SIDES, TOGETHER, WIDE_TYPES, Format
 from jaxmoe.convert.placing import copy
 from jaxmoe.convert.weights import MoEWeights
@@ -49,12 +49,13 @@ def to_hf(
         float32 for others. Powers of two in `weight_scale_inv` may also be `float8_e8m0fnu`.
 
     Raises:
-      ValueError: a family that is not known; a layer that is no number from 0; weights that the family has no name for,
-        that lack what it has, or whose arrays do not fit the experts; both a selection bias and a table of tokens;
-        several shared experts; scales that `scale_dtype` would round; static scales that the layer does not use, or
-        that the format of the experts has no name for; arrays of which this process has a part only.
-      TypeError: no experts, or experts in a format that the family does not have, or in several; arrays in a dtype
-        that `from_hf` does not read; another `scale_dtype`.
+      ValueError: a family that is not known; a layer that is no number from 0; a prefix without its dot;
+        weights that the family has no name for, that lack what it has, or whose arrays do not fit the experts; both a
+        selection bias and a table of tokens; several shared experts; scales that `scale_dtype` would round; static
+        scales that the layer does not use, or that the format of the experts has no name for; arrays of which this
+        process has a part only.
+      TypeError: a prefix that is no str; no experts, or experts in a format that the family does not have, or in
+        several; arrays in a dtype that `from_hf` does not read; another `scale_dtype`.
     """
     table = family_named("to_hf", family)
     number = layer_number("to_hf", layer)
@@ -66,7 +67,7 @@ def to_hf(
     _check_shapes(weights)
     for field, experts in (("experts", weights.experts), ("shared", weights.shared)):
         _check_wide(field, experts)
-    stem = f"{table.prefix if prefix is None else prefix}layers.{number}.{table.block}."
+    stem = f"{table.prefix if prefix is None else checked_prefix('to_hf', prefix)}layers.{number}.{table.block}."
     tensors: dict[str, np.ndarray] = {}
     for name, array in _tensors(weights, table, family, in_scales):
         tensors[f"{stem}{name}"] = np.empty(array.shape, array.dtype)

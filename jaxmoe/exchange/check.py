@@ -97,7 +97,7 @@ def check_dispatch(
         return ExchangeCall(implementation.name, reason, placement, platform, *of_rows, axis_sizes)
 
     call = choose(options.implementation, platform, placement.group, options.mesh, call_of, caller, matrices)
-    if call.implementation == XLA.name:
+    if call.implementation != MEGAKERNEL.name:
         arrays = {"x": x, "topk_ids": topk_ids, "token_valid": token_valid, "matrices": matrices}
         sharding.check_mesh_is_set(arrays, placement, caller, products=matrices is not None)
     return call

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxmoe import sharding
 from jaxmoe.arrays import check_array
-from jaxmoe.exchange import IMPLEMENTATIONS
+from jaxmoe.exchange import IMPLEMENTATIONS, MEGAKERNEL
 from jaxmoe.exchange.base import ExchangeCall
 from jaxmoe.exchange.check import check_matrix_dtype, check_multiprocessors, token_shards
 from jaxmoe.exchange.handle import Handle
@@ -65,6 +66,8 @@ def check_combine(
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, name_of_rows, outputs)
+    if call.implementation != MEGAKERNEL.name:
+        sharding.check_mesh_is_set({name_of_rows: outputs}, call.placement, caller, products=False, handle=True)
     return dataclasses.replace(call, multiprocessors=check_multiprocessors(caller, multiprocessors))
 
 
@@ -103,6 +106,9 @@ def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: An
         )
     check_matrix_dtype(caller, matrices, "rows", rows)
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, "matrices", matrices)
+    if call.implementation != MEGAKERNEL.name:
+        arrays = {"rows": rows, "matrices": matrices}
+        sharding.check_mesh_is_set(arrays, call.placement, caller, handle=True)
     return call
 
 

@@ -279,6 +279,22 @@ def test_two_models_in_one_checkpoint_are_told_apart_by_their_prefix():
     assert weights.experts.num_experts == EXPERTS
 
 
+def test_a_prefix_is_text_that_ends_with_a_dot(unchecked_shapes):
+    case = CASES["mixtral"]()
+    weights = from_hf(case.tensors, "mixtral", LAYER)
+    for call in (
+        lambda prefix: from_hf(case.tensors, "mixtral", LAYER, prefix=prefix),
+        lambda prefix: to_hf(weights, "mixtral", LAYER, prefix=prefix),
+    ):
+        with pytest.raises(
+            ValueError, match=r"prefix='model' has no dot at its end.*'modellayers\.'.*prefix='model\.'"
+        ):
+            call("model")
+        with pytest.raises(TypeError, match="prefix is an int; it must be a str"):
+            call(3)
+    assert all(name.startswith("layers.") for name in to_hf(weights, "mixtral", LAYER, prefix=""))
+
+
 def test_what_is_no_checkpoint_is_an_error(tmp_path, unchecked_shapes):
     with pytest.raises(TypeError, match="tensors is a list; it must be a path, or a mapping"):
         from_hf([np.ones(3)], "mixtral", 0)  # pyright: ignore[reportArgumentType]

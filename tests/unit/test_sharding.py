@@ -57,28 +57,36 @@ def test_numbers_are_64_bit_integers_as_the_compiled_part_expects():
     assert replica_groups(ExpertGroup(("inner",), 2), MESH).dtype == np.int64
 
 
-def explicit_calls(mesh: Mesh, spec: P) -> dict[str, Any]:
+def explicit_calls(mesh: Mesh, spec: P, implementation: str) -> dict[str, Any]:
     place = lambda array: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
     x, ids, weights = jnp.ones((8, 16)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
     experts = jaxmoe.Experts.init(jax.random.key(0), 8, 16, 24)
-    where: dict[str, Any] = {"axis_name": None}
-    layer = lambda *arrays: jaxmoe.moe_layer(*arrays, implementation="xla", **where)  # noqa: E731
-    return {
+    where: dict[str, Any] = {"axis_name": None, "implementation": implementation}
+    layer = lambda *arrays: jaxmoe.moe_layer(*arrays, **where)  # noqa: E731
+    dispatched = jaxmoe.dispatch(x, ids, num_experts=8, **where)
+    layers = {
         "moe_layer: x": lambda: layer(place(x), ids, weights, experts),
         "moe_layer: topk_ids": lambda: layer(x, place(ids), weights, experts),
         "moe_layer: experts.w_gate": lambda: layer(x, ids, weights, jax.tree.map(place, experts)),
+    }
+    return (layers if implementation == "xla" else {}) | {
         "dispatch_matmul: matrices": lambda: jaxmoe.dispatch_matmul(x, ids, place(experts.w_gate), **where),
         "dispatch: x": lambda: jaxmoe.dispatch(place(x), ids, num_experts=8, **where),
+        "combine: outputs": lambda: jaxmoe.combine(place(dispatched.rows), weights, dispatched.handle),
+        "matmul_combine: matrices": lambda: jaxmoe.matmul_combine(
+            dispatched.rows, place(experts.w_gate), weights, dispatched.handle
+        ),
     }
 
 
 @pytest.mark.parametrize("spec", [P(), P("expert")], ids=str)
 @pytest.mark.parametrize("size", [1, 8])
-def test_arrays_on_a_mesh_with_explicit_axes_that_is_not_set_are_told_to_set_it(size, spec):
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_arrays_on_a_mesh_with_explicit_axes_that_is_not_set_are_told_to_set_it(implementation, size, spec):
     mesh = jax.make_mesh((size,), ("expert",), axis_types=(AxisType.Explicit,))
-    for name, call in explicit_calls(mesh, spec).items():
-        if name == "dispatch: x" and spec == P():
-            assert call().rows.shape == (8, 16)  # which JAX can gather
+    for name, call in explicit_calls(mesh, spec, implementation).items():
+        if name in ("dispatch: x", "combine: outputs") and spec == P():
+            assert jax.tree.leaves(call())[0].shape == (8, 16)  # which JAX can gather
             continue
         for run in (call, jax.jit(call)):
             with pytest.raises(ValueError, match=rf"^{name} lies on a mesh with Explicit axes \['expert'\].*set_mesh"):
