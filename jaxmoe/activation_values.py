@@ -63,12 +63,24 @@ def refuse_traced_values(function: Any, shown: str) -> None:
         )
 
 
-def _held_by(function: Any) -> list[Any]:
-    """Returns what a function closes over, or the object that is called holds."""
+def _held_by(function: Any, seen: set[int] | None = None) -> list[Any]:
+    """Returns what a function closes over or has as defaults, and the functions among that; or what the object that is
+    called holds.
+
+    Args:
+      function: any callable.
+      seen: those that were looked at, by their id; this one is added.
+    """
+    seen = set() if seen is None else seen
+    seen.add(id(function))
     if isinstance(function, functools.partial):
-        return [function.args, function.keywords, *_held_by(function.func)]
+        return [function.args, function.keywords, *_held_by(function.func, seen)]
     held = [getattr(getattr(function, "__self__", function), "__dict__", {})]
+    held += [getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__")]
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
             held.append(cell.cell_contents)
+    for leaf in jax.tree.leaves(held):
+        if callable(leaf) and id(leaf) not in seen:
+            held += _held_by(leaf, seen)
     return held

@@ -100,7 +100,8 @@ class MoE(nnx.Module):
       data_axes: the other mesh axes over which tokens are split, see `jaxmoe.moe_layer`.
       hidden_axis: mesh axis, axes or logical name for the hidden dimension of experts and shared expert.
       intermediate_axis: the same for their intermediate dimension. The router is replicated.
-      mesh: where none is set by `jax.set_mesh`.
+      mesh: where none is set by `jax.set_mesh`. With Explicit axes take gradients under `nnx.jit` or `jax.set_mesh`:
+        JAX refuses others.
       implementation: `"xla"`, `"megakernel"`, `"reference"` or `None` to choose, see `jaxmoe.moe_layer`.
       plan: how to compute it; `None` is `jaxmoe.default_plan`.
       residuals: what the backward pass keeps, see `jaxmoe.moe_layer`.

@@ -61,6 +61,13 @@ def route(
     return Routed(sources, slot_rows, found.reshape(of_ranks), dropped.reshape(of_ranks), sizes.reshape(of_ranks))
 
 
+def with_all_rows_in_groups(routed: Routed) -> Routed:
+    """Returns the same where rows of all ranks lie behind each other: none is behind the last expert of a rank."""
+    sizes = routed.group_sizes.copy()
+    sizes[:, -1] += routed.row_sources.shape[1] - sizes.sum(1)
+    return dataclasses.replace(routed, group_sizes=sizes)
+
+
 def rows_of(routed: Routed, tokens: np.ndarray) -> np.ndarray:
     """Returns the rows `[ranks, rows, width]` of tokens `[ranks, tokens, width]`."""
     top_k = routed.slot_rows.shape[-1]

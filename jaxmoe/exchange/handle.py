@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -90,6 +91,9 @@ class Dispatched:
     def group_sizes(self) -> Int32[Array, "local_experts"]:
         """Rows of each expert's block with the zero rows behind it: what `jax.lax.ragged_dot` takes.
 
+        Outside of `shard_map` the last expert of every rank has all rows of that rank behind it, so that the next
+        rank's first one begins where its rows do; inside those behind the last expert are nobody's.
+
         Raises:
           ValueError: the rows of an expert are an array of their own (`per_expert`).
         """
@@ -103,6 +107,9 @@ class Dispatched:
         whole = array_layout.reshard_explicit(counts, PartitionSpec(), call.placement.mesh)
         of_ranks = whole.reshape(-1, call.shape.local_experts)
         sizes = base.block_sizes(call.room, of_ranks)
+        if call.placement.mesh is not None:
+            is_last = jnp.arange(call.shape.local_experts) == call.shape.local_experts - 1
+            sizes += jnp.where(is_last, call.room.rows - sizes.sum(-1, keepdims=True), 0)
         return array_layout.like(sizes.reshape(counts.shape), counts, call.placement.mesh)
 
     @property

@@ -235,15 +235,23 @@ def test_pytrees_without_values_and_objects_are_taken():
 
 
 @pytest.mark.parametrize("options", [{"implementation": "xla"}, {"implementation": "reference", "precision": "fp8"}])
-@pytest.mark.parametrize("kind", ["function", "partial", "object"])
+@pytest.mark.parametrize("kind", ["function", "partial", "object", "default", "of a helper"])
 def test_derivatives_of_a_layer_whose_activation_closes_over_a_traced_value_say_so(kind, options):
     x, ids, weights, experts, _ = make_inputs(0)
 
     def loss(x: jax.Array, slope: Any) -> jax.Array:
+        def of_helper(gate: Any) -> Any:  # which also holds itself
+            return scaled(gate) if of_helper else gate
+
+        def scaled(gate: Any) -> Any:
+            return gate * slope
+
         activation = {
             "function": lambda gate: gate * slope,
             "partial": functools.partial(jax.nn.leaky_relu, negative_slope=slope),
             "object": Scaled(slope),
+            "default": lambda gate, slope=slope: gate * slope,
+            "of a helper": of_helper,
         }[kind]
         return jnp.sum(jaxmoe.moe_layer(x, ids, weights, experts, axis_name=None, activation=activation, **options))
 
