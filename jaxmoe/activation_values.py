@@ -6,6 +6,7 @@ An activation is a constant of a compiled program, which is found by the object 
 import contextlib
 import functools
 import sys
+import types
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ def _held_by(function: Any, seen: set[int] | None = None) -> list[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
             held.append(cell.cell_contents)
+    # Not objects that can be called: what else they have may be traced, and has no part in this.
     for leaf in jax.tree.leaves(held):
-        if callable(leaf) and id(leaf) not in seen:
+        if isinstance(leaf, types.FunctionType | functools.partial) and id(leaf) not in seen:
             held += _held_by(leaf, seen)
     return held

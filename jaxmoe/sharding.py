@@ -290,7 +290,7 @@ def place(
 
 
 def check_mesh_is_set(
-    arrays: Any, placement: Placement, caller: str = "moe_layer", products: bool = True, handle: bool = False
+    arrays: Any, placement: Placement, caller: str = "moe_layer", products: bool = True, takes_handle: bool = False
 ) -> None:
     """Raises where arrays lie along Explicit axes of a mesh that is neither set nor passed, in plain JAX.
 
@@ -302,7 +302,7 @@ def check_mesh_is_set(
       placement: of the call.
       caller: for the message.
       products: there is a grouped GEMM.
-      handle: the caller takes one, and no `mesh=`.
+      takes_handle: the caller takes a handle, and no `mesh=`.
     """
     if placement.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return
@@ -311,10 +311,10 @@ def check_mesh_is_set(
         explicit = axes_of_type(AxisType.Explicit, lies.mesh) if isinstance(lies, NamedSharding) else ()
         if explicit and (products or any(lies.spec)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            under = "under `with jax.set_mesh(mesh):`"
-            remedy = f"Dispatch and call {caller} {under}." if handle else f"Call {caller} {under}, or pass mesh=."
+            callers, otherwise = (f"dispatch and {caller}", "") if takes_handle else (caller, ", or pass mesh=")
             raise ValueError(
-                f"{caller}: {name} lies on a mesh with Explicit axes {sorted(explicit)}, and no mesh is set. {remedy}"
+                f"{caller}: {name} lies on a mesh with Explicit axes {sorted(explicit)}, and no mesh is set. Call "
+                f"{callers} under `with jax.set_mesh(mesh):`{otherwise}."
             )
 
 

@@ -97,10 +97,17 @@ def check_dispatch(
         return ExchangeCall(implementation.name, reason, placement, platform, *of_rows, axis_sizes)
 
     call = choose(options.implementation, platform, placement.group, options.mesh, call_of, caller, matrices)
-    if call.implementation != MEGAKERNEL.name:
-        arrays = {"x": x, "topk_ids": topk_ids, "token_valid": token_valid, "matrices": matrices}
-        sharding.check_mesh_is_set(arrays, placement, caller, products=matrices is not None)
+    arrays = {"x": x, "topk_ids": topk_ids, "token_valid": token_valid, "matrices": matrices}
+    check_mesh_of_plain_jax(call, caller, arrays, products=matrices is not None)
     return call
+
+
+def check_mesh_of_plain_jax(
+    call: ExchangeCall, caller: str, arrays: dict[str, Any], products: bool, takes_handle: bool = False
+) -> None:
+    """Raises where plain JAX runs the call and has no rules for how arrays lie; see `sharding.check_mesh_is_set`."""
+    if call.implementation != MEGAKERNEL.name:
+        sharding.check_mesh_is_set(arrays, call.placement, caller, products, takes_handle)
 
 
 def choose(

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxmoe import sharding
 from jaxmoe.arrays import check_array
-from jaxmoe.exchange import IMPLEMENTATIONS, MEGAKERNEL
+from jaxmoe.exchange import IMPLEMENTATIONS
 from jaxmoe.exchange.base import ExchangeCall
-from jaxmoe.exchange.check import check_matrix_dtype, check_multiprocessors, token_shards
+from jaxmoe.exchange.check import (
+    check_matrix_dtype,
+    check_mesh_of_plain_jax,
+    check_multiprocessors,
+    token_shards,
+)
 from jaxmoe.exchange.handle import Handle
 from jaxmoe.formats import FLOAT_DTYPES
 from jaxmoe.wording import a_type
@@ -66,8 +70,7 @@ def check_combine(
                 "(they are small, and a lower precision would lose accuracy): topk_weights.astype(jnp.float32)."
             )
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, name_of_rows, outputs)
-    if call.implementation != MEGAKERNEL.name:
-        sharding.check_mesh_is_set({name_of_rows: outputs}, call.placement, caller, products=False, handle=True)
+    check_mesh_of_plain_jax(call, caller, {name_of_rows: outputs}, products=False, takes_handle=True)
     return dataclasses.replace(call, multiprocessors=check_multiprocessors(caller, multiprocessors))
 
 
@@ -106,9 +109,7 @@ def check_matmul_combine(rows: Any, matrices: Any, topk_weights: Any, handle: An
         )
     check_matrix_dtype(caller, matrices, "rows", rows)
     IMPLEMENTATIONS[call.implementation].check_rows(call, caller, "matrices", matrices)
-    if call.implementation != MEGAKERNEL.name:
-        arrays = {"rows": rows, "matrices": matrices}
-        sharding.check_mesh_is_set(arrays, call.placement, caller, handle=True)
+    check_mesh_of_plain_jax(call, caller, {"rows": rows, "matrices": matrices}, products=True, takes_handle=True)
     return call
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -92,7 +91,7 @@ class Dispatched:
         """Rows of each expert's block with the zero rows behind it: what `jax.lax.ragged_dot` takes.
 
         Outside of `shard_map` the last expert of every rank has all rows of that rank behind it, so that the next
-        rank's first one begins where its rows do; inside those behind the last expert are nobody's.
+        rank's first one begins where its rows do; inside, the rows behind the last expert belong to none.
 
         Raises:
           ValueError: the rows of an expert are an array of their own (`per_expert`).
@@ -108,8 +107,7 @@ class Dispatched:
         of_ranks = whole.reshape(-1, call.shape.local_experts)
         sizes = base.block_sizes(call.room, of_ranks)
         if call.placement.mesh is not None:
-            is_last = jnp.arange(call.shape.local_experts) == call.shape.local_experts - 1
-            sizes += jnp.where(is_last, call.room.rows - sizes.sum(-1, keepdims=True), 0)
+            sizes = sizes.at[:, -1].add(call.room.rows - sizes.sum(-1))
         return array_layout.like(sizes.reshape(counts.shape), counts, call.placement.mesh)
 
     @property
