@@ -44,6 +44,8 @@ HOSTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], int]] = {
     "hosts 8 x 1": ((8,), ("expert",), 1),
     "hosts 2 x 2 for each of two groups": ((2, 4), ("data", "expert"), 2),
 }
+# Answers are added up at experts before they travel.
+SUMS = jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, sum_at_experts=True)
 
 
 @functools.cache

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxmoe
 from jaxmoe import native
 from jaxmoe.implementations.base import Shape
 from jaxmoe.implementations.megakernel.schedule import schedule_of
 from jaxmoe.testing import ROUTING_KINDS
 from tests.fp8_suite import in_8_bits
-from tests.layer_calls import SIZES, LayerChecks, layer, mesh_of
+from tests.layer_calls import SIZES, SUMS, LayerChecks, layer, mesh_of
 from tests.quantized_layer import QuantizedChecks, assert_as_exact
 
-SUMS = jaxmoe.KernelPlan(unit_tiles=2, lag_units=1, ring_tiles=4, sum_at_experts=True)
 # Other rings, chunks and order of the work.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"keep_tokens": True, "chunk_rows": 3},

@@ -14,7 +14,7 @@ from jaxmoe.testing import ROUTING_KINDS
 from tests.multiprocess.launcher import launch
 from tests.multiprocess.test_few_bits import results_of
 from tests.multiprocess.test_hosts import assert_all_are_told
-from tests.multiprocess.workers.few_bits import BLOCKS
+from tests.multiprocess.workers.few_bits import BLOCKS, IN_8_BITS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,6 +124,20 @@ def test_eight_ranks_that_share_gpus_split_experts_inside_and_get_the_output_and
 def test_eight_ranks_that_share_gpus_get_the_same_bits_call_after_call():
     for output in start("megakernel", "layer", **SHARED):
         assert "1000 calls gave the same bits" in output
+
+
+@pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
+def test_eight_ranks_that_share_gpus_add_up_answers_at_experts_to_the_same_bits_call_after_call():
+    for output in start("megakernel", "sums", **SHARED):
+        assert "1000 calls gave the same bits" in output
+
+
+@pytest.mark.skipif(GPUS >= SHARED_RANKS, reason="there is a GPU for every rank")
+@pytest.mark.parametrize("sums", [(), ("sums",)])
+def test_eight_ranks_that_share_gpus_get_outputs_in_few_bits_and_gradients_with_the_same_bits(sums):
+    results = [results_of(output) for output in start("few_bits", "expert 8", "megakernel", *sums, **SHARED)]
+    assert set(results[0]) == set(IN_8_BITS if sums else BLOCKS)
+    assert all(found == results[0] for found in results)
 
 
 @several_gpus

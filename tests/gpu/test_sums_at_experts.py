@@ -9,8 +9,8 @@ import pytest
 
 from jaxmoe import machine
 from jaxmoe.testing import dense, make_inputs, relative_error, tolerance
-from tests.layer_calls import layer, widened
-from tests.sums_at_experts_suite import SUMS, SumsInEightBitsSuite, SumsSuite, scanned
+from tests.layer_calls import SUMS, layer, widened
+from tests.sums_at_experts_suite import SumsInEightBitsSuite, SumsSuite, scanned
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.layer_calls import PLACEMENTS
-from tests.sums_at_experts_suite import SUMS, SumsInEightBitsSuite, SumsSuite
+from tests.layer_calls import PLACEMENTS, SUMS
+from tests.sums_at_experts_suite import SumsInEightBitsSuite, SumsSuite
 
 
 class TestSums(SumsSuite):

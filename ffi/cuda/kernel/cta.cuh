@@ -45,10 +45,10 @@ struct Cta {
       Variant::kPass == Pass::kForward && (Variant::Precision::kPacked || Variant::Precision::kTokens.is_scaled());
   // Whether answers are added up at experts before they travel (exchange/sums_at_experts.cuh).
   static constexpr bool kSumsAtExperts = requires { requires Variant::kSumsAtExperts; };
-  // Whether zeros lie behind the rows of a tile (gemm/load.cuh): of a layer in 16 bits, where it was measured.
-  static constexpr bool kZerosBehindRows = Variant::kPass == Pass::kForward && !kSumsAtExperts &&
-                                           !Variant::Precision::kPacked && !Variant::Precision::kDecodes &&
-                                           !Variant::Precision::kTokens.is_scaled();
+  // Whether zeros lie behind the rows of a tile (gemm/load.cuh). Beside packed weights rows are the second factor, of which a
+  // product takes hardly more than there are. Recording leaves tokens in 8 bits no register for it.
+  static constexpr bool kZerosBehindRows =
+      !Variant::Precision::kPacked && !(Variant::config.timeline && Variant::Precision::kTokens.is_scaled());
   // Warps that store a part of a task each.
   static constexpr uint32_t kTaskParts = Roles::kMathWarps * Tiling::kBlocks;
 

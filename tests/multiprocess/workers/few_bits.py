@@ -3,6 +3,7 @@ computes for itself.
 
     argument 1   the mesh over all devices, as of the worker `layer`
     argument 2   the implementation
+    argument 3   if given, "sums": only tokens in 8 bits, and answers are added up at experts before they travel
 
 Experts are quantised where they lie, split over the processes, and come out as those that one process quantises alone.
 Every rank compares outputs and gradients of tokens and routing weights, and prints a digest of them, so that the test
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe.options import Arguments
 from jaxmoe.testing import make_inputs, relative_error
-from tests.layer_calls import cotangent
+from tests.layer_calls import SUMS, cotangent
 from tests.multiprocess.rank import join, step
 from tests.multiprocess.workers.layer import make_mesh, shards, spread
 from tests.quantized_layer import assert_as_exact
@@ -31,6 +32,7 @@ from tests.quantized_layer import assert_as_exact
 SIZES: dict[str, Any] = {"tokens": 64, "hidden": 128, "intermediate": 256, "num_experts": 16, "top_k": 3}
 # What experts are quantised to, for each precision.
 BLOCKS = {"fp8": "128x128", "fp8-e8m0": "128x128", "fp8-static": "expert", "w8a16": "channel", "w4a16": "mxfp4"}
+IN_8_BITS = ("fp8", "fp8-e8m0", "fp8-static")
 CALLS = 10
 
 
@@ -40,7 +42,7 @@ def quantized(precision: str, experts: jaxmoe.Experts) -> jaxmoe.Experts:
     return jaxmoe.with_input_scales(found, 5 / 448, 9 / 448) if precision == "fp8-static" else found
 
 
-def check(precision: Any, mesh: Mesh, implementation: Any) -> None:
+def check(precision: Any, mesh: Mesh, implementation: Any, plan: jaxmoe.KernelPlan | None) -> None:
     local = make_inputs(1, **SIZES, biases=precision == "w4a16", routing="zipf", dtype=jnp.bfloat16)
     given = spread(local, mesh)
     quantize = jax.jit(functools.partial(quantized, precision))
@@ -62,6 +64,7 @@ def check(precision: Any, mesh: Mesh, implementation: Any) -> None:
                 data_axes=mesh.axis_names[:-1],
                 implementation=implementation,
                 precision=precision,
+                plan=plan,
             )
             return jnp.sum(y.astype(jnp.float32) * cotangent(y)), y
 
@@ -99,10 +102,11 @@ def _repeated(alone: Any, narrow: Any) -> list[Any]:
 
 def main() -> None:
     join()
-    name, implementation = sys.argv[1:]
+    name, implementation, *sums = sys.argv[1:]
+    assert sums in ([], ["sums"]), sums
     mesh = make_mesh(name)
-    for precision in BLOCKS:
-        check(precision, mesh, implementation)
+    for precision in IN_8_BITS if sums else BLOCKS:
+        check(precision, mesh, implementation, SUMS if sums else None)
 
 
 if __name__ == "__main__":

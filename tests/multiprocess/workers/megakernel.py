@@ -1,6 +1,7 @@
 """Ranks that run the fused kernel: right in many calls and with many programs. What goes wrong is in `faults.py`.
 
 argument 1   "layer"
+             "sums": a layer whose answers are added up at experts before they travel
              "forgetful": the first rank forgets what it has compiled, the others do not
              "threads": two Python threads call two layers at the same time
              "programs": groups of half the devices, in programs that have other collectives and in some that do not
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import native
 from jaxmoe.testing import dense, make_inputs, relative_error
+from tests.layer_calls import SUMS
 from tests.multiprocess.rank import join, step
 
 CALLS = 1000
@@ -167,7 +169,8 @@ def main() -> None:
         return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
 
     spread = jax.tree.map(put, (arguments.x, arguments.topk_ids, arguments.topk_weights, arguments.experts))
-    layer = jax.jit(lambda *arrays: jaxmoe.moe_layer(*arrays, mesh=mesh, implementation="megakernel"))
+    plan = SUMS if sys.argv[1] == "sums" else None
+    layer = jax.jit(lambda *arrays: jaxmoe.moe_layer(*arrays, mesh=mesh, implementation="megakernel", plan=plan))
     first = jax.block_until_ready(layer(*spread))
     step("first call ended")
     jaxmoe.raise_if_failed()

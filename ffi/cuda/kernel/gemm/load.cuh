@@ -139,8 +139,9 @@ __device__ __forceinline__ bool load_tile(const Cta<Variant>& cta, const typenam
   const int32_t boxes = ceil_div(rows, kInTiles<A> ? kFewRows : kBoxWidth);
   constexpr uint32_t kBytesOfBox = (kInTiles<A> ? kFewRows : kBoxWidth) * Stage::A::kLineBytes;
   constexpr int kPanels = Stage::A::kPanels;
-  static_assert(kPanels == 1 || (kInTiles<A> && !kZeros));
   constexpr bool kRowScales = requires(Stage& stage) { stage.row_scales; };
+  static_assert(kPanels == 1 || kInTiles<A>);
+  static_assert(!kZeros || (kPanels == 1 && !kRowScales));  // bytes of a step with zeros are those of rows alone
   const uint32_t scale_bytes = kRowScales ? boxes * kFewRows * sizeof(float) : 0;
   const uint32_t bytes_of_a = (whole ? sizeof(Stage::a) : kPanels * boxes * kBytesOfBox) + scale_bytes;
   constexpr int32_t kOutside = 1 << 30;
