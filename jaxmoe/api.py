@@ -72,7 +72,8 @@ def moe_layer(
 
     Args:
       x: tokens, bfloat16, float16, float32, or float64 on CPU; at least two dimensions.
-      topk_ids: experts of each token, any integer type. -1 is an unused slot; other values outside `[0, num_experts)`
+      topk_ids: experts of each token, any integer type (of 64 bits that reach a program of `jax.jit` as its arguments
+        JAX keeps 32, unless x64 is on). -1 is an unused slot; other values outside `[0, num_experts)`
         count as unused too and are reported in `MoEStats`. A token may name an expert twice: both count. Or a
         `jaxmoe.Routing`, behind which the experts come.
       topk_weights: float32 (or float64 with float64 tokens).

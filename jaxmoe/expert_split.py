@@ -281,22 +281,29 @@ def _can_be_split(
     if block > 1 and not of_parts and width % ranks == 0:
         return False
     of = f" in blocks of {block}" if block > 1 else ""
+    blocks, rest = divmod(width, block)
+    # Where a part is no whole block, or there is one block, no axis will do.
+    other = f", or choose an axis whose size divides {blocks}" if blocks > 1 and not rest else ""
     raise ValueError(
         f"moe_layer: experts.{name} has {dimension}={width}{of}, which cannot be split over the {ranks} ranks of mesh "
-        f"axis {', '.join(map(repr, names))}. Leave {dimension}_axis out, or choose an axis whose size divides "
-        f"{width // block}."
+        f"axis {', '.join(map(repr, names))}. Leave {dimension}_axis out{other}."
     )
 
 
 def _uneven(experts: AnyExperts, dimension: str, ranks: int) -> tuple[str, int] | None:
-    """Returns an array that so many ranks cannot share along a dimension, and how many elements stay together."""
-    for name, matrix in present(experts).items():
-        if ranks == 1 or dimension not in _WIDE[name]:
-            continue
-        block = _block(matrix, along_in=_WIDE[name][0] == dimension)
-        if getattr(experts, dimension) % (ranks * block):
-            return name, block
-    return None
+    """Returns an array that so many ranks cannot share along a dimension, and how many elements stay together.
+
+    That of the largest blocks: blocks are powers of two, so what does for them does for all.
+    """
+    if ranks == 1:
+        return None
+    blocks = {
+        name: _block(matrix, along_in=_WIDE[name][0] == dimension)
+        for name, matrix in present(experts).items()
+        if dimension in _WIDE[name]
+    }
+    name = max(blocks, key=lambda name: blocks[name])
+    return (name, blocks[name]) if getattr(experts, dimension) % (ranks * blocks[name]) else None
 
 
 def _block(matrix: Any, along_in: bool) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.experts import Experts, FusedExperts
+from jaxmoe.integers import saturated
 from jaxmoe.routing.router import Routing
 from jaxmoe.wording import a_type
 
@@ -103,5 +104,16 @@ class CallOptions:
 
 
 def as_jax(tree: Any) -> Any:
-    """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64)."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)
+    """Turns NumPy arrays into JAX arrays, of the dtype that JAX gives them (float64 is float32 without x64).
+
+    Integers that this cannot hold become the nearest that it can, so that an id that is no expert stays none.
+    """
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        if np.issubdtype(leaf.dtype, np.integer):
+            leaf = saturated(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jnp.asarray(leaf)
+
+    return jax.tree.map(of, tree)

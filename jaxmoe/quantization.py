@@ -5,19 +5,23 @@ has that rule, compiled code in its own words.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.array_layout import AxesOfDims, axes_of_type, known_axes
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.expert_checks import arrays_given, check_dimensions
 from jaxmoe.experts import AnyExperts, Experts, split
 from jaxmoe.formats import check_wide_dtype
+from jaxmoe.four_bit import FourBit
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
 from jaxmoe.guard import not_differentiated
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
@@ -38,8 +42,13 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
     `float8_e8m0fnu` the next power of two above that. Values are weights times the reciprocal of their scale, in
     float32, rounded to the nearest: a division rounds a few that are nearly ties to the other side. A block of zeros
     has values of zero; a NaN or an infinity makes all of its block NaN. `"mxfp4"` and `"nvfp4"` have the scales that
-    `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`, and leaves
-    experts where they are. Experts of several layers that are one array are `jax.vmap(jaxmoe.quantize)(experts)`.
+    `jaxmoe.four_bit_quantization` states with their sources, and the same rules. Works under `jax.jit`. Experts of
+    several layers that are one array are `jax.vmap(jaxmoe.quantize)(experts)`.
+
+    Experts stay where they are: values are split as weights were, and scales too where their number divides. Where a
+    mesh axis cuts blocks, columns are moved to find the scales, and values moved back. Of Auto axes JAX says nothing
+    under `jax.jit`, where it may then leave values whole on every rank: quantise such experts outside of it, or give
+    `out_shardings`.
 
     Matrices in few bits are constants: asking for gradients with respect to wide ones that are rounded here is an
     error, while biases keep theirs. What is not to be differentiated goes through `jax.lax.stop_gradient` before it
@@ -94,13 +103,91 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         if matrix is None:
             return None
         check_wide_dtype("quantize", f"experts.{name} is", matrix.dtype)
+        if block in FOUR_BIT_KINDS:
+            _check_groups(name, matrix.shape[1], block)
+            make, sizes = mxfp4 if block == "mxfp4" else nvfp4, (FOUR_BIT_KINDS[block].group, 1)
+        else:
+            make = functools.partial(_quantized, block=block, scale_dtype=of_scales)
+            # What all columns or all rows share is the largest of what each rank finds.
+            sizes = (BLOCK, BLOCK) if block == "128x128" else (1, 1)
+        lies = _Split.of(matrix)
         matrix = not_differentiated(matrix, FOUR_BIT_KINDS.get(block, BlockScaled), "quantize")
-        if block not in FOUR_BIT_KINDS:
-            return _quantized(matrix, block, of_scales)
-        _check_groups(name, matrix.shape[1], block)
-        return mxfp4(matrix) if block == "mxfp4" else nvfp4(matrix)
+        whole = lies.without_cuts(matrix.shape, sizes)
+        if whole == lies:
+            return make(matrix)
+        return jax.tree.map(lies.transposed.place, make(whole.place(matrix)))
 
     return dataclasses.replace(wide, **{name: quantized(name) for name in MATRICES})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How an array lies, as far as JAX says: of Auto axes that is outside of `jax.jit` only.
+
+    Args:
+      sharding: over devices, or over axes of a type; `None` where nothing is split.
+      axes: for each dimension, those that split it.
+    """
+
+    sharding: NamedSharding | None
+    axes: AxesOfDims
+
+    @classmethod
+    def of(cls, array: Any) -> "_Split":
+        sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not any(axes := known_axes(array, sharding.mesh)):
+            return cls(None, ((),) * 3)
+        return cls(sharding, axes)
+
+    @property
+    def transposed(self) -> "_Split":
+        """Of matrices `[experts, out, in]` where this is of `[experts, in, out]`, and back."""
+        experts, inner, out = self.axes
+        return _Split(self.sharding, (experts, out, inner))
+
+    def ranks(self, dimension: int) -> int:
+        return math.prod(self.sharding.mesh.shape[name] for name in self.axes[dimension]) if self.sharding else 1
+
+    def without_cuts(self, shape: tuple[int, ...], sizes: tuple[int, int]) -> "_Split":
+        """Returns a split of matrices `[experts, in, out]` in which no axis cuts a block of such sizes.
+
+        An axis that did splits the other dimension, or experts, and where these do not divide nothing.
+        """
+        split = self
+
+        def cuts(dimension: int) -> bool:
+            size = (1, *sizes)[dimension]
+            # Blocks that are filled up with zeros are cut as well, since JAX would have to move columns.
+            return split.ranks(dimension) > 1 and shape[dimension] % (split.ranks(dimension) * size) != 0
+
+        for dimension in (1, 2):
+            if not cuts(dimension):
+                continue
+            moved, before = self.axes[dimension], split.axes
+            for other in (3 - dimension, 0, None):
+                split = _Split(
+                    self.sharding,
+                    tuple(
+                        () if at == dimension else names + (moved if at == other else ())
+                        for at, names in enumerate(before)
+                    ),
+                )
+                if other is None or not cuts(other):
+                    break
+        return split
+
+    def place(self, array: jax.Array) -> jax.Array:
+        """Returns the array split so, but for dimensions that do not divide."""
+        if self.sharding is None:
+            return array
+        axes = (
+            names if size % self.ranks(dimension) == 0 else None
+            for dimension, (names, size) in enumerate(zip(self.axes, array.shape, strict=False))
+        )
+        wanted = NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
+        if axes_of_type(AxisType.Explicit, self.sharding.mesh):
+            return jax.sharding.reshard(array, wanted)
+        return jax.lax.with_sharding_constraint(array, wanted)
 
 
 def quantized_by_layer(experts: Experts, scale_dtype: DTypeLike) -> Experts:
@@ -170,7 +257,7 @@ def _check_real(name: str, scale: Any) -> None:
         # Of any size: JAX's integers have 32 bits.
         is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
         dtype = jnp.dtype(float) if is_number else jnp.asarray(scale).dtype
-    except (TypeError, ValueError):  # no array, and nothing that becomes one
+    except (TypeError, ValueError, OverflowError):  # no array, and nothing that becomes one
         raise TypeError(
             f"with_input_scales: {name} is {a_type(scale)}; it must be a number, or one for each expert."
         ) from None
@@ -180,6 +267,8 @@ def _check_real(name: str, scale: Any) -> None:
 
 def _of_each_expert(number: Any, scales: Any) -> Float[Array, " experts"]:
     """Returns a number for each expert, split over devices as the scales are, as far as that is known."""
+    if isinstance(number, int) and abs(number) >= 2**128:
+        number = math.inf if number > 0 else -math.inf  # as float32 has it; of a larger integer Python makes no float
     number = jnp.asarray(number, jnp.float32)
     sharding = None if isinstance(scales, Tracer) else getattr(scales, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -220,6 +309,11 @@ def decode_8_bits(experts: SomeExperts, dtype: DTypeLike) -> SomeExperts:
 
 def _decoded(experts: SomeExperts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> SomeExperts:
     def of(array: Any) -> Any:
+        if isinstance(array, FourBit) and isinstance(array, kind):
+            lies = _Split.of(array.values).transposed
+            whole = lies.without_cuts(array.shape, (array.group, 1))
+            if whole != lies:
+                return lies.place(jax.tree.map(whole.transposed.place, array).wide(dtype))
         if isinstance(array, kind):
             return array.wide(dtype)
         return array if isinstance(array, QuantizedMatrix) else array.astype(dtype)
@@ -241,7 +335,8 @@ def _quantized(matrices: Float[Array, "experts in out"], block: str, scale_dtype
     scales = _scales_of(largest, finite, power_of_two=jnp.dtype(scale_dtype) == jnp.float8_e8m0fnu)
     # XLA divides by what many numbers share with its reciprocal: so does this, on every backend.
     scaled = (blocks * (1 / scales)[:, :, None, :, None]).reshape(experts, row_blocks, rows, padded.shape[2])
-    scaled = scaled.reshape(padded.shape)[:, :out, :inner]
+    # Not by an index, which JAX without jit makes a gather of, that Explicit axes refuse.
+    scaled = jax.lax.slice(scaled.reshape(padded.shape), (0, 0, 0), values.shape)
     return BlockScaled(in_8_bits(scaled), scales.astype(scale_dtype))
 
 

@@ -198,10 +198,10 @@ def format_of(block: Block, name: str, formats: Sequence[Format]) -> Format:
     if fitting:
         return fitting[0]
     weights = {str(known) for kind in complete or formats for known in kind.parts[0].types}
-    beside = "".join(f"; with {part.suffix}" for kind in complete[:1] for part in kind.parts[1:])
+    beside = " and ".join(part.suffix for kind in complete[:1] for part in kind.parts[1:])
     advice = complete[0].parts[0].advice if complete else ""
     raise TypeError(
-        f"from_hf: tensor {block.name(weight)!r} is {dtype}{beside} it must be "
+        f"from_hf: tensor {block.name(weight)!r} is {dtype}; {f'with {beside} ' if beside else ''}it must be "
         f"{' or '.join(sorted(weights))}. {advice}".rstrip()
     )
 

@@ -71,7 +71,8 @@ class SafetensorsFiles(Mapping[str, Any]):
     def __getitem__(self, name: str) -> np.ndarray:
         path = self._file_of[name]
         if path not in self._opened:
-            self._opened[path] = np.asarray(np.memmap(path, np.uint8, "r")), _header(path)
+            entries = _header(path)  # before it is mapped, which an empty file cannot be
+            self._opened[path] = np.asarray(np.memmap(path, np.uint8, "r")), entries
         content, entries = self._opened[path]
         if name not in entries:
             raise ValueError(f"{path}: has no tensor {name!r}, which {INDEX} says is there. Download both again.")

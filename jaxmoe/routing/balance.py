@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,6 +31,7 @@ from jaxmoe.routing.stats import (
     stats_of,
     sum_over_parts,
     sum_over_tokens,
+    with_tokens_of,
 )
 from jaxmoe.wording import a_type
 
@@ -209,7 +211,8 @@ def router_z_loss(
 ) -> Float[Array, ""]:
     """Returns the mean over tokens of `log(sum_e exp(logit_e))^2`, which keeps router logits small.
 
-    Zoph et al. 2022, ST-MoE (arXiv:2202.08906), equation 5. Without any valid token it is 0.
+    Zoph et al. 2022, ST-MoE (arXiv:2202.08906), equation 5. Without any valid token it is 0. A valid
+    token whose logits are all -inf makes it infinite: leave it out by `token_valid`.
 
     Args:
       logits: `[*batch, experts]`, any float dtype; computed in float32, float64 stays float64.
@@ -277,10 +280,12 @@ def update_selection_bias(
             f"{rows_per_expert.shape}; both must be [experts]."
         )
     _check_rate(rate)
-    # Counts of many steps may fit their type where their sum does not.
-    rows, dtype = rows_per_expert.astype(jax.eval_shape(jnp.sum, rows_per_expert).dtype), selection_bias.dtype
-    parts, rests = jnp.divmod(rows, rows.size)
-    more, rest = jnp.divmod(rests.sum(), rows.size)
+    # Counts of many steps may fit their type where their sum does not; in NumPy they may have more bits than JAX has.
+    library = np if isinstance(rows_per_expert, np.ndarray) else jnp
+    of_sums = library.sum(library.zeros(0, rows_per_expert.dtype)).dtype
+    rows, dtype = rows_per_expert.astype(of_sums), selection_bias.dtype
+    parts, rests = library.divmod(rows, rows.size)
+    more, rest = library.divmod(rests.sum(), rows.size)
     mean = parts.sum() + more
     below_mean = (rows < mean) | ((rows == mean) & (rest > 0))
     sign = below_mean.astype(dtype) - (rows > mean).astype(dtype)
@@ -303,15 +308,16 @@ def _check_rate(rate: Any) -> None:
 
 def _probabilities(routing: Routing, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's probabilities, and one where it has any expert: `_masked`."""
-    ids = int32_ids(routing.topk_ids)
-    valid = any_slot((ids >= 0) & (ids < routing.scores.shape[-1]))
-    return _masked(routing.scores, valid if token_valid is None else valid & token_valid)
+    scores = routing.scores
+    ids = with_tokens_of(int32_ids(routing.topk_ids), scores)
+    valid = any_slot((ids >= 0) & (ids < scores.shape[-1]))
+    return _masked(scores, valid if token_valid is None else valid & with_tokens_of(token_valid, scores))
 
 
 def _squares(logits: jax.Array, token_valid: jax.Array | None) -> list[jax.Array]:
     """Returns each token's square of the z-loss, and one where it is valid: `_masked`."""
     logits = whole_in_last(logits.astype(at_least_float32(logits.dtype)))
-    valid = jnp.ones_like(logits[..., 0], bool) if token_valid is None else token_valid
+    valid = jnp.ones_like(logits[..., 0], bool) if token_valid is None else with_tokens_of(token_valid, logits)
     log_sum = jax.nn.logsumexp(jnp.where(valid[..., None], logits, 0), axis=-1)
     return _masked(log_sum[..., None] ** 2, valid)
 

@@ -32,6 +32,16 @@ def largest(values: Float[Array, "*batch n"], count: int) -> Int32[Array, "*batc
     return jax.lax.platform_dependent(values, cuda=on_gpus, rocm=on_gpus, default=by_top_k)
 
 
+def lowered(values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns finite numbers in the order of the values, lower than a quarter of the lowest finite number.
+
+    Of float32 those that differ by less than one part in 2^14 may become ties.
+    """
+    dtype, ordered = jnp.finfo(values.dtype), _in_order(values)
+    quarter = 2.0 ** (dtype.maxexp - 2)
+    return ordered.astype(values.dtype) * (quarter / 2.0 ** (dtype.bits - 1)) - 2 * quarter
+
+
 def positions_of(values: Float[Array, "*batch n"]) -> Int32[Array, "*ones n"]:
     """Returns the position of each value along the last dimension, in as many dimensions as values have."""
     return jnp.expand_dims(jnp.arange(values.shape[-1], dtype=jnp.int32), range(values.ndim - 1))

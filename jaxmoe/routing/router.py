@@ -26,8 +26,8 @@ from jaxmoe.array_layout import whole_in_last
 from jaxmoe.arrays import check_array
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
-from jaxmoe.routing.largest import largest, positions_of
-from jaxmoe.routing.stats import check_token_valid, int32_ids
+from jaxmoe.routing.largest import largest, lowered, positions_of
+from jaxmoe.routing.stats import check_token_valid, int32_ids, with_tokens_of
 from jaxmoe.wording import a_type
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
@@ -53,7 +53,8 @@ class RouterConfig:
       renormalize: divide the selected scores by their sum plus `epsilon`. Weights of `"topk_softmax"` sum to one as
         they are.
       num_groups: groups of consecutive experts for group-limited selection; 1 does not limit.
-      top_groups: groups a token may choose from: those with the largest sum of their two best selection scores.
+      top_groups: groups a token may choose from: those with the largest sum of their two best selection scores. Groups
+        with one expert whose score is not -inf come behind all others by that score, and before those with none.
       scaling_factor: multiplies the weights at the end.
       epsilon: of the renormalisation.
 
@@ -191,8 +192,8 @@ def route(
 
     Ties go to the expert, and the group, with the lowest index. Gradients flow to the logits through `topk_weights` and
     `scores`; the choice itself and the selection bias have none. A logit of -inf is allowed and gives its expert no
-    weight. A NaN is chosen first: a token that has one among its logits, and every token where the selection bias has
-    one, has NaN among its weights.
+    weight; a token that has no other has weights and scores of 0. A NaN is chosen first: a token that has one among its
+    logits, and every token where the selection bias has one, has NaN among its weights.
 
     Sources: softmax after top-k, Shazeer et al. 2017 (arXiv:1701.06538, equations 3 and 5, without the noise); softmax
     before top-k, Fedus et al. 2021 (arXiv:2101.03961, equation 1); selection bias, Wang et al. 2024 (arXiv:2408.15664,
@@ -247,10 +248,11 @@ def choose(
     logits = whole_in_last(logits.astype(at_least_float32(logits.dtype)))
     selection_bias = selection_bias if selection_bias is None else whole_in_last(selection_bias)
     if token_valid is not None:
+        token_valid = with_tokens_of(token_valid, logits)
         # Before any arithmetic: a zero cotangent times the slope at a NaN would be a NaN again.
         logits = jnp.where(token_valid[..., None], logits, 0)
     scores = _SCORE_FUNCTIONS[config.score](logits)
-    ids = _select(scores, config, selection_bias) if topk_ids is None else int32_ids(topk_ids)
+    ids = _select(scores, config, selection_bias) if topk_ids is None else with_tokens_of(int32_ids(topk_ids), logits)
     used = (ids >= 0) & (ids < num_experts)
     if token_valid is not None:
         used &= token_valid[..., None]
@@ -262,10 +264,7 @@ def choose(
         shown = scores + jnp.expand_dims(nan_or_zero, range(scores.ndim - 1))
     selected = jnp.take_along_axis(shown, jnp.where(used, ids, 0), axis=-1, mode="promise_in_bounds")
     if config.score == "topk_softmax":
-        # Where a choice made elsewhere has logits of -inf alone their softmax would be NaN, and its gradient.
-        weighed = used & (selected != -jnp.inf)
-        weights = jax.nn.softmax(jnp.where(weighed, selected, jnp.finfo(scores.dtype).min), axis=-1)
-        weights = jnp.where(weighed, weights, 0)
+        weights = _softmax(selected, used)
     else:
         weights = jnp.where(used, selected, 0)
         if config.renormalize:
@@ -283,8 +282,11 @@ def choose(
     return Routing(topk_ids=ids, topk_weights=weights, scores=probabilities)
 
 
-def _softmax(logits: jax.Array) -> jax.Array:
-    return jax.nn.softmax(logits, axis=-1)
+def _softmax(logits: jax.Array, used: jax.Array | bool = True) -> jax.Array:
+    # Zeros where no logit is more than minus infinity: their softmax would be NaN, and its gradient.
+    weighed = used & (logits != -jnp.inf)
+    weights = jax.nn.softmax(jnp.where(weighed, logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.where(weighed, weights, 0)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -327,7 +329,10 @@ def _select(
         grouped = choice.reshape(*choice.shape[:-1], config.num_groups, group_size)
         best = jnp.argmax(grouped, axis=-1, keepdims=True).astype(jnp.int32)
         others = jnp.where(positions_of(grouped) == best, -jnp.inf, grouped)
-        group_score = grouped.max(-1) + others.max(-1)
+        first, second = grouped.max(-1), others.max(-1)
+        # Of minus infinity the sum would say nothing: one expert that is not masked comes before none, the best first.
+        is_alone = jnp.isfinite(first) & (second == -jnp.inf)
+        group_score = jnp.where(is_alone, lowered(first), first + second)
         kept = largest(group_score, config.top_groups)
         is_kept = (kept[..., None] == positions_of(group_score)[..., None, :]).any(-2)
         # An expert of a kept group comes before any other, also where its logit or its bias is minus infinity.

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 
 from jaxmoe.arrays import check_array
-from jaxmoe.integers import integer
+from jaxmoe.integers import integer, saturated
 from jaxmoe.pytrees import pytree
 
 # float32 holds every integer up to here, so ones that add up to no more are added exactly, in whatever order.
@@ -208,7 +208,7 @@ class Counters:
         out_of_range, unused = self.num_experts, self.num_experts + 1
         belongs = jnp.where(is_expert, ids, jnp.where(ids == -1, unused, out_of_range))
         if token_valid is not None:
-            belongs = jnp.where(token_valid[..., None], belongs, unused)
+            belongs = jnp.where(with_tokens_of(token_valid, ids)[..., None], belongs, unused)
         if self.token_turns > 1:
             turn = _positions(ids.shape[:-1]) % self.token_turns
             belongs += (self.num_experts + 2) * turn[..., None]
@@ -295,15 +295,29 @@ def _split_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted))) for array in arrays]
 
 
+def with_tokens_of(array: Shaped[Array, "..."], model: Shaped[Array, "*batch columns"]) -> Array:
+    """Returns an array whose tokens Explicit axes split as those of another: JAX joins no others.
+
+    Args:
+      array: `[*batch]`, or with a dimension more, which is then whole.
+      model: `[*batch, columns]`.
+    """
+    known, of_model = jax.typeof(array).sharding, jax.typeof(model).sharding
+    batch = model.ndim - 1
+    wanted = (*[*of_model.spec, *[None] * batch][:batch], *[None] * (array.ndim - batch))
+    if tuple(known.spec) == wanted or not any((*known.spec, *wanted)):
+        return array
+    # Where no mesh is set, arrays that are not split know none.
+    mesh = of_model.mesh if any(wanted) else known.mesh
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted)))
+
+
 def int32_ids(ids: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Returns ids of any integer type as int32: those that do not fit become the nearest that does, which is no expert.
 
     To be called before any comparison: `ids < num_experts` in a narrow type would wrap `num_experts`.
     """
-    known, wide = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
-    if known.max > wide.max:
-        ids = jnp.clip(ids, max(known.min, wide.min), wide.max)
-    return ids.astype(jnp.int32)
+    return jnp.asarray(saturated(ids, jnp.int32))
 
 
 def manual_axes(caller: str, axis_name: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -129,3 +129,13 @@ def test_a_file_that_is_broken_is_an_error_that_says_how(content, told, tmp_path
     path.write_bytes(content)
     with pytest.raises((ValueError, TypeError), match=f"w.safetensors: .*{told}"):
         open_safetensors(path)["w"]
+
+
+def test_an_empty_file_that_an_index_lists_is_named(tmp_path):
+    save_file({"one": np.ones(1)}, tmp_path / "one.safetensors")
+    (tmp_path / "other.safetensors").touch()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"one": "one.safetensors", "two": "other.safetensors"}}))
+    files = open_safetensors(tmp_path)
+    assert files["one"].tolist() == [1]
+    with pytest.raises(ValueError, match=r"other\.safetensors: is no whole safetensors file: 0 bytes"):
+        files["two"]

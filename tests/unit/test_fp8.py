@@ -281,6 +281,14 @@ def test_with_input_scales_sets_one_number_for_tokens_and_one_for_h():
     assert plain.w_up is None
 
 
+def test_a_scale_that_is_too_large_for_a_float_is_infinite_like_one_that_is_too_large_for_float32():
+    for scale, wanted in ((10**400, np.inf), (10**39, np.inf), (-(10**400), -np.inf)):
+        matrix: Any = jaxmoe.with_input_scales(NARROW, scale, 1).w_gate
+        assert (matrix.input_scale == wanted).all()
+    with pytest.raises(TypeError, match=r"^with_input_scales: tokens is a list; it must be a number"):
+        jaxmoe.with_input_scales(NARROW, [10**400] * 8, 1)
+
+
 def test_with_input_scales_refuses_what_is_not_in_8_bits_no_numbers_and_other_shapes():
     with pytest.raises(TypeError, match=r"experts.w_gate is float32; it must be BlockScaled.*jaxmoe.quantize"):
         jaxmoe.with_input_scales(WIDE, 1, 1)

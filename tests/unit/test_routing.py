@@ -482,3 +482,40 @@ def test_an_expert_of_a_kept_group_comes_before_those_of_others_also_where_its_s
     config = jaxmoe.RouterConfig(top_k=3, score="sigmoid", num_groups=2, top_groups=1)
     chosen = jaxmoe.route(jnp.array([[1.0, 1, 1, 5, 4, 3]]), config, selection_bias=bias).topk_ids
     assert chosen.tolist() == [[3, 4, 5]]
+
+
+def test_of_groups_with_masked_experts_the_one_with_the_best_usable_expert_comes_first() -> None:
+    masked = -math.inf
+    logits = jnp.array([[masked, masked, 1, masked, 3, masked], [0.5, 0.25, 5, masked, masked, masked]])
+    config = jaxmoe.RouterConfig(top_k=2, score="topk_softmax", num_groups=3, top_groups=1)
+    routing = jaxmoe.route(logits, config)
+    assert routing.topk_ids.tolist() == [[4, 5], [0, 1]]  # two usable experts come before one, as in a sum
+    assert routing.topk_weights[0].tolist() == [1, 0]
+
+
+def test_a_selection_bias_that_masks_experts_leaves_groups_with_usable_ones_in_the_order_of_their_scores() -> None:
+    config = jaxmoe.RouterConfig(top_k=2, score="sigmoid", num_groups=4, top_groups=2)
+    bias = jnp.zeros(8).at[jnp.array([0, 1, 3, 5, 7])].set(-math.inf)
+    logits = jnp.array([[9.0, 9, -20, 9, -18, 9, -22, 9], [9.0, 9, 1, 9, 2, 9, 3, 9]])
+    ids = jaxmoe.route(logits, config, selection_bias=bias).topk_ids
+    assert ids.tolist() == [[4, 2], [6, 4]]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_token_whose_logits_are_all_minus_infinity_weighs_nothing_and_leaves_others_their_loss(score: Any) -> None:
+    config = config_of({"score": score})
+    logits = jnp.array([[-math.inf] * 4, [0.0, 3.0, 1.0, 2.0]])
+
+    def objective(logits: jax.Array) -> Any:
+        routing = jaxmoe.route(logits, config)
+        return routing.topk_weights[:, 0].sum() + jaxmoe.load_balancing_loss(routing), routing
+
+    with jax.debug_nans(True):
+        gradient, routing = jax.grad(objective, has_aux=True)(logits)
+    alone = jaxmoe.route(logits[1:], config)
+    assert not routing.topk_weights[0].any()
+    assert not routing.scores[0].any()
+    np.testing.assert_array_equal(routing.topk_weights[1:], alone.topk_weights)
+    np.testing.assert_array_equal(routing.scores[1:], alone.scores)
+    assert (gradient[0] == 0).all()
+    assert jnp.isfinite(gradient).all()

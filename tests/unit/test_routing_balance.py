@@ -164,6 +164,12 @@ def test_the_mean_load_of_counts_whose_sum_is_no_int32() -> None:
     np.testing.assert_allclose(stats.max_over_mean_load, 2**30 / (sum(counts) / 4), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_counts_of_numpy_that_need_64_bits_move_the_bias_by_all_of_them() -> None:
+    rows: Any = np.array([2**32, 2**32 + 1, 5])
+    assert jaxmoe.update_selection_bias(jnp.zeros(3), rows, 1.0).tolist() == [-1.0, -1.0, 1.0]
+
+
 def test_narrow_ids_are_counted_like_any_other() -> None:
     for dtype in (jnp.int8, jnp.int16):
         assert jaxmoe.load_stats(jnp.array([[0, 2], [2, 1]], dtype), 300).rows_per_expert[:3].tolist() == [1, 1, 2]

@@ -117,6 +117,26 @@ def test_logits_and_a_bias_that_explicit_axes_split_over_experts_give_the_same(j
     assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("tokens", [("expert", "data"), ("data",), (None, None, "expert"), ()], ids=str)
+def test_a_mask_and_a_choice_that_are_split_otherwise_than_logits_give_the_same(tokens: Any, jit: bool) -> None:
+    def found(logits: jax.Array, mask: jax.Array, ids: jax.Array) -> Any:
+        routing = jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2), token_valid=mask, topk_ids=ids)
+        aux = jaxmoe.router_aux(routing, logits, token_valid=mask)
+        counts = jaxmoe.load_stats(ids, 8, token_valid=mask).counts
+        return routing, aux.load_balancing_loss, aux.router_z_loss, aux.stats.counts, counts
+
+    logits, mask = random_logits(4, 4, 8), random_logits(4, 4) > -0.5
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 9, (4, 4, 2)), jnp.int32)
+    wanted = found(logits, mask, ids)
+    with jax.set_mesh(mesh_of((2, 2), ("data", "expert"), AxisType.Explicit)):
+        split = [jax.reshard(logits, PartitionSpec("data", "expert"))]
+        split += [jax.reshard(mask, PartitionSpec(*tokens[:2])), jax.reshard(ids, PartitionSpec(*tokens))]
+        got = (jax.jit(found) if jit else found)(*split)
+        assert jax.typeof(got[0].topk_ids).sharding.spec == PartitionSpec("data", "expert", None)
+    assert_close(got, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_need_no_axis_name_under_jit(kind: AxisType) -> None:

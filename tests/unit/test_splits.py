@@ -458,3 +458,20 @@ def test_widths_that_an_axis_does_not_divide_are_refused_with_the_array_and_the_
     refused = pytest.raises(ValueError, match=r"w_gate has intermediate=128 in blocks of 128, which cannot be split")
     with jax.set_mesh(mesh_of(AxisType.Auto)), refused:
         layer(arguments._replace(experts=blocks), data_axes="data", intermediate_axis="tensor")
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "block", "told"),
+    [
+        (32, "128x128", "intermediate=32 in blocks of 128, .*Leave intermediate_axis out\\.$"),
+        (288, "128x128", "intermediate=288 in blocks of 128, .*Leave intermediate_axis out\\.$"),
+        (96, "mxfp4", "w_down has intermediate=96 in blocks of 32, .*or choose an axis whose size divides 3\\.$"),
+    ],
+)
+def test_an_axis_that_cuts_blocks_is_an_error_that_advises_another_only_where_one_will_do(intermediate, block, told):
+    experts = jaxmoe.quantize(jaxmoe.Experts.init(jax.random.key(0), 4, 128, intermediate), block)
+    x, ids, weights = jnp.ones((8, 128)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+    with pytest.raises(ValueError, match=told):
+        jaxmoe.moe_layer(
+            x, ids, weights, experts, mesh=mesh_of(AxisType.Auto), intermediate_axis="tensor", data_axes=()
+        )

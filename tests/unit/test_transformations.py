@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import testing
 from jaxmoe.implementations import IMPLEMENTATIONS
 from jaxmoe.nnx import MoE
 from jaxmoe.testing import dense, make_inputs, relative_error
@@ -28,6 +29,47 @@ def test_numpy_arrays_are_taken_as_jax_takes_them(implementation):
     )
     assert y.dtype == jnp.float32
     assert relative_error(y, dense(make_inputs(0, biases=True))) < 2e-6
+
+
+EXPERTS_OF_IDS = testing.identity_experts(3, 4)
+TOKENS, LOGITS, EVEN = jnp.ones((2, 4)), jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 2))
+
+
+def routing_of(ids: Any) -> jaxmoe.Routing:
+    return jaxmoe.Routing(ids, EVEN, jax.nn.softmax(LOGITS))
+
+
+def layer_and_rows(ids: Any) -> Any:
+    """Returns the output of a layer that adds up to the slots used, and the rows of each expert."""
+    y, stats = jaxmoe.moe_layer(TOKENS, ids, EVEN, EXPERTS_OF_IDS, axis_name=None, return_stats=True)
+    return y[:, 0], stats.counts
+
+
+ENTRIES_WITH_IDS: dict[str, Any] = {
+    "moe_layer": layer_and_rows,
+    "moe_layer with a Routing": lambda ids: jaxmoe.moe_layer(TOKENS, routing_of(ids), EXPERTS_OF_IDS, axis_name=None),
+    "route": lambda ids: jaxmoe.route(LOGITS, jaxmoe.RouterConfig(top_k=2), topk_ids=ids).topk_weights,
+    "load_stats": lambda ids: jaxmoe.load_stats(ids, 3).counts,
+    "router_aux": lambda ids: jaxmoe.router_aux(routing_of(ids), LOGITS).sums.sum((0, 1)),
+    "load_balancing_loss": lambda ids: jaxmoe.load_balancing_loss(routing_of(ids)),
+    "dispatch": lambda ids: jaxmoe.dispatch(TOKENS, ids, num_experts=3, axis_name=None),
+    "dispatch of a Routing": lambda ids: jaxmoe.dispatch(TOKENS, routing_of(ids), axis_name=None),
+    "start_dispatch": lambda ids: jaxmoe.start_dispatch(TOKENS, ids, num_experts=3, axis_name=None).finish(),
+    "dispatch_matmul": lambda ids: jaxmoe.dispatch_matmul(TOKENS, ids, jnp.ones((3, 4, 4)), axis_name=None),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("library", ["NumPy", "JAX with x64"])
+@pytest.mark.parametrize("entry", ENTRIES_WITH_IDS)
+def test_ids_whose_lower_32_bits_name_an_expert_are_no_experts_where_x64_is_off(entry, library):
+    wide = np.array([[1, 2**32], [2**32 + 1, -(2**32)]])
+    narrow = np.array([[1, 3], [3, -2]], np.int32)  # neither an expert nor -1, but for the first
+    if library == "JAX with x64":
+        with jax.enable_x64(True):
+            wide: Any = jnp.asarray(wide)
+    call = ENTRIES_WITH_IDS[entry]
+    jax.tree.map(np.testing.assert_array_equal, call(wide), call(narrow))
 
 
 def test_a_layer_with_its_pytrees_can_be_exported_and_read_back():
