@@ -20,7 +20,7 @@ from jaxmoe.exchange.matmul import dispatch_matmul, matmul_combine
 from jaxmoe.exchange.started import Start, start_combine, start_dispatch
 from jaxmoe.experts import Experts, FusedExperts
 from jaxmoe.explain import Explanation, explain
-from jaxmoe.four_bit import MXFP4, NVFP4
+from jaxmoe.four_bit import MXFP4, NVFP4, repacked
 from jaxmoe.gpt_oss import experts_from_gpt_oss
 from jaxmoe.health import LayerFailedError, failures, raise_if_failed
 from jaxmoe.implementations.base import CHECKPOINT_NAMES
@@ -88,6 +88,7 @@ __all__ = [
     "moe_layer",
     "quantize",
     "raise_if_failed",
+    "repacked",
     "route",
     "router_aux",
     "router_z_loss",

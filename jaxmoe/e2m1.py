@@ -6,12 +6,18 @@ them lie in a byte, the one of the even index in the lower half, as in checkpoin
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt8, UInt32
 
 ELEMENT = jnp.float4_e2m1fn
 LARGEST = 6.0
 # Of the magnitudes from one code to the next: halfway, and whether what lies there goes up, to an even code.
 _BORDERS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+# Of a number of a half of a word, the places of its bits in a half of a repacked one, the lowest bit first: as
+# ffi/common/repacked.h says. Number 3 is in the other half.
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 14, 10, 11))
+_BOTH_HALVES = 0x00010001
 
 
 def pack(elements: Float[Array, "*rows columns"]) -> UInt8[Array, "*rows bytes"]:
@@ -60,3 +66,35 @@ def encode(numbers: Float[Array, "*rows columns"]) -> UInt8[Array, "*rows bytes"
     codes = sum(step.astype(jnp.uint8) for step in steps) + 8 * jnp.signbit(numbers).astype(jnp.uint8)
     pairs = codes.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+@jax.jit
+def repack(packed: UInt8[Array, "*rows bytes"]) -> UInt32[Array, "*rows words"]:
+    """Returns words of eight numbers each whose bits lie as registers take them; `bytes` is a multiple of 4.
+
+    >>> word = repack(jnp.asarray([0x10, 0x32, 0x54, 0x76], jnp.uint8))
+    >>> hex(word[0]), [hex(byte) for byte in unrepack(word)]
+    ('0x612e640a', ['0x10', '0x32', '0x54', '0x76'])
+    """
+    words = jax.lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.uint32)
+    repacked = jnp.zeros_like(words)
+    for number, places in enumerate(_PLACES):
+        source = _halves_swapped(words) if number == 3 else words
+        for bit, place in enumerate(places):
+            repacked |= ((source >> (4 * number + bit)) & _BOTH_HALVES) << place
+    return repacked
+
+
+@jax.jit
+def unrepack(words: UInt32[Array, "*rows words"]) -> UInt8[Array, "*rows bytes"]:
+    """Returns the bytes of which `repack` made such words."""
+    packed = jnp.zeros_like(words)
+    for number, places in enumerate(_PLACES):
+        source = _halves_swapped(words) if number == 3 else words
+        for bit, place in enumerate(places):
+            packed |= ((source >> place) & _BOTH_HALVES) << (4 * number + bit)
+    return jax.lax.bitcast_convert_type(packed, jnp.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def _halves_swapped(words: UInt32[Array, "*rows words"]) -> UInt32[Array, "*rows words"]:
+    return words << 16 | words >> 16

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxmoe.arrays import check_array
 from jaxmoe.block_scaled import BlockScaled
 from jaxmoe.experts import AnyExperts, Experts, FusedExperts, arrays_of, present
+from jaxmoe.four_bit import FourBit
 from jaxmoe.quantized_matrix import QuantizedMatrix, leaves_of
 from jaxmoe.wording import a_type
 
@@ -195,13 +196,19 @@ def _check_quantized(experts: Experts, arrays: dict[str, Any], hidden: int, said
         into, back = ("intermediate", "hidden") if name != "w_down" else ("hidden", "intermediate")
         lies = out if name == "w_down" else inner
         if lies != hidden:
-            halved = " / 2" if matrix.values.dtype == jnp.uint8 else ""
+            divided = matrix.divisor if isinstance(matrix, FourBit) else ""
             raise ValueError(
                 f"moe_layer: experts.{name} has values of shape {tuple(matrix.values.shape)}, {matrix.values.dtype}, "
-                f"which must be [experts, {into}, {back}{halved}]; {said}. {matrix.transposition}"
+                f"which must be [experts, {into}, {back}{divided}]; {said}. {matrix.transposition}"
             )
     if kind is BlockScaled:
         _check_blocks(experts, matrices)
+    elif len({matrix.repacked for matrix in matrices.values()}) > 1:
+        listed = " and ".join(f"experts.{name}" for name, matrix in matrices.items() if matrix.repacked)
+        raise ValueError(
+            f"moe_layer: of the matrices of experts {listed} {'is' if listed.count('.') == 1 else 'are'} repacked. All "
+            "must be, or none: pass jaxmoe.repacked(experts)."
+        )
 
 
 def _check_blocks(experts: Experts, matrices: dict[str, Any]) -> None:

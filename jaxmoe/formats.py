@@ -27,6 +27,7 @@ class Format:
       scale_dtype: of a scale.
       array_scale_dtype: of one more scale, for all of the array; `None` where there is none.
       through_e4m3: whether, beside rows in 8 bits, elements in 4 may become E4M3 ahead of their products.
+      repacked: whether elements in 4 lie in words as registers take them (`jaxmoe.repacked`).
 
     >>> Format(jnp.bfloat16).bytes(rows=2, columns=64)
     256
@@ -40,6 +41,7 @@ class Format:
     scale_dtype: Any = jnp.float32
     array_scale_dtype: Any = None
     through_e4m3: bool = False
+    repacked: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -52,9 +54,8 @@ class Format:
             return self.dtype.name
         rows, columns = ("all" if size == ALL else size for size in (self.scale_rows, self.scale_columns))
         of_array = "" if self.array_scale_dtype is None else f", a {self.array_scale_dtype} one for the array"
-        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns}{of_array})" + (
-            ", through E4M3" if self.through_e4m3 else ""
-        )
+        through, repacked = ", through E4M3" * self.through_e4m3, ", repacked" * self.repacked
+        return f"{self.dtype} (a {self.scale_dtype} scale for {rows} x {columns}{of_array}){through}{repacked}"
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of the elements of a row, which end at a whole byte."""

@@ -17,6 +17,7 @@ from jaxmoe import e2m1, e4m3_blocks, e8m0
 from jaxmoe.formats import Format
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
+from jaxmoe.wording import a_type
 
 Tree = TypeVar("Tree")
 
@@ -36,12 +37,27 @@ class FourBit(QuantizedMatrix):
     def shape(self) -> tuple[int, ...]:
         """`[experts, in, out]`, as `Experts` has it."""
         *experts, out, inner = self.values.shape
-        return *experts, 2 * inner if self.values.dtype == jnp.uint8 else inner, out
+        return *experts, self._together * inner, out
 
     @property
     def dtype(self) -> Any:
         """Of a weight, whether or not two of them are given as a byte."""
         return jnp.dtype(e2m1.ELEMENT)
+
+    @property
+    def repacked(self) -> bool:
+        """Whether values are those of `jaxmoe.repacked`."""
+        return self.values.dtype == jnp.uint32
+
+    @property
+    def _together(self) -> int:
+        """Weights in an item of `values`."""
+        return {"uint8": 2, "uint32": 8}.get(jnp.dtype(self.values.dtype).name, 1)
+
+    @property
+    def divisor(self) -> str:
+        """What the inputs are divided by in the shape of `values`, in words."""
+        return "" if self._together == 1 else f" / {self._together}"
 
     def check(self) -> None:
         """Raises where the arrays are not what the class says.
@@ -51,7 +67,7 @@ class FourBit(QuantizedMatrix):
           ValueError: shapes that do not go together.
         """
         name, values, scales = type(self).__name__, self.values, self.scales
-        if values.dtype not in (jnp.uint8, e2m1.ELEMENT):
+        if values.dtype not in (jnp.uint8, jnp.uint32, e2m1.ELEMENT):
             raise TypeError(
                 f"{name}: values are {values.dtype}; they must be float4_e2m1fn [experts, out, in], or uint8 "
                 "[experts, out, in / 2] with the even index in the lower 4 bits. Bytes of another type are read as "
@@ -62,12 +78,11 @@ class FourBit(QuantizedMatrix):
                 f"{name}: scales are {scales.dtype}; they must be {jnp.dtype(self.scale_dtype).name}. "
                 f"{self.scale_advice}"
             )
-        packed = values.dtype == jnp.uint8
         if len(values.shape) == 3:
             experts, inner, out = self.shape
             if inner and inner % self.group == 0 and tuple(scales.shape) == (experts, out, inner // self.group):
                 return
-        wanted = "[experts, out, in / 2]" if packed else "[experts, out, in]"
+        wanted = f"[experts, out, in{self.divisor}]"
         raise ValueError(
             f"{name}: {values.dtype} values {tuple(values.shape)} and scales {tuple(scales.shape)} do not go together. "
             f"Values are {wanted} and scales [experts, out, in / {self.group}], where in is a multiple of "
@@ -77,7 +92,7 @@ class FourBit(QuantizedMatrix):
     @property
     def transposition(self) -> str:
         """What to do where the arrays lie as [experts, in, out], in words."""
-        if self.values.dtype != jnp.uint8:
+        if self._together == 1:
             return super().transposition
         return (
             "Bytes of two weights that lie as [experts, in, out / 2] have to be made anew: jaxmoe.quantize of the wide "
@@ -86,15 +101,19 @@ class FourBit(QuantizedMatrix):
 
     @property
     def packed(self) -> UInt8[Array, "experts out half_in"]:
-        """The values as compiled code reads them: `uint8 [experts, out, in / 2]`, even indices in the lower 4 bits."""
+        """The values as `uint8 [experts, out, in / 2]`, even indices in the lower 4 bits, also of repacked ones."""
         self.check()
-        return jnp.asarray(self.values) if self.values.dtype == jnp.uint8 else e2m1.pack(jnp.asarray(self.values))
+        values = jnp.asarray(self.values)
+        if values.dtype == jnp.uint8:
+            return values
+        return e2m1.unrepack(values) if self.repacked else e2m1.pack(values)
 
     @property
     def elements(self) -> Float[Array, "experts out in"]:
         """The values as `float4_e2m1fn [experts, out, in]`."""
         self.check()
-        return e2m1.unpack(jnp.asarray(self.values)) if self.values.dtype == jnp.uint8 else jnp.asarray(self.values)
+        values = jnp.asarray(self.values)
+        return values if values.dtype == e2m1.ELEMENT else e2m1.unpack(self.packed)
 
     @property
     def factors(self) -> Float[Array, "experts"] | None:
@@ -146,6 +165,48 @@ def marked(experts: Tree, through_e4m3: bool) -> Tree:
     return map_four_bit(lambda matrix: dataclasses.replace(matrix, through_e4m3=through_e4m3), experts)
 
 
+def repacked(experts: Tree) -> Tree:
+    """Returns experts in 4 bits whose bits lie as the GPU kernel takes them, which makes decode batches faster.
+
+    The same numbers in as many bytes: of each eight weights of an output the bits are in another order, in which fewer
+    instructions make BF16 of them (`values` become `uint32 [experts, out, in / 8]`). For serving with tokens in 16 bits
+    (`precision="w4a16"`, the default): x in bfloat16 on GPUs, forward. Call it once, where weights are loaded; under
+    `jax.jit` too. Experts that are split stay so. All implementations take them, and `jaxmoe.convert.to_hf` writes what
+    they were; where the kernel decodes ahead or a layer is differentiated, a call first brings them back into the old
+    order, in memory of its own, which reads and writes all experts once. `precision="fp8"` refuses them.
+
+    Args:
+      experts: whose matrices are `jaxmoe.MXFP4` or `jaxmoe.NVFP4`, or anything that has such.
+
+    Raises:
+      TypeError: there is no matrix in 4 bits, or values or scales of other dtypes.
+      ValueError: shapes that do not go together.
+
+    >>> import jax, jaxmoe
+    >>> experts = jaxmoe.Experts.init(jax.random.key(0), num_experts=4, hidden=256, intermediate=384)
+    >>> packed = jaxmoe.quantize(experts, "mxfp4")
+    >>> served = jaxmoe.repacked(packed)
+    >>> served.w_gate.values.dtype.name, served.w_gate.values.shape, served.w_gate.nbytes == packed.w_gate.nbytes
+    ('uint32', (4, 384, 32), True)
+    >>> bool((served.w_gate.wide("float32") == packed.w_gate.wide("float32")).all())
+    True
+    """
+    found = []
+
+    def repack(matrix: Any) -> Any:
+        matrix.check()
+        found.append(matrix)
+        return matrix if matrix.repacked else dataclasses.replace(matrix, values=e2m1.repack(matrix.packed))
+
+    made = map_four_bit(repack, experts)
+    if not found:
+        raise TypeError(
+            f"repacked: experts is {a_type(experts)} without a matrix in 4 bits; they must be jaxmoe.MXFP4 or "
+            "jaxmoe.NVFP4. Pass jaxmoe.quantize(experts, 'mxfp4') of wide ones."
+        )
+    return made
+
+
 @pytree
 class MXFP4(FourBit):
     """A matrix for each expert in E2M1 with a power of two for each 32 weights of an output, as gpt-oss has them.
@@ -155,7 +216,7 @@ class MXFP4(FourBit):
     Args:
       values: `float4_e2m1fn [experts, out, in]`, or two in a byte: `uint8 [experts, out, in / 2]` with the even index
         in the lower 4 bits. That is how checkpoints lie, and the transpose of the matrices that `Experts` has in wide
-        types.
+        types. Or `uint32 [experts, out, in / 8]`, which `jaxmoe.repacked` makes.
       scales: `float8_e8m0fnu [experts, out, in / 32]`, powers of two whose byte is the exponent + 127; byte 255 is NaN.
         The bytes of a checkpoint are read as such by `scales.view(jnp.float8_e8m0fnu)`.
       through_e4m3: whether the weights are known to be exact in E4M3, as `jaxmoe.through_e4m3` finds out.
@@ -184,7 +245,9 @@ class MXFP4(FourBit):
     @property
     def format(self) -> Format:
         """The same in the terms of layouts: what an array of such weights takes."""
-        return Format(e2m1.ELEMENT, 1, self.group, self.scale_dtype, through_e4m3=self.through_e4m3)
+        return Format(
+            e2m1.ELEMENT, 1, self.group, self.scale_dtype, through_e4m3=self.through_e4m3, repacked=self.repacked
+        )
 
     def _scale_parts(self) -> tuple[jax.Array, ...]:
         return e8m0.factors(self.scales)
@@ -199,7 +262,7 @@ class NVFP4(FourBit):
 
     Args:
       values: `float4_e2m1fn [experts, out, in]`, or two in a byte: `uint8 [experts, out, in / 2]` with the even index
-        in the lower 4 bits.
+        in the lower 4 bits. Or `uint32 [experts, out, in / 8]`, which `jaxmoe.repacked` makes.
       scales: `float8_e4m3fn [experts, out, in / 16]` (a checkpoint's `weight_scale`).
       global_scales: float32 `[experts]` (`weight_scale_2` of each matrix).
       through_e4m3: whether the weights are rounded to E4M3 beside rows in 8 bits, as `jaxmoe.through_e4m3` asks for.
@@ -249,6 +312,7 @@ class NVFP4(FourBit):
             self.scale_dtype,
             array_scale_dtype=jnp.float32,
             through_e4m3=self.through_e4m3,
+            repacked=self.repacked,
         )
 
     @property

@@ -97,6 +97,11 @@ def _check_kind(precision: Precision | None, experts: AnyExperts) -> None:
         raise ValueError(
             f"moe_layer: precision={asked!r} decodes experts in {bits} bits, and experts.w_gate is {given}. {instead}"
         )
+    if rounds_rows(precision) and isinstance(matrix, FourBit) and matrix.repacked:
+        raise ValueError(
+            f"moe_layer: precision={precision!r} rounds tokens to 8 bits, and the experts are those of "
+            "jaxmoe.repacked, which are for tokens in 16. Leave precision out, or pass the experts as they were before."
+        )
     if rounds_rows(precision) and isinstance(matrix, NVFP4) and not _all_through_e4m3(experts):
         raise ValueError(
             f"moe_layer: precision={precision!r} multiplies 8 bits with 8 bits, and experts.w_gate is NVFP4: the "

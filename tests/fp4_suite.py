@@ -34,6 +34,10 @@ def in_4_bits(arguments: Arguments, kind: str = "mxfp4") -> Arguments:
     return arguments._replace(experts=jitted_quantize(kind)(arguments.experts))
 
 
+def repacked(arguments: Arguments) -> Arguments:
+    return arguments._replace(experts=jaxmoe.repacked(arguments.experts))
+
+
 def through_e4m3(arguments: Arguments) -> Arguments:
     return arguments._replace(experts=jaxmoe.through_e4m3(arguments.experts))
 
@@ -106,6 +110,34 @@ class Fp4Suite(QuantizedChecks):
     def test_values_as_float4_are_the_same_weights_as_bytes_with_two_of_them(self):
         arguments = self.inputs_in_4_bits(1, routing="zipf")
         np.testing.assert_array_equal(self.small_run(as_elements(arguments)), self.small_run(arguments))
+
+    @pytest.mark.parametrize("placement", ["data x expert, Explicit", "in shard_map"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_repacked_experts_give_the_same_bits(self, kind, placement):
+        arguments = self.inputs_in_4_bits(1, kind, routing="zipf")
+        np.testing.assert_array_equal(self.run(repacked(arguments), placement), self.run(arguments, placement))
+
+    def test_repacked_experts_are_as_exact_for_every_plan_and_dtype(self):
+        for dtype in self.dtypes:
+            arguments = self.inputs_in_4_bits(5, routing="zipf", dtype=dtype)
+            for plan in (None, *self.plans):
+                assert_as_exact(self.small_run(repacked(arguments), plan=plan), arguments, "w4a16")
+
+    def test_gradients_beside_repacked_experts_have_the_same_bits(self):
+        arguments = self.inputs_in_4_bits(6, biases=False)
+        run = layer("one rank", **self.options(plan=None))
+
+        def loss(x, weights, given):
+            y = run(given._replace(x=x, topk_weights=weights))
+            return jnp.sum(jnp.where(given.token_valid[:, None], y, 0).astype(jnp.float32) * cotangent(y))
+
+        gradients = jax.jit(jax.grad(loss, (0, 1)))
+        found, expected = (gradients(*given[:3:2], given) for given in (repacked(arguments), arguments))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    def test_repacked_experts_beside_tokens_in_8_bits_are_refused(self):
+        with pytest.raises(ValueError, match=r"those of jaxmoe\.repacked, which are for tokens in 16"):
+            self.small_run(repacked(self.inputs_in_4_bits(6)), precision="fp8")
 
     def test_scales_far_from_each_other_are_exact_whatever_is_rounded(self):
         arguments = self.inputs_in_4_bits(7)

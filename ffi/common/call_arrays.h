@@ -23,7 +23,8 @@ inline std::optional<Element> element_of(xla::ffi::DataType type) {
     case xla::ffi::F16: return Element::kF16;
     case xla::ffi::F8E4M3FN: return Element::kE4M3;
     case xla::ffi::F8E8M0FNU: return Element::kE8M0;
-    case xla::ffi::U8: return Element::kE2M1;  // two of them
+    case xla::ffi::U8: return Element::kE2M1;   // two of them
+    case xla::ffi::U32: return Element::kE2M1;  // eight, repacked
     default: return std::nullopt;
   }
 }

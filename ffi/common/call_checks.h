@@ -108,7 +108,8 @@ inline std::string dimensions_error(const LayerCall& call, const LayerAttributes
   };
   expect({Name::kDy, Name::kY, Name::kDX}, tokens * hidden);
   expect({Name::kTopkIds, Name::kTopkWeights, Name::kDTopkWeights}, tokens * top_k);
-  expect({Name::kWGate, Name::kWUp, Name::kWDown}, four_bit ? matrix / 2 : matrix);
+  const int64_t together = !four_bit ? 1 : weight_format_of(call).repacked != 0 ? 8 : 2;
+  expect({Name::kWGate, Name::kWUp, Name::kWDown}, matrix / together);
   expect({Name::kDWGate, Name::kDWUp, Name::kDWDown}, matrix);
   expect({Name::kBGate, Name::kBUp, Name::kDBGate, Name::kDBUp}, experts * intermediate);
   expect({Name::kBDown, Name::kDBDown}, experts * hidden);
@@ -168,6 +169,9 @@ inline std::string types_error(const LayerCall& call) {
   expect({Name::kWGateScales, Name::kWUpScales, Name::kWDownScales, Name::kRowScales},
          [](auto type) { return type == Element::kF32; });
   if (four_bit) {
+    for (Name name : {Name::kWUp, Name::kWDown}) {
+      agree = agree && (!call.has(name) || call.type(name) == call.type(Name::kWGate));
+    }
     const auto groups = element_of(call.type(Name::kWGateGroupScales));
     agree = agree && (groups == Element::kE8M0 || groups == Element::kE4M3);
     expect({Name::kWUpGroupScales, Name::kWDownGroupScales}, [&](auto type) { return type == groups; });
@@ -185,8 +189,8 @@ inline std::string types_error(const LayerCall& call) {
     return "jaxmoe: place and topk_ids must be int32, topk_weights and their gradients " +
            std::string(info_of(formats.sums.element).name) + "; weights, biases, y, dy, dx and what is saved of the "
            "type of x, the other gradients all of that type or all " + info_of(formats.sums.element).name +
-           "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits uint8, and "
-           "the scales of their groups float8_e8m0fnu or float8_e4m3fn.";
+           "; weights with scales float8_e4m3fn, and the scales float32, also of rows; weights in 4 bits all uint8, "
+           "or all uint32, and the scales of their groups float8_e8m0fnu or float8_e4m3fn.";
   }
   return "";
 }
@@ -204,6 +208,11 @@ inline std::string rounding_error(const LayerCall& call, const LayerAttributes& 
       call.type(ArrayName::kWGateGroupScales) != xla::ffi::F8E8M0FNU) {
     return given + ". Weights in 4 bits beside rows in 8 must have weight_slots, or scales of groups that are powers "
                    "of two.";
+  }
+  if (four_bit && weight_format_of(call).repacked != 0 && (a.rounds_rows == 1 || schedule.decodes())) {
+    return given + ", weight_slots=" + std::to_string(schedule.weight_slots) +
+           " and weights in 4 bits that are repacked (uint32). Both must be 0: these are decoded in the registers that "
+           "multiply them.";
   }
   if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
     return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 "

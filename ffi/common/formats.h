@@ -32,6 +32,7 @@ struct Format {
   // A second scale for each `group_columns` elements of a row, in an array of its own. 0: none.
   int32_t group_columns = 0;
   Element group_scale = Element::kF32;
+  int32_t repacked = 0;  // 1: E2M1, in words as common/repacked.h has them; no bool, since ranks compare all bytes
 
   JAXMOE_ANY constexpr bool is_scaled() const { return scale_rows > 0; }
   // A row's elements end at a whole byte.

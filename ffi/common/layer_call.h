@@ -102,6 +102,7 @@ inline Format weight_format_of(const LayerCall& call) {
     format.element = Element::kE2M1;
     format.group_scale = *element_of(call.type(ArrayName::kWGateGroupScales));
     format.group_columns = group_columns_of(format.group_scale);
+    format.repacked = call.type(ArrayName::kWGate) == xla::ffi::U32 ? 1 : 0;
   }
   return format;
 }

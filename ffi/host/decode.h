@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "common/formats.h"
 #include "common/protocol.h"
+#include "common/repacked.h"
 #include "common/scheduler.h"
 #include "host/rank_memory.h"
 #include "host/scaled_rows.h"
@@ -84,8 +86,17 @@ class PackedMatrix {
   float element(int64_t index) const {
     if (format_.group_columns == 0) return E4M3::load(elements_[index]);
     const uint8_t scale = groups_[index / format_.group_columns];
-    const float value = load_4_bits(elements_[index / 2] >> index % 2 * 4);
+    const bool repacked = format_.repacked != 0;
+    const float value = load_4_bits(repacked ? repacked_code(index) : elements_[index / 2] >> index % 2 * 4);
     return value * (format_.group_scale == Element::kE8M0 ? load_power_of_two(scale) : E4M3::load(scale));
+  }
+
+  uint32_t repacked_code(int64_t index) const {
+    uint32_t word, bits[4];
+    std::memcpy(&word, elements_ + index / 8 * sizeof(word), sizeof(word));
+    spread_repacked(bits, word, kRepackedFactors);
+    const uint32_t number = bits[index % 4] >> (index % 8 / 4 * 16);
+    return (number >> 12 & 8) | (number >> 6 & 7);
   }
 
   const Format format_;

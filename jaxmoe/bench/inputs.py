@@ -39,6 +39,8 @@ SPREAD_TOKENS, LAST_TOKENS = 64, 16
 L2_BYTES = 50e6  # of an H100 and of an H200
 # The largest magnitude of tokens and of h that static scales are for. Few of the random ones are larger.
 CALIBRATED = (6.0, 24.0)
+# Of a block: what is quantised to the one before it is repacked.
+REPACKED = "-repacked"
 # Numbers of h that sums in another order may round to the neighbour in 8 bits, which is at most an eighth away.
 NEIGHBOURS = 4
 
@@ -124,10 +126,13 @@ def make_experts(shape: LayerShape, mesh: Mesh, dtype: Any, block: str | None) -
 
 
 def quantized(experts: jaxmoe.Experts, block: str) -> jaxmoe.Experts:
-    """Returns random experts in 8 or 4 bits: as `jaxmoe.quantize` makes them of `block`, or `"static"`.
+    """Returns random experts in 8 or 4 bits: as `jaxmoe.quantize` makes them of `block`, or of one that is named here.
 
-    That is one scale for a matrix, and one for all tokens and one for all h, as checkpoints are calibrated.
+    `"static"`: one scale for a matrix, and one for all tokens and one for all h, as checkpoints are calibrated.
+    `"mxfp4-repacked"` and `"nvfp4-repacked"`: those of `jaxmoe.repacked`.
     """
+    if block.endswith(REPACKED):
+        return jaxmoe.repacked(jaxmoe.quantize(experts, block.removesuffix(REPACKED)))
     if block != "static":
         return jaxmoe.quantize(experts, block)
     return jaxmoe.with_input_scales(jaxmoe.quantize(experts, "expert"), *(size / 448 for size in CALIBRATED))

@@ -49,10 +49,12 @@ NARROW = {
     "fp8-static-fast": Narrow("static", "fp8-static", "fast"),
     "w8a16": Narrow("128x128", "w8a16"),
     "mxfp4-a16": Narrow("mxfp4", "w4a16"),
+    "mxfp4-a16-repacked": Narrow("mxfp4-repacked", "w4a16"),
     "mxfp4-a8": Narrow("mxfp4", "fp8", through_e4m3=True),
     "mxfp4-a8-registers": Narrow("mxfp4", "fp8"),
     "nvfp4-a8": Narrow("nvfp4", "fp8", through_e4m3=True),
     "nvfp4-a16": Narrow("nvfp4", "w4a16"),
+    "nvfp4-a16-repacked": Narrow("nvfp4-repacked", "w4a16"),
 }
 
 

@@ -23,7 +23,7 @@ WITHOUT = "without a timeline"
 # What that changes in BF16, and F16 has the same registers. Those that decode experts ahead record nothing: variant.cuh
 # gives them no timeline, whatever the flag says. Fast sums in 8 bits take fewer registers than promoted ones.
 RECORDING = (
-    *("forward_bf16", "forward_e4m3_bf16", "forward_packed_bf16", "forward_packed_e4m3_bf16"),
+    *("forward_bf16", "forward_e4m3_bf16", "forward_packed_bf16", "forward_repacked_bf16", "forward_packed_e4m3_bf16"),
     *("forward_sums_bf16", "backward_bf16", "backward_decoded_bf16"),
 )
 # It has no register to spare: looked at in every run of the tests, as are all without a timeline.

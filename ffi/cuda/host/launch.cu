@@ -22,8 +22,8 @@ const KernelVariant* variant_for(Pass pass, const Formats& formats, const Schedu
                                  forward_e4m3_fast_bf16(), forward_e4m3_fast_f16(),
                                  forward_decoded_bf16(), forward_decoded_f16(), forward_decoded_e4m3_bf16(),
                                  backward_decoded_bf16(), backward_decoded_f16(), forward_packed_bf16(),
-                                 forward_packed_e4m3_bf16(), forward_sums_bf16(), forward_sums_f16(),
-                                 forward_sums_e4m3_bf16(), dispatch_bf16(),
+                                 forward_repacked_bf16(), forward_packed_e4m3_bf16(), forward_sums_bf16(),
+                                 forward_sums_f16(),     forward_sums_e4m3_bf16(), dispatch_bf16(),
                                  dispatch_f16(),         dispatch_e4m3_bf16(),  dispatch_e4m3_f16(),
                                  combine_bf16(),         combine_f16(),         dispatch_matmul_bf16(),
                                  dispatch_matmul_f16(),  matmul_combine_bf16(), matmul_combine_f16()};
@@ -33,7 +33,7 @@ const KernelVariant* variant_for(Pass pass, const Formats& formats, const Schedu
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
            each.decoding == decoding && each.accumulation == formats.accumulation &&
-           each.sums_at_experts == schedule.sums_at_experts();
+           each.sums_at_experts == schedule.sums_at_experts() && each.takes_repacked == (formats.weights.repacked != 0);
   };
   const auto found = std::ranges::find_if(all, is_it);
   return found == all.end() ? nullptr : &*found;
@@ -41,7 +41,8 @@ const KernelVariant* variant_for(Pass pass, const Formats& formats, const Schedu
 
 std::string no_variant_text(const Formats& formats, const Schedule& schedule) {
   return std::string("jaxmoe: no kernel is compiled for tokens in ") + info_of(formats.tokens.element).name +
-         ", weights in " + info_of(formats.weights.element).name + ", answers in " +
+         ", weights in " + info_of(formats.weights.element).name + (formats.weights.repacked != 0 ? " (repacked)" : "") +
+         ", answers in " +
          info_of(formats.answers.element).name + ", weight_slots=" + std::to_string(schedule.weight_slots) +
          " and summed_tiles=" + std::to_string(schedule.summed_tiles) + ". Calls made by jaxmoe have others.";
 }

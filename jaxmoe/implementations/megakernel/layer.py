@@ -126,29 +126,29 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         results["gate_up"] = jax.typeof(like)
         plan = kept_plan(plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
-    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results, inputs.experts)
+    made = _launch(FORWARD, call, schedule, _operands(call, inputs, schedule), results, inputs.experts)
     return made["y"], made.get("gate_up")
 
 
 def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array, jax.Array, AnyExperts]:
     inputs, gate_up = saved.inputs, saved.gate_up
-    operands = _operands(call, inputs) | {"dy": dy}
-    if gate_up is not None:
-        operands["gate_up"] = gate_up
-    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
     trained = list(present(inputs.experts)) if saved.trains_experts else []
-    wide = {name: operands[name].astype(inputs.experts.matrix.dtype) for name in trained}
-    differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
-    results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
     saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
     plan = backward_plan(call.plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles, frozen=not trained)
+    operands = _operands(call, inputs, schedule) | {"dy": dy}
+    if gate_up is not None:
+        operands["gate_up"] = gate_up
+    # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
+    wide = {name: operands[name].astype(inputs.experts.matrix.dtype) for name in trained}
+    differentiated = {name: operands[name] for name in ("x", "topk_weights")} | wide
+    results = {f"d{name}": jax.typeof(operand) for name, operand in differentiated.items()}
     made = _launch(BACKWARD, call, schedule, operands, results, inputs.experts)
     gradients = {name: made.get(f"d{name}") for name in present(inputs.experts)}
     return *_once((made["dx"], made["dtopk_weights"])), dataclasses.replace(inputs.experts, **gradients)
 
 
-def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
+def _operands(call: Call, inputs: Inputs, schedule: Any) -> dict[str, jax.Array]:
     """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`, those that experts have."""
     x, experts = inputs.x, inputs.experts
     if call.precision is not None:
@@ -163,7 +163,9 @@ def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
             ones = jnp.ones(array.shape[0], jnp.float32)
             factors = vary_alike((array.scales, ones))[1] if array.factors is None else array.factors
             of_groups = {f"{name}_group_scales": array.scales, f"{name}_scales": factors[:, None, None]}
-            arrays |= {name: array.packed, **of_groups}
+            # What decodes ahead reads no repacked words.
+            values = array.values if array.repacked and not schedule.weight_slots else array.packed
+            arrays |= {name: values, **of_groups}
         else:
             arrays[name] = array.astype(x.dtype)
     if given := [scale for scale in row_scales(experts, call.precision) if scale is not None]:

@@ -148,10 +148,16 @@ def _forward_slots(shape: Shape, platform: str, lag: Lag) -> Slots:
     if shape.formats.decodes and shape.formats.tokens.scale_rows and not decodes_ahead(shape, platform):
         return Slots(0, lag, (_why_in_registers(shape, platform),))
     most = IN_REGISTERS_TO_ROWS_IN_8_BITS if shape.formats.tokens.scale_rows else IN_REGISTERS_TO_ROWS
-    if decodes_in_registers(shape, platform) and rows <= most:
-        text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
+    repacked = shape.formats.weights.repacked
+    if decodes_in_registers(shape, platform) and (rows <= most or repacked):
+        why = "weights are repacked" if repacked else f"an expert has {rows} rows, so weights"
+        text = f"weight_slots=0: {why}{' and' if repacked else ' are'} decoded in the registers that multiply them"
         return Slots(0, lag, (text,))
-    return _weight_slots(shape, lag, lags=1)
+    slots = _weight_slots(shape, lag, lags=1)
+    if not repacked:
+        return slots
+    again = "experts of jaxmoe.repacked are brought back into their old order in every call, to be decoded ahead"
+    return slots._replace(reasons=(*slots.reasons, again))
 
 
 def _why_in_registers(shape: Shape, platform: str) -> str:

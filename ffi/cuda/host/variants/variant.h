@@ -34,6 +34,7 @@ struct KernelVariant {
   bool records_timeline;
   int32_t most_local_experts;
   bool sums_at_experts;
+  bool takes_repacked;  // weights, and no others in 4 bits
 };
 
 KernelVariant forward_bf16();
@@ -46,7 +47,8 @@ KernelVariant forward_decoded_bf16();  // weights in 8 or 4 bits, everything els
 KernelVariant forward_decoded_f16();
 KernelVariant forward_decoded_e4m3_bf16();  // weights in 4 bits; 8-bit tokens and h
 KernelVariant forward_packed_bf16();   // weights in 4 bits, for experts with few rows
-KernelVariant forward_packed_e4m3_bf16();  // the same; 8-bit tokens and h
+KernelVariant forward_repacked_bf16();  // the same, whose words lie as registers take them
+KernelVariant forward_packed_e4m3_bf16();  // as forward_packed_bf16; 8-bit tokens and h
 KernelVariant forward_sums_bf16();  // answers added up at experts
 KernelVariant forward_sums_f16();
 KernelVariant forward_sums_e4m3_bf16();

@@ -19,7 +19,8 @@ KernelVariant variant_of(Kernel* kernel) {
   return {Variant::kPass,       Precision::kTokens.element, Precision::Wide::kElement,
           Precision::kPacked ? Decoding::kInRegisters : Precision::kDecodes ? Decoding::kAhead : Decoding::kNone,
           Precision::kAccumulation, reinterpret_cast<const void*>(kernel), kSharedBytes, Variant::config.timeline,
-          kRoomForExperts<Variant>, requires { requires Variant::kSumsAtExperts; }};
+          kRoomForExperts<Variant>, requires { requires Variant::kSumsAtExperts; },
+          requires { requires Precision::kRepacked; }};
 }
 
 }  // namespace jaxmoe

@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "common/formats.h"
+#include "common/repacked.h"
 #include "cuda/device/ptx/mma.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -59,15 +60,36 @@ struct Spread {
   uint32_t first, second;
 };
 static __constant__ Spread kSpread{(1 << 12) + (1 << 6), (1 << 8) + (1 << 2)};
+static __constant__ RepackedFactors kSpreadRepacked = kRepackedFactors;
+
+// A word of weights as checkpoints have it: a number in each nibble, the first one in the lowest. Numbers i and i + 4
+// become the halves of bits[i], in 13 instructions.
+struct NibbleWord {
+  static __device__ __forceinline__ void spread(uint32_t (&bits)[4], uint32_t word) {
+    constexpr uint32_t kFirst = 0x000f000f, kSecond = 0x00f000f0;
+    const uint32_t upper = word >> 8;
+    bits[0] = (word & kFirst) * kSpread.first & kBitsOfNumbers;
+    bits[1] = (word & kSecond) * kSpread.second & kBitsOfNumbers;
+    bits[2] = (upper & kFirst) * kSpread.first & kBitsOfNumbers;
+    bits[3] = (upper & kSecond) * kSpread.second & kBitsOfNumbers;
+  }
+};
+// The same of repacked ones, in 8.
+struct RepackedWord {
+  static __device__ __forceinline__ void spread(uint32_t (&bits)[4], uint32_t word) {
+    spread_repacked(bits, word, kSpreadRepacked);
+  }
+};
+template <class Precision>
+using WordOf = std::conditional_t<requires { requires Precision::kRepacked; }, RepackedWord, NibbleWord>;
 
 // Numbers i and i + 4 of the 8 of a word become the halves of pairs[i], times half `nth` of `scales`.
+template <class Word>
 __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word, uint32_t scales, int nth) {
   const __nv_bfloat162& both = reinterpret_cast<const __nv_bfloat162&>(scales);
   const __nv_bfloat162 factor = nth == 0 ? __low2bfloat162(both) : __high2bfloat162(both);
-  constexpr uint32_t kFirst = 0x000f000f, kSecond = 0x00f000f0, kBits = 0x81c081c0;
-  const uint32_t upper = word >> 8;
-  const uint32_t bits[4] = {(word & kFirst) * kSpread.first & kBits, (word & kSecond) * kSpread.second & kBits,
-                            (upper & kFirst) * kSpread.first & kBits, (upper & kSecond) * kSpread.second & kBits};
+  uint32_t bits[4];
+  Word::spread(bits, word);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits[i]), factor);
@@ -85,6 +107,7 @@ __device__ __forceinline__ void decode_word(uint32_t (&pairs)[4], uint32_t word,
 //
 // While one half of a step is multiplied, what the next one needs is on its way from shared memory: there are two warps
 // to a scheduler, too few to wait for each other.
+template <class Word>
 class FromPacked {
  public:
   using Scales = PackedPart;
@@ -252,8 +275,8 @@ class FromPacked {
     for (int block = 0; block < kColumnBlocks; ++block) {
       const uint2 &first = loaded.columns[2 * block], &second = loaded.columns[2 * block + 1];
       uint32_t upper[4], lower[4];
-      decode_word(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block], half);
-      decode_word(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1], half);
+      decode_word<Word>(upper, word == 0 ? first.x : first.y, loaded.scales[2 * block], half);
+      decode_word<Word>(lower, word == 0 ? second.x : second.y, loaded.scales[2 * block + 1], half);
 #pragma unroll
       for (int slice = 0; slice < 2; ++slice) {
         factors[slice][block][0] = upper[2 * slice];

@@ -168,7 +168,7 @@ template <class Variant>
 using PackedProductsOf =
     std::conditional_t<Variant::Precision::kTokens.is_scaled(),
                        forward_pass::PackedProducts<epilogue::AcrossEightBitH, EightBitFromPacked>,
-                       forward_pass::PackedProducts<epilogue::AcrossH, FromPacked>>;
+                       forward_pass::PackedProducts<epilogue::AcrossH, FromPacked<WordOf<typename Variant::Precision>>>>;
 template <class Variant>
 using ForwardProductsOf =
     std::conditional_t<Variant::Precision::kPacked, PackedProductsOf<Variant>,

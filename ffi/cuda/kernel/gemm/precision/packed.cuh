@@ -13,4 +13,10 @@ struct Packed : Rows {
   static constexpr bool kPacked = true;
 };
 
+// Whose words lie as registers take them (common/repacked.h).
+template <class Rows>
+struct Repacked : Packed<Rows> {
+  static constexpr bool kRepacked = true;
+};
+
 }  // namespace jaxmoe
