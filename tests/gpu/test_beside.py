@@ -32,6 +32,11 @@ class TestInOneProcessInFourBits(BesideSuite):
     dtype = "mxfp4-a16"
 
 
+class TestInOneProcessInRepackedFourBits(BesideSuite):
+    processes = 1
+    dtype = "mxfp4-a16-repacked"
+
+
 class TestInOneProcessInFourBitsBesideEight(BesideSuite):
     processes = 1
     dtype = "mxfp4-a8"
