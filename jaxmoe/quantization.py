@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.array_layout import AxesOfDims, axes_of_type, known_axes
 from jaxmoe.block_scaled import BLOCK, BLOCK_KINDS, SCALES, VALUES, BlockScaled, block_of
 from jaxmoe.expert_checks import arrays_given, check_dimensions
 from jaxmoe.experts import AnyExperts, Experts, split
@@ -24,6 +23,7 @@ from jaxmoe.formats import check_wide_dtype
 from jaxmoe.four_bit import FourBit
 from jaxmoe.four_bit_quantization import FOUR_BIT_KINDS, mxfp4, nvfp4
 from jaxmoe.guard import not_differentiated
+from jaxmoe.matrix_split import MatrixSplit
 from jaxmoe.quantized_matrix import SMALLEST, QuantizedMatrix
 from jaxmoe.wording import a_type
 
@@ -110,7 +110,7 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
             make = functools.partial(_quantized, block=block, scale_dtype=of_scales)
             # What all columns or all rows share is the largest of what each rank finds.
             sizes = (BLOCK, BLOCK) if block == "128x128" else (1, 1)
-        lies = _Split.of(matrix)
+        lies = MatrixSplit.of(matrix)
         matrix = not_differentiated(matrix, FOUR_BIT_KINDS.get(block, BlockScaled), "quantize")
         whole = lies.without_cuts(matrix.shape, sizes)
         if whole == lies:
@@ -118,76 +118,6 @@ def quantize(experts: AnyExperts, block: str = "128x128", *, scale_dtype: DTypeL
         return jax.tree.map(lies.transposed.place, make(whole.place(matrix)))
 
     return dataclasses.replace(wide, **{name: quantized(name) for name in MATRICES})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """How an array lies, as far as JAX says: of Auto axes that is outside of `jax.jit` only.
-
-    Args:
-      sharding: over devices, or over axes of a type; `None` where nothing is split.
-      axes: for each dimension, those that split it.
-    """
-
-    sharding: NamedSharding | None
-    axes: AxesOfDims
-
-    @classmethod
-    def of(cls, array: Any) -> "_Split":
-        sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not any(axes := known_axes(array, sharding.mesh)):
-            return cls(None, ((),) * 3)
-        return cls(sharding, axes)
-
-    @property
-    def transposed(self) -> "_Split":
-        """Of matrices `[experts, out, in]` where this is of `[experts, in, out]`, and back."""
-        experts, inner, out = self.axes
-        return _Split(self.sharding, (experts, out, inner))
-
-    def ranks(self, dimension: int) -> int:
-        return math.prod(self.sharding.mesh.shape[name] for name in self.axes[dimension]) if self.sharding else 1
-
-    def without_cuts(self, shape: tuple[int, ...], sizes: tuple[int, int]) -> "_Split":
-        """Returns a split of matrices `[experts, in, out]` in which no axis cuts a block of such sizes.
-
-        An axis that did splits the other dimension, or experts, and where these do not divide nothing.
-        """
-        split = self
-
-        def cuts(dimension: int) -> bool:
-            size = (1, *sizes)[dimension]
-            # Blocks that are filled up with zeros are cut as well, since JAX would have to move columns.
-            return split.ranks(dimension) > 1 and shape[dimension] % (split.ranks(dimension) * size) != 0
-
-        for dimension in (1, 2):
-            if not cuts(dimension):
-                continue
-            moved, before = self.axes[dimension], split.axes
-            for other in (3 - dimension, 0, None):
-                split = _Split(
-                    self.sharding,
-                    tuple(
-                        () if at == dimension else names + (moved if at == other else ())
-                        for at, names in enumerate(before)
-                    ),
-                )
-                if other is None or not cuts(other):
-                    break
-        return split
-
-    def place(self, array: jax.Array) -> jax.Array:
-        """Returns the array split so, but for dimensions that do not divide."""
-        if self.sharding is None:
-            return array
-        axes = (
-            names if size % self.ranks(dimension) == 0 else None
-            for dimension, (names, size) in enumerate(zip(self.axes, array.shape, strict=False))
-        )
-        wanted = NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
-        if axes_of_type(AxisType.Explicit, self.sharding.mesh):
-            return jax.sharding.reshard(array, wanted)
-        return jax.lax.with_sharding_constraint(array, wanted)
 
 
 def quantized_by_layer(experts: Experts, scale_dtype: DTypeLike) -> Experts:
@@ -310,7 +240,7 @@ def decode_8_bits(experts: SomeExperts, dtype: DTypeLike) -> SomeExperts:
 def _decoded(experts: SomeExperts, dtype: DTypeLike, kind: type[QuantizedMatrix]) -> SomeExperts:
     def of(array: Any) -> Any:
         if isinstance(array, FourBit) and isinstance(array, kind):
-            lies = _Split.of(array.values).transposed
+            lies = MatrixSplit.of(array.values).transposed
             whole = lies.without_cuts(array.shape, (array.group, 1))
             if whole != lies:
                 return lies.place(jax.tree.map(whole.transposed.place, array).wide(dtype))
