@@ -81,6 +81,23 @@ def whole_in_last(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec[:-1], None)))
 
 
+def with_tokens_of(array: Shaped[Array, "..."], model: Shaped[Array, "*batch columns"]) -> Array:
+    """Returns an array whose tokens Explicit axes split as those of another: JAX joins no others.
+
+    Args:
+      array: `[*batch]`, or with a dimension more, which is then whole.
+      model: `[*batch, columns]`.
+    """
+    known, of_model = jax.typeof(array).sharding, jax.typeof(model).sharding
+    batch = model.ndim - 1
+    wanted = (*[*of_model.spec, *[None] * batch][:batch], *[None] * (array.ndim - batch))
+    if tuple(known.spec) == wanted or not any((*known.spec, *wanted)):
+        return array
+    # Where no mesh is set, arrays that are not split know none.
+    mesh = of_model.mesh if any(wanted) else known.mesh
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted)))
+
+
 def like(
     array: Shaped[Array, "..."],
     model: Shaped[Array, "..."],

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.array_layout import whole_in_last
+from jaxmoe.array_layout import whole_in_last, with_tokens_of
 from jaxmoe.arrays import check_array, is_array
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
@@ -31,7 +31,6 @@ from jaxmoe.routing.stats import (
     stats_of,
     sum_over_parts,
     sum_over_tokens,
-    with_tokens_of,
 )
 from jaxmoe.wording import a_type
 

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from jaxmoe.array_layout import whole_in_last
+from jaxmoe.array_layout import whole_in_last, with_tokens_of
 from jaxmoe.arrays import check_array
 from jaxmoe.formats import at_least_float32
 from jaxmoe.pytrees import pytree
 from jaxmoe.routing.largest import largest, lowered, positions_of
-from jaxmoe.routing.stats import check_token_valid, int32_ids, with_tokens_of
+from jaxmoe.routing.stats import check_token_valid, int32_ids
 from jaxmoe.wording import a_type
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]

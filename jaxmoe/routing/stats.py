@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxmoe.array_layout import with_tokens_of
 from jaxmoe.arrays import check_array
 from jaxmoe.integers import integer, saturated
 from jaxmoe.pytrees import pytree
@@ -293,23 +294,6 @@ def _split_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     # Where no mesh is set, arrays that are not split know none.
     mesh = next(sharding.mesh for sharding, spec in zip(shardings, specs, strict=True) if any(spec))
     return [jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted))) for array in arrays]
-
-
-def with_tokens_of(array: Shaped[Array, "..."], model: Shaped[Array, "*batch columns"]) -> Array:
-    """Returns an array whose tokens Explicit axes split as those of another: JAX joins no others.
-
-    Args:
-      array: `[*batch]`, or with a dimension more, which is then whole.
-      model: `[*batch, columns]`.
-    """
-    known, of_model = jax.typeof(array).sharding, jax.typeof(model).sharding
-    batch = model.ndim - 1
-    wanted = (*[*of_model.spec, *[None] * batch][:batch], *[None] * (array.ndim - batch))
-    if tuple(known.spec) == wanted or not any((*known.spec, *wanted)):
-        return array
-    # Where no mesh is set, arrays that are not split know none.
-    mesh = of_model.mesh if any(wanted) else known.mesh
-    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*wanted)))
 
 
 def int32_ids(ids: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:

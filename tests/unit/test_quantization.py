@@ -154,8 +154,6 @@ def test_experts_that_are_split_stay_where_they_are(kind):
 @pytest.mark.parametrize("spec", [P(None, "data"), P("expert", None, "data")], ids=["inputs", "outputs"])
 @pytest.mark.parametrize("block", ["128x128", "mxfp4", "nvfp4"])
 def test_values_of_experts_whose_blocks_an_axis_cuts_stay_split_as_weights_were(block, spec, kind, compiled):
-    if kind == AxisType.Auto and compiled:
-        pytest.skip("under jit JAX does not say how Auto axes split an array, and the compiler decides")
     wide = experts_of(5, 2, 288, 96)  # over two ranks 144 and 48: no whole groups of 32, nor blocks of 128
     alone = quantize(wide, block)
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(kind,) * 2)
@@ -168,6 +166,8 @@ def test_values_of_experts_whose_blocks_an_axis_cuts_stay_split_as_weights_were(
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b))  # noqa: E731
     jax.tree.map(same, found, alone)
     jax.tree.map(same, wide_again, back(alone))
+    if kind == AxisType.Auto and compiled:
+        return  # JAX does not say there how arrays lie, and the compiler decides
     experts, inputs, outputs = (*spec, None)[:3]
     for matrix in (found.w_gate, found.w_up, found.w_down):
         assert matrix.values.sharding.is_equivalent_to(NamedSharding(mesh, P(experts, outputs, inputs)), 3)

@@ -150,14 +150,9 @@ def _forward_slots(shape: Shape, platform: str, lag: Lag) -> Slots:
     most = IN_REGISTERS_TO_ROWS_IN_8_BITS if shape.formats.tokens.scale_rows else IN_REGISTERS_TO_ROWS
     repacked = shape.formats.weights.repacked
     if decodes_in_registers(shape, platform) and (rows <= most or repacked):
-        why = "weights are repacked" if repacked else f"an expert has {rows} rows, so weights"
-        text = f"weight_slots=0: {why}{' and' if repacked else ' are'} decoded in the registers that multiply them"
-        return Slots(0, lag, (text,))
-    slots = _weight_slots(shape, lag, lags=1)
-    if not repacked:
-        return slots
-    again = "experts of jaxmoe.repacked are brought back into their old order in every call, to be decoded ahead"
-    return slots._replace(reasons=(*slots.reasons, again))
+        why = "they are repacked" if repacked else f"an expert has {rows} rows"
+        return Slots(0, lag, (f"weight_slots=0: {why}, so weights are decoded in the registers that multiply them",))
+    return _weight_slots(shape, lag, lags=1)
 
 
 def _why_in_registers(shape: Shape, platform: str) -> str:
@@ -192,7 +187,10 @@ def _weight_slots(shape: Shape, lag: Lag, lags: int) -> Slots:
         )
     slots = min(lags * lag.units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)
     text = f"weight_slots={slots}: decoded weights of {of_each / 2**20:.3g} MiB an expert, for the units between its "
-    return Slots(slots, lag, (f"{text}first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile",))
+    text += f"first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile"
+    if shape.formats.weights.repacked:
+        text += "; repacked experts are first brought back into their old order, in every call"
+    return Slots(slots, lag, (text,))
 
 
 def _ring_tiles(shape: Shape, platform: str, wanted: int, what: str) -> tuple[int, str]:
