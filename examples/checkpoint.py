@@ -85,8 +85,8 @@ def load(
         weights = from_hf(tensors, family, layer, axis_name=axis_name, dtype=dtype)
         if experts is not None:
             weights = dataclasses.replace(weights, experts=quantized(weights.experts, experts))
-        # The model only writes on. In float16 a GPU would bring repacked experts back in every call.
-        if isinstance(weights.experts.w_gate, jaxmoe.MXFP4 | jaxmoe.NVFP4) and jnp.dtype(dtype) != jnp.float16:
+        # The model only writes on.
+        if isinstance(weights.experts.w_gate, jaxmoe.MXFP4 | jaxmoe.NVFP4):
             weights = dataclasses.replace(weights, experts=jax.jit(jaxmoe.repacked)(weights.experts))
         return MoE.from_weights(
             weights,

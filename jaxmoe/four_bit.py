@@ -170,10 +170,10 @@ def repacked(experts: Tree) -> Tree:
 
     The same numbers in as many bytes: of each eight weights of an output the bits are in another order, in which fewer
     instructions make BF16 of them (`values` become `uint32 [experts, out, in / 8]`). For serving with tokens in 16 bits
-    (`precision="w4a16"`, the default): x in bfloat16 on GPUs, forward. Call it once, where weights are loaded; under
-    `jax.jit` too. Experts that are split stay so. All implementations take them, and `jaxmoe.convert.to_hf` writes what
-    they were; where the kernel decodes ahead or a layer is differentiated, a call first brings them back into the old
-    order, in memory of its own, which reads and writes all experts once. `precision="fp8"` refuses them.
+    (`precision="w4a16"`, the default): what is faster is a GPU with x in bfloat16 and few rows to an expert, and
+    nothing is slower. Call it once, where weights are loaded; under `jax.jit` too. Experts that are split stay so. All
+    implementations take them, forward and backward, and `jaxmoe.convert.to_hf` writes what they were.
+    `precision="fp8"` refuses them.
 
     Args:
       experts: whose matrices are `jaxmoe.MXFP4` or `jaxmoe.NVFP4`, or anything that has such.

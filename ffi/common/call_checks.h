@@ -209,10 +209,8 @@ inline std::string rounding_error(const LayerCall& call, const LayerAttributes& 
     return given + ". Weights in 4 bits beside rows in 8 must have weight_slots, or scales of groups that are powers "
                    "of two.";
   }
-  if (four_bit && weight_format_of(call).repacked != 0 && (a.rounds_rows == 1 || schedule.decodes())) {
-    return given + ", weight_slots=" + std::to_string(schedule.weight_slots) +
-           " and weights in 4 bits that are repacked (uint32). Both must be 0: these are decoded in the registers that "
-           "multiply them.";
+  if (a.rounds_rows == 1 && four_bit && weight_format_of(call).repacked != 0) {
+    return given + " and weights in 4 bits that are repacked (uint32). These are for rows in 16 bits.";
   }
   if (a.rounds_rows == 0 && has_scaled_weights(call) && !four_bit && !schedule.decodes()) {
     return given + ", weights in 8 bits and no weight_slots. They are decoded ahead, or multiplied with rows in 8 "

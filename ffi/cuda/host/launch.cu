@@ -33,7 +33,8 @@ const KernelVariant* variant_for(Pass pass, const Formats& formats, const Schedu
   const auto is_it = [&](const KernelVariant& each) {
     return each.pass == pass && each.tokens == formats.tokens.element && each.wide == formats.answers.element &&
            each.decoding == decoding && each.accumulation == formats.accumulation &&
-           each.sums_at_experts == schedule.sums_at_experts() && each.takes_repacked == (formats.weights.repacked != 0);
+           each.sums_at_experts == schedule.sums_at_experts() &&
+           (decoding == Decoding::kAhead || each.takes_repacked == (formats.weights.repacked != 0));
   };
   const auto found = std::ranges::find_if(all, is_it);
   return found == all.end() ? nullptr : &*found;
@@ -308,6 +309,7 @@ std::string complete_layer(LaunchParams& p, const LayerArrays<void, float>& arra
   p.gated = p.shape.projections > 1;
   p.weight_scale_rows = formats.weights.scale_rows;
   p.weight_group_columns = formats.weights.group_columns;
+  p.weights_repacked = formats.weights.repacked != 0;
   p.timeline = timeline;
   return tiles_error(p, p.gated);
 }

@@ -25,6 +25,7 @@ struct LaunchParams : RankParams, LayerArrays<void, float> {
   bool gated;  // experts have an up projection
   int32_t weight_scale_rows;  // of weights with scales: Format::scale_rows
   int32_t weight_group_columns;  // of weights in 4 bits: Format::group_columns, 16 or 32; else 0
+  bool weights_repacked;         // Format::repacked
 
   // Of 8-bit elements matrices are the other way round, and the innermost box size of all maps is 128. So they are of
   // packed ones, with boxes of {128, 128, 1}.

@@ -163,9 +163,7 @@ def _operands(call: Call, inputs: Inputs, schedule: Any) -> dict[str, jax.Array]
             ones = jnp.ones(array.shape[0], jnp.float32)
             factors = vary_alike((array.scales, ones))[1] if array.factors is None else array.factors
             of_groups = {f"{name}_group_scales": array.scales, f"{name}_scales": factors[:, None, None]}
-            # What decodes ahead reads no repacked words.
-            values = array.values if array.repacked and not schedule.weight_slots else array.packed
-            arrays |= {name: values, **of_groups}
+            arrays |= {name: array.values if array.repacked else array.packed, **of_groups}
         else:
             arrays[name] = array.astype(x.dtype)
     if given := [scale for scale in row_scales(experts, call.precision) if scale is not None]:

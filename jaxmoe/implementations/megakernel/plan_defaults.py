@@ -148,10 +148,9 @@ def _forward_slots(shape: Shape, platform: str, lag: Lag) -> Slots:
     if shape.formats.decodes and shape.formats.tokens.scale_rows and not decodes_ahead(shape, platform):
         return Slots(0, lag, (_why_in_registers(shape, platform),))
     most = IN_REGISTERS_TO_ROWS_IN_8_BITS if shape.formats.tokens.scale_rows else IN_REGISTERS_TO_ROWS
-    repacked = shape.formats.weights.repacked
-    if decodes_in_registers(shape, platform) and (rows <= most or repacked):
-        why = "they are repacked" if repacked else f"an expert has {rows} rows"
-        return Slots(0, lag, (f"weight_slots=0: {why}, so weights are decoded in the registers that multiply them",))
+    if decodes_in_registers(shape, platform) and rows <= most:
+        text = f"weight_slots=0: an expert has {rows} rows, so weights are decoded in the registers that multiply them"
+        return Slots(0, lag, (text,))
     return _weight_slots(shape, lag, lags=1)
 
 
@@ -188,8 +187,6 @@ def _weight_slots(shape: Shape, lag: Lag, lags: int) -> Slots:
     slots = min(lags * lag.units + 1 + SLOTS_BEYOND_LAG, shape.local_experts)
     text = f"weight_slots={slots}: decoded weights of {of_each / 2**20:.3g} MiB an expert, for the units between its "
     text += f"first GEMM and its last, and {SLOTS_BEYOND_LAG} to decode meanwhile"
-    if shape.formats.weights.repacked:
-        text += "; repacked experts are first brought back into their old order, in every call"
     return Slots(slots, lag, (text,))
 
 

@@ -102,4 +102,12 @@ __device__ __forceinline__ void load_if(bool there, uint32_t* values, const uint
       : "l"(address), "r"(static_cast<int>(there)));
 }
 
+// What is read once; nothing where it is not `there`. The compiler keeps these loads in order.
+__device__ __forceinline__ void load_once_if(bool there, uint4& value, const uint4* address) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(address), "r"(static_cast<int>(there)));
+}
+
 }  // namespace jaxmoe::ptx

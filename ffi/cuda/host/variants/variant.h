@@ -34,7 +34,7 @@ struct KernelVariant {
   bool records_timeline;
   int32_t most_local_experts;
   bool sums_at_experts;
-  bool takes_repacked;  // weights, and no others in 4 bits
+  bool takes_repacked;  // weights in registers, and no others in 4 bits; ahead all are decoded
 };
 
 KernelVariant forward_bf16();
