@@ -170,8 +170,8 @@ def repacked(experts: Tree) -> Tree:
 
     The same numbers in as many bytes: of each eight weights of an output the bits are in another order, in which fewer
     instructions make BF16 of them (`values` become `uint32 [experts, out, in / 8]`). For serving with tokens in 16 bits
-    (`precision="w4a16"`, the default): what is faster is a GPU with x in bfloat16 and few rows to an expert, and
-    nothing is slower. Call it once, where weights are loaded; under `jax.jit` too. Experts that are split stay so. All
+    (`precision="w4a16"`, the default): GPUs with x in bfloat16 and few rows to an expert are faster, and with many rows
+    as fast as before. Call it once, where weights are loaded; under `jax.jit` too. Experts that are split stay so. All
     implementations take them, forward and backward, and `jaxmoe.convert.to_hf` writes what they were.
     `precision="fp8"` refuses them.
 

@@ -126,7 +126,7 @@ def _forward(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         results["gate_up"] = jax.typeof(like)
         plan = kept_plan(plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles)
-    made = _launch(FORWARD, call, schedule, _operands(call, inputs, schedule), results, inputs.experts)
+    made = _launch(FORWARD, call, schedule, _operands(call, inputs), results, inputs.experts)
     return made["y"], made.get("gate_up")
 
 
@@ -136,7 +136,7 @@ def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array
     saved_tiles = 0 if gate_up is None else gate_up.shape[0] // tile_sizes(call.shape, call.platform).rows
     plan = backward_plan(call.plan, call.shape, call.platform)
     schedule = schedule_of(call.shape, call.platform, plan, saved_tiles, frozen=not trained)
-    operands = _operands(call, inputs, schedule) | {"dy": dy}
+    operands = _operands(call, inputs) | {"dy": dy}
     if gate_up is not None:
         operands["gate_up"] = gate_up
     # Gradients of experts have the dtype that the user's have, which may be wider than that of the operands.
@@ -148,7 +148,7 @@ def _backward(call: Call, saved: SavedForward, dy: jax.Array) -> tuple[jax.Array
     return *_once((made["dx"], made["dtopk_weights"])), dataclasses.replace(inputs.experts, **gradients)
 
 
-def _operands(call: Call, inputs: Inputs, schedule: Any) -> dict[str, jax.Array]:
+def _operands(call: Call, inputs: Inputs) -> dict[str, jax.Array]:
     """Returns the operands of a forward pass by their names in `ffi/common/layer_arrays.h`, those that experts have."""
     x, experts = inputs.x, inputs.experts
     if call.precision is not None:
