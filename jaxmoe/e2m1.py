@@ -13,7 +13,7 @@ LARGEST = 6.0
 # Of the magnitudes from one code to the next: halfway, and whether what lies there goes up, to an even code.
 _BORDERS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
-
+NUMBERS_OF_WORD = 8  # of a repacked one
 # Of a number of a half of a word, the places of its bits in a half of a repacked one, the lowest bit first: as
 # ffi/common/repacked.h says. Number 3 is in the other half.
 _PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 14, 10, 11))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from jaxmoe import e2m1, e4m3_blocks, e8m0
 from jaxmoe.formats import Format
+from jaxmoe.matrix_split import MatrixSplit
 from jaxmoe.pytrees import pytree
 from jaxmoe.quantized_matrix import QuantizedMatrix
 from jaxmoe.wording import a_type
@@ -171,9 +172,9 @@ def repacked(experts: Tree) -> Tree:
     The same numbers in as many bytes: of each eight weights of an output the bits are in another order, in which fewer
     instructions make BF16 of them (`values` become `uint32 [experts, out, in / 8]`). For serving with tokens in 16 bits
     (`precision="w4a16"`, the default): GPUs with x in bfloat16 and few rows to an expert are faster, and with many rows
-    as fast as before. Call it once, where weights are loaded; under `jax.jit` too. Experts that are split stay so. All
-    implementations take them, forward and backward, and `jaxmoe.convert.to_hf` writes what they were.
-    `precision="fp8"` refuses them.
+    as fast as before. Call it once, where weights are loaded; under `jax.jit` too. Experts that are split stay so,
+    where their words divide. All implementations take them, forward and backward, and `jaxmoe.convert.to_hf` writes
+    what they were. `precision="fp8"` refuses them.
 
     Args:
       experts: whose matrices are `jaxmoe.MXFP4` or `jaxmoe.NVFP4`, or anything that has such.
@@ -196,7 +197,14 @@ def repacked(experts: Tree) -> Tree:
     def repack(matrix: Any) -> Any:
         matrix.check()
         found.append(matrix)
-        return matrix if matrix.repacked else dataclasses.replace(matrix, values=e2m1.repack(matrix.packed))
+        if matrix.repacked:
+            return matrix
+        lies = MatrixSplit.of(matrix.values).transposed
+        whole = lies.without_cuts(matrix.shape, (e2m1.NUMBERS_OF_WORD, 1))
+        if whole == lies:
+            return dataclasses.replace(matrix, values=e2m1.repack(matrix.packed))
+        apart = dataclasses.replace(matrix, values=whole.transposed.place(matrix.values))
+        return dataclasses.replace(matrix, values=lies.transposed.place(e2m1.repack(apart.packed)))
 
     made = map_four_bit(repack, experts)
     if not found:

@@ -1,7 +1,7 @@
 """How matrices are split over devices, and a split in which no mesh axis cuts a block that has one scale.
 
-`quantization.py` finds the scales of blocks and multiplies with them: where an axis cuts blocks JAX would gather the
-matrices, or refuse to reshape them. It uses both before and after.
+`quantization.py` finds the scales of blocks and multiplies with them, and `four_bit.py` makes words of eight weights:
+where an axis cuts these JAX would gather the matrices, or refuse to reshape them. They use both before and after.
 """
 
 import dataclasses

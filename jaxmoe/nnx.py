@@ -61,6 +61,14 @@ class QuantizedWeight(nnx.Variable[Any]):
     it alone.
     """
 
+    def set_value(self, value: Any, **options: Any) -> None:
+        """Sets it. Where a mesh is set `nnx.eval_shape` passes one struct for all arrays of a matrix."""
+        known = self.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct) and isinstance(known, QuantizedMatrix):
+            lies = value.sharding
+            value = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=lies), known)
+        super().set_value(value, **options)
+
 
 class MoE(nnx.Module):
     """A Mixture-of-Experts layer: `y, aux = moe(x)` routes every token to its experts and returns their weighted sum.

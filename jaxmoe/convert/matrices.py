@@ -44,7 +44,7 @@ class Part:
       types: what it may be in a file, and what becomes of each: bytes are read as that type, numbers converted.
       block: outputs and inputs of the matrix that share an element, `None` for all of a side; `None` alone where it is
         one number that is no matrix in `Experts` either.
-      advice: where it is of another type.
+      advice: where it is of another type; that of a weight, of another one of one byte.
       written: what `to_hf` makes of it; `None` leaves it.
       single: the shape that `to_hf` gives to one number.
       inverse: whether files have what is divided by, not what is multiplied with.
@@ -199,7 +199,8 @@ def format_of(block: Block, name: str, formats: Sequence[Format]) -> Format:
         return fitting[0]
     weights = {str(known) for kind in complete or formats for known in kind.parts[0].types}
     beside = " and ".join(part.suffix for kind in complete[:1] for part in kind.parts[1:])
-    advice = complete[0].parts[0].advice if complete else ""
+    # What a weight of one byte may be read as.
+    advice = complete[0].parts[0].advice if complete and dtype.itemsize == 1 else ""
     raise TypeError(
         f"from_hf: tensor {block.name(weight)!r} is {dtype}; {f'with {beside} ' if beside else ''}it must be "
         f"{' or '.join(sorted(weights))}. {advice}".rstrip()

@@ -88,16 +88,18 @@ class MoEAux:
         """Returns the sums of all parts, added up once for all figures: XLA makes an all-reduce of each such sum."""
         known = self.__dict__.get("_known_total")
         if known is None:
-            is_here = isinstance(self.sums, Tracer) or self.sums.is_fully_addressable or self.sums.is_fully_replicated
-            if not is_here:
+            # Of NumPy's arrays, as `jax.device_get` has them, all is here.
+            is_here = isinstance(self.sums, Tracer) or not isinstance(self.sums, jax.Array)
+            if not (is_here or self.sums.is_fully_addressable or self.sums.is_fully_replicated):
                 raise RuntimeError(
                     "MoEAux: its sums lie with several processes, and adding them up would wait for all of them, for "
                     "ever where only one asks. Read losses and statistics inside of the jitted function, and return "
                     "these: `return loss, aux.stats` in the place of `return loss, aux`."
                 )
-            known = self.sums.sum((-3, -2))
-            # What an inner trace makes of `sums` is of no use outside. A tracer that names no trace is not kept either.
-            if not isinstance(known, Tracer) or getattr(known, "_trace", known) is getattr(self.sums, "_trace", None):
+            known = jnp.sum(self.sums, (-3, -2))
+            # What an inner trace makes of `sums` is of no use outside. A tracer that names no trace is not kept either,
+            # and no array, since it belongs to the mesh that is set here.
+            if isinstance(known, Tracer) and getattr(known, "_trace", known) is getattr(self.sums, "_trace", None):
                 object.__setattr__(self, "_known_total", known)
         return known
 

@@ -126,6 +126,20 @@ def test_on_a_mesh_experts_are_split_and_compute_what_they_do_on_one_device(bloc
     assert relative_error(y, expected) < (1e-3 if block in ("128x128", "given scales") else 1e-5)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("block", ["128x128", "given scales", "mxfp4", "nvfp4"])
+def test_on_a_mesh_an_abstract_layer_has_the_arrays_of_the_real_one(block, axis_type):
+    weights = weights_of(block)
+    with jax.set_mesh(make_mesh(axis_type)):
+        moe = MoE.from_weights(weights, ROUTER, data_axes="data")
+        abstract = nnx.eval_shape(lambda: MoE.from_weights(weights, ROUTER, data_axes="data"))
+        assert "weights " in str(abstract.explain(jax.ShapeDtypeStruct((8, moe.config.hidden), jnp.bfloat16)))
+    found, wanted = nnx.state(abstract), nnx.state(moe)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), found, wanted)
+    assert all(jax.tree.leaves(same))
+
+
 @pytest.mark.slow
 def test_over_further_axes_quantised_experts_stay_split_as_they_came_and_wide_ones_are_split():
     case = CASES["deepseek_v3 in FP8"]()

@@ -90,6 +90,19 @@ def test_experts_that_are_split_stay_where_they_are(kind, spec):
     same_bits(found, jaxmoe.repacked(given))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_experts_whose_words_are_split_are_the_same(kind, jit):
+    given = in_4_bits("nvfp4", hidden=64, intermediate=80)  # so a rank of eight has 10 weights of each output of down
+    mesh = mesh_of("expert", kind=kind)
+    where = NamedSharding(mesh, P(None, None, "expert"))
+    down: Any = given.w_down
+    experts = dataclasses.replace(given, w_down=dataclasses.replace(down, values=jax.device_put(down.values, where)))
+    with jax.set_mesh(mesh):
+        found = (jax.jit(jaxmoe.repacked) if jit else jaxmoe.repacked)(experts)
+    same_bits(found, jaxmoe.repacked(given))
+
+
 def test_to_hf_writes_what_they_were():
     biases = {"b_gate": jnp.ones((8, 64)), "b_up": jnp.ones((8, 64)), "b_down": jnp.ones((8, 128))}
     experts = dataclasses.replace(in_4_bits(), **biases)

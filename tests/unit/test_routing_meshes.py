@@ -117,6 +117,16 @@ def test_logits_and_a_bias_that_explicit_axes_split_over_experts_give_the_same(j
     assert_close(got, wanted)
 
 
+def test_losses_that_were_read_under_one_mesh_are_read_under_another() -> None:
+    logits = random_logits(4, 8)
+    aux = jaxmoe.router_aux(jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2)), logits)
+    found = [aux.load_balancing_loss]
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        with jax.set_mesh(mesh_of((4,), ("expert",), kind)):
+            found.append(aux.load_balancing_loss)
+    assert_close(found[1:], found[:1] * 2)
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("tokens", [("expert", "data"), ("data",), (None, None, "expert"), ()], ids=str)
 def test_a_mask_and_a_choice_that_are_split_otherwise_than_logits_give_the_same(tokens: Any, jit: bool) -> None:

@@ -67,6 +67,21 @@ def test_what_a_layer_says_of_its_routing_comes_back_as_it_was():
         assert_same(serialization.from_bytes(zeros, serialization.to_bytes(given)), given)
 
 
+def through_bytes(aux: jaxmoe.MoEAux) -> Any:
+    return serialization.from_bytes(aux, serialization.to_bytes(aux))
+
+
+@pytest.mark.parametrize("to_numpy", [jax.device_get, through_bytes])
+def test_losses_and_statistics_are_read_of_numpy_arrays_too(to_numpy):
+    logits = jax.random.normal(jax.random.key(0), (6, 4))
+    aux = jaxmoe.router_aux(jaxmoe.route(logits, jaxmoe.RouterConfig(top_k=2)), logits)
+    found = to_numpy(aux)
+    assert isinstance(found.sums, np.ndarray)
+    for read in ("load_balancing_loss", "router_z_loss"):
+        np.testing.assert_allclose(getattr(found, read), getattr(aux, read), rtol=1e-6)
+    np.testing.assert_array_equal(found.stats.counts, aux.stats.counts)
+
+
 def test_all_that_a_layer_of_linen_sows_comes_back_as_it_was():
     moe = jaxmoe.linen.MoE(8, 16, 4, jaxmoe.RouterConfig(top_k=2), return_routing=True, axis_name=None)
     x = jax.random.normal(jax.random.key(0), (6, 8))
