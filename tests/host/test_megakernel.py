@@ -261,8 +261,8 @@ def test_compiled_code_refuses_arrays_that_make_no_layer(monkeypatch, wrong):
     changes, told = WRONG_ARRAYS[wrong]
     right = megakernel._operands
 
-    def operands(call: Any, inputs: Inputs, schedule: Any) -> dict[str, Any]:
-        return {name: array for name, array in (right(call, inputs, schedule) | changes).items() if array is not None}
+    def operands(call: Any, inputs: Inputs) -> dict[str, Any]:
+        return {name: array for name, array in (right(call, inputs) | changes).items() if array is not None}
 
     monkeypatch.setattr(megakernel, "_operands", operands)
     arguments = make_inputs(11, **{**SIZES, "tokens": 88})

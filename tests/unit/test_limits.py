@@ -15,7 +15,7 @@ from jaxmoe.formats import Format, Formats
 from jaxmoe.implementations.base import Inputs
 from jaxmoe.implementations.megakernel import layer, limits
 from jaxmoe.implementations.megakernel.plan_defaults import DECODED_BYTES, kept_plan, kernel_plan
-from jaxmoe.implementations.megakernel.schedule import schedule_of, weight_slots
+from jaxmoe.implementations.megakernel.schedule import weight_slots
 from jaxmoe.native import FORWARD
 from jaxmoe.options import Arguments, CallOptions
 from jaxmoe.plan import KernelPlan, Shape
@@ -364,8 +364,7 @@ def test_experts_in_8_bits_are_operands_of_values_as_they_lie_and_of_float32_sca
     )
     narrow = jaxmoe.quantize(experts, scale_dtype=scale_dtype)
     for given in (narrow, experts):  # wide ones are rounded in the call
-        schedule = schedule_of(call.shape, call.platform, call.plan)
-        operands = layer._operands(call, Inputs(x, ids, weights, given), schedule)
+        operands = layer._operands(call, Inputs(x, ids, weights, given))
         named = {name: (array.dtype.name, array.shape) for name, array in operands.items() if name[0] in "wb"}
         assert named == {
             "w_gate": ("float8_e4m3fn", (2, 384, 256)),
