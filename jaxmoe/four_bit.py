@@ -201,8 +201,6 @@ def repacked(experts: Tree) -> Tree:
             return matrix
         lies = MatrixSplit.of(matrix.values).transposed
         whole = lies.without_cuts(matrix.shape, (e2m1.NUMBERS_OF_WORD, 1))
-        if whole == lies:
-            return dataclasses.replace(matrix, values=e2m1.repack(matrix.packed))
         apart = dataclasses.replace(matrix, values=whole.transposed.place(matrix.values))
         return dataclasses.replace(matrix, values=lies.transposed.place(e2m1.repack(apart.packed)))
 

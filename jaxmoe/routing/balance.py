@@ -88,9 +88,9 @@ class MoEAux:
         """Returns the sums of all parts, added up once for all figures: XLA makes an all-reduce of each such sum."""
         known = self.__dict__.get("_known_total")
         if known is None:
-            # Of NumPy's arrays, as `jax.device_get` has them, all is here.
-            is_here = isinstance(self.sums, Tracer) or not isinstance(self.sums, jax.Array)
-            if not (is_here or self.sums.is_fully_addressable or self.sums.is_fully_replicated):
+            # NumPy's arrays, as `jax.device_get` has them, are here as a whole.
+            may_be_elsewhere = isinstance(self.sums, jax.Array) and not isinstance(self.sums, Tracer)
+            if may_be_elsewhere and not (self.sums.is_fully_addressable or self.sums.is_fully_replicated):
                 raise RuntimeError(
                     "MoEAux: its sums lie with several processes, and adding them up would wait for all of them, for "
                     "ever where only one asks. Read losses and statistics inside of the jitted function, and return "
