@@ -1,6 +1,6 @@
 // Weights in 4 bits as jaxmoe.repacked() has them: a word of 8 numbers (E2M1), whose bits lie so that few instructions
-// make BF16 of them (cuda/kernel/gemm/packed.cuh; ahead of tokens exchange/decode.cuh, on a CPU host/decode.h). jaxmoe/e2m1.py has
-// the same places and makes the words; tests/fp4_suite.py compares the two.
+// make BF16 of them (cuda/kernel/gemm/packed.cuh; ahead of rows exchange/decode.cuh, on a CPU host/decode.h). jaxmoe/e2m1.py
+// has the same places and makes the words; tests/fp4_suite.py compares the two.
 //
 // Halves have numbers 0 to 3 and 4 to 7. The sign, the exponent's two bits and the fraction of a half's number 0 lie at bits
 // 15, 8, 7, 6 of that half, as BF16 has them; those of number 1 three below, those of number 2 six below. Number 3 has what
