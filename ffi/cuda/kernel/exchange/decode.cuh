@@ -14,13 +14,13 @@
 #include "common/formats.h"
 #include "common/layout.h"
 #include "common/protocol.h"
-#include "common/repacked.h"
 #include "common/scheduler.h"
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/tma.cuh"
 #include "cuda/kernel/cta.cuh"
 #include "cuda/kernel/exchange/decode_blocks.cuh"
+#include "cuda/kernel/gemm/packed_words.cuh"
 #include "cuda/kernel/gemm/precision/sixteen_bit.cuh"
 
 namespace jaxmoe::decode {
@@ -68,9 +68,9 @@ struct EightBits {
 
 // E2M1 by pairs of BF16: behind the sign, its bits are the exponent's lowest two and the mantissa's highest of a number
 // that is 2^126 times smaller, subnormal ones too. Times that, and times the scale of their group, is exact: 2 bits and
-// at most 4 of E4M3. Format says what a scale is, and whether matrices have one beside those of groups. kRepacked: words are
-// those of common/repacked.h.
-template <class Format, bool kRepacked>
+// at most 4 of E4M3. Format says what a scale is, and whether matrices have one beside those of groups; Word how numbers lie
+// in a word (packed_words.cuh).
+template <class Format, class Word>
 struct FourBits {
   static constexpr int kElements = 32;
   static constexpr bool kElementsFirst = true;
@@ -105,16 +105,7 @@ struct FourBits {
   // The bits of numbers 2 i and 2 i + 1 of a word, where BF16 has them, become the halves of pairs[i].
   static __device__ __forceinline__ void spread(uint32_t (&pairs)[4], uint32_t word) {
     uint32_t bits[4];  // of numbers i and i + 4
-    if constexpr (kRepacked) {
-      constexpr RepackedFactors kFactors = kRepackedFactors;
-      spread_repacked(bits, word, kFactors);
-    } else {
-      constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x01c001c0;
-      bits[0] = (word << 12 & kSigns) | (word << 6 & kMagnitudes);
-      bits[1] = (word << 8 & kSigns) | (word << 2 & kMagnitudes);
-      bits[2] = (word << 4 & kSigns) | (word >> 2 & kMagnitudes);
-      bits[3] = (word & kSigns) | (word >> 6 & kMagnitudes);
-    }
+    Word::spread(bits, word);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       pairs[i] = ptx::permute(bits[2 * i], bits[2 * i + 1], 0x5410);
@@ -279,14 +270,14 @@ class Decoder {
       decode_blocks(cta_, expert, weight_slot, part, cta_.shared.crew.dispatchers);
     } else {
       if (!cta_.params.weights_repacked) {
-        decode_pieces_of<false>(expert, weight_slot, part);
+        decode_pieces_of<NibbleWord>(expert, weight_slot, part);
       } else {
-        decode_pieces_of<true>(expert, weight_slot, part);
+        decode_pieces_of<RepackedWord>(expert, weight_slot, part);
       }
     }
   }
 
-  template <bool kRepacked>
+  template <class Word>
   __device__ __forceinline__ void decode_pieces_of(int32_t expert, int32_t weight_slot, int32_t piece) const {
     const auto& p = cta_.params;
     const int32_t& parts = cta_.shared.crew.dispatchers;
@@ -296,10 +287,10 @@ class Decoder {
       const Matrix matrix = matrix_of(cta_, which, expert, weight_slot);
       switch (p.weight_group_columns) {
         case 0:
-          if constexpr (!kRepacked) decode_pieces<EightBits, Wide>(matrix, piece, parts);
+          if constexpr (std::is_same_v<Word, NibbleWord>) decode_pieces<EightBits, Wide>(matrix, piece, parts);
           break;
-        case Mxfp4::kGroup: decode_pieces<FourBits<Mxfp4, kRepacked>, Wide>(matrix, piece, parts); break;
-        default: decode_pieces<FourBits<Nvfp4, kRepacked>, Wide>(matrix, piece, parts);
+        case Mxfp4::kGroup: decode_pieces<FourBits<Mxfp4, Word>, Wide>(matrix, piece, parts); break;
+        default: decode_pieces<FourBits<Nvfp4, Word>, Wide>(matrix, piece, parts);
       }
     }
   }

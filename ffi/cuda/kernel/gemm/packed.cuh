@@ -16,13 +16,13 @@
 #include <type_traits>
 
 #include "common/formats.h"
-#include "common/repacked.h"
 #include "cuda/device/ptx/mma.cuh"
 #include "cuda/device/ptx/registers.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/ptx/wgmma_registers.cuh"
 #include "cuda/kernel/gemm/deep_stages.cuh"
 #include "cuda/kernel/gemm/group_words.cuh"
+#include "cuda/kernel/gemm/packed_words.cuh"
 #include "cuda/kernel/gemm/stage.cuh"
 
 namespace jaxmoe {
@@ -54,32 +54,6 @@ struct GroupScales {
   }
 };
 
-// What nibbles 0 and 1 of halves of a word are multiplied with, to have their sign and their other bits where BF16 has
-// them. The compiler does not know them: it would make shifts of them, which take the pipe that masks take already.
-struct Spread {
-  uint32_t first, second;
-};
-static __constant__ Spread kSpread{(1 << 12) + (1 << 6), (1 << 8) + (1 << 2)};
-static __constant__ RepackedFactors kSpreadRepacked = kRepackedFactors;
-
-// A word of weights as checkpoints have it: a number in each nibble, the first one in the lowest. Numbers i and i + 4
-// become the halves of bits[i], in 13 instructions.
-struct NibbleWord {
-  static __device__ __forceinline__ void spread(uint32_t (&bits)[4], uint32_t word) {
-    constexpr uint32_t kFirst = 0x000f000f, kSecond = 0x00f000f0;
-    const uint32_t upper = word >> 8;
-    bits[0] = (word & kFirst) * kSpread.first & kBitsOfNumbers;
-    bits[1] = (word & kSecond) * kSpread.second & kBitsOfNumbers;
-    bits[2] = (upper & kFirst) * kSpread.first & kBitsOfNumbers;
-    bits[3] = (upper & kSecond) * kSpread.second & kBitsOfNumbers;
-  }
-};
-// The same of repacked ones, in 8.
-struct RepackedWord {
-  static __device__ __forceinline__ void spread(uint32_t (&bits)[4], uint32_t word) {
-    spread_repacked(bits, word, kSpreadRepacked);
-  }
-};
 template <class Precision>
 using WordOf = std::conditional_t<requires { requires Precision::kRepacked; }, RepackedWord, NibbleWord>;
 
