@@ -2,7 +2,7 @@
 // and notes where the answer to each goes, or its product in a first half. Warps 1 to 3 of every block, each on its own
 // chunks of a tile. Where weights have to be decoded, the same warps do that (decode.cuh).
 //
-// A rank has 396 such warps. Each has 2 KiB in flight (copy_row), which together cover NVLink's latency.
+// A rank has 396 such warps. Each has 2 or 4 KiB in flight (kLoadsOfRow), which together cover NVLink's latency.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -200,6 +200,12 @@ struct WalkInSharedMemory {
 template <class Variant>
 using WalkOf = std::conditional_t<kParksWalks<Variant>, WalkInSharedMemory<Variant>, HeldWalk<Variant>>;
 
+// Vectors of a row that a lane has on its way, as far as there are registers. Together warps have enough of them with four; what
+// eight shorten is the way of the first rows of a launch, for which all multiprocessors wait.
+template <class Variant>
+inline constexpr int kLoadsOfRow =
+    Variant::kPass == Pass::kForward && !Cta<Variant>::kDecodes && !Cta<Variant>::kSumsAtExperts ? 8 : 4;
+
 // By warp `dispatch_warp` of the block, which is number `dispatcher` of the crew's.
 template <class Variant>
 __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatcher) {
@@ -311,7 +317,7 @@ __device__ void run(const Cta<Variant>& cta, int dispatch_warp, int32_t dispatch
         } else if constexpr (Variant::Precision::kPacked) {
           copy_turned_row<false>(target, kept_elements, all_tokens.at(row), vectors, lane);
         } else {
-          copy_row(target, kept_elements, all_tokens.at(row), vectors, lane);
+          copy_row<kLoadsOfRow<Variant>>(target, kept_elements, all_tokens.at(row), vectors, lane);
         }
       } else if constexpr (Cta<Variant>::kBackward) {
         for (int32_t v = lane; v < vectors; v += 32) target[v] = uint4{0, 0, 0, 0};  // behind the last of the expert

@@ -23,8 +23,9 @@ __device__ void count(const Cta<Variant>& cta, SortScratch& scratch, Share slots
   const Shape& shape = cta.params.shape;
   for (int32_t e = threadIdx.x; e < shape.num_experts; e += blockDim.x) scratch.next[e] = 0;
   __syncthreads();
+#pragma unroll 4  // as many on their way at once
   for (int64_t slot = slots.begin + threadIdx.x; slot < slots.end; slot += blockDim.x) {
-    const int32_t expert = cta.params.topk_ids[slot];
+    const int32_t expert = __ldg(cta.params.topk_ids + slot);
     if (shape.has_expert(expert)) atomicAdd(&scratch.next[expert], 1);
   }
   __syncthreads();
@@ -47,7 +48,9 @@ __device__ void position(const Cta<Variant>& cta, SortScratch& scratch, int32_t 
   for (int32_t e = threadIdx.x; e < p.shape.num_experts; e += blockDim.x) {
     int32_t before = 0;
     int32_t total = 0;
-#pragma unroll 4
+    // Of up to 64 sorters, whose counts are in L2: four at a time are one way to L2 and back
+    // after the other, in which nothing else happens.
+#pragma unroll 16
     for (int32_t other = 0; other < sorters; ++other) {
       const int32_t count = __ldcg(histograms + int64_t{other} * p.shape.num_experts + e);
       before += other < sorter ? count : 0;
@@ -112,9 +115,12 @@ __device__ void write(const Cta<Variant>& cta, SortScratch& scratch, Share slots
   const int32_t local = p.shape.local_experts();
   const int warp = threadIdx.x / 32;
   const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
+  const auto expert_of = [&](int64_t slot) { return slot < slots.end ? __ldg(p.topk_ids + slot) : -1; };
+  int32_t next = expert_of(slots.begin + threadIdx.x);  // on its way while the slots before are written
   for (int64_t first = slots.begin; first < slots.end; first += blockDim.x) {
     const int64_t slot = first + threadIdx.x;
-    const int32_t expert = slot < slots.end ? p.topk_ids[slot] : -1;
+    const int32_t expert = next;
+    next = expert_of(slot + blockDim.x);
     // Slots of one expert keep their order: by warp, then by lane.
     const uint32_t same = __match_any_sync(0xffffffff, expert);
     const int32_t in_warp = __popc(same & lanes_before);
