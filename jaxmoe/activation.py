@@ -151,6 +151,10 @@ class SwiGLU:
       alpha: factor inside the sigmoid.
       up_offset: added to the clamped up projection.
 
+    Raises:
+      TypeError: one of them is no number, or a traced one.
+      ValueError: a limit that is not positive.
+
     >>> import jax.numpy as jnp, jaxmoe
     >>> jaxmoe.SwiGLU.gpt_oss().value(jnp.array([100.0]), jnp.array([-9.0])).round(2)
     Array([-42.], dtype=float32)
@@ -164,8 +168,17 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         for name in ("limit", "alpha", "up_offset"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, float(value))
+            if (value := getattr(self, name)) is None and name == "limit":
+                continue
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"SwiGLU: {name}={value!r} must be a number that is known where the layer is traced, since kernels "
+                    "take it with their call. Make the SwiGLU of such numbers; a traced one, which could be trained, is "
+                    "not supported."
+                ) from None
+            object.__setattr__(self, name, number)
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"SwiGLU: limit={self.limit} must be positive, or None for no clamp.")
 

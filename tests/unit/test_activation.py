@@ -63,6 +63,21 @@ def test_swiglu_without_options_is_silu():
     np.testing.assert_allclose(jaxmoe.SwiGLU().value(x, 1 - x), resolve("silu").value(x, 1 - x), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ["limit", "alpha", "up_offset"])
+def test_a_traced_number_of_swiglu_is_an_error_that_says_what_is_needed(name):
+    with pytest.raises(TypeError, match=f"SwiGLU: {name}=.* must be a number that is known where the layer is traced"):
+        jax.jit(lambda value: jaxmoe.SwiGLU(**{name: value}).value(jnp.ones(2), jnp.ones(2)))(1.5)
+    assert getattr(jaxmoe.SwiGLU(**{name: jnp.float32(1.5)}), name) == 1.5
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_none_is_a_limit_and_no_other_number_of_swiglu():
+    assert jaxmoe.SwiGLU(limit=None).limit is None
+    with pytest.raises(TypeError, match="SwiGLU: alpha=None must be a number"):
+        jaxmoe.SwiGLU(alpha=None)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_slope_is_one_at_the_limit_and_zero_beyond():
     activation = jaxmoe.SwiGLU(limit=2.0)
     at, beyond = jnp.array([2.0, -2.0]), jnp.array([2.001, -2.001])
