@@ -175,8 +175,8 @@ class SwiGLU:
             except (TypeError, ValueError):
                 raise TypeError(
                     f"SwiGLU: {name}={value!r} must be a number that is known where the layer is traced, since kernels "
-                    "take it with their call. Make the SwiGLU of such numbers; a traced one, which could be trained, is "
-                    "not supported."
+                    "take it with their call. Make the SwiGLU of such numbers; traced ones, which could be trained, "
+                    "are not supported."
                 ) from None
             object.__setattr__(self, name, number)
         if self.limit is not None and not self.limit > 0:
