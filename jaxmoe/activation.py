@@ -167,9 +167,10 @@ class SwiGLU:
     kind = 4
 
     def __post_init__(self) -> None:
-        for name in ("limit", "alpha", "up_offset"):
-            if (value := getattr(self, name)) is None and name == "limit":
-                continue
+        given: dict[str, Any] = {"alpha": self.alpha, "up_offset": self.up_offset}
+        if self.limit is not None:
+            given["limit"] = self.limit
+        for name, value in given.items():
             try:
                 number = float(value)
             except (TypeError, ValueError):

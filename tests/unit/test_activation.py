@@ -68,7 +68,8 @@ def test_swiglu_without_options_is_silu():
 def test_a_traced_number_of_swiglu_is_an_error_that_says_what_is_needed(name):
     with pytest.raises(TypeError, match=f"SwiGLU: {name}=.* must be a number that is known where the layer is traced"):
         jax.jit(lambda value: jaxmoe.SwiGLU(**{name: value}).value(jnp.ones(2), jnp.ones(2)))(1.5)
-    assert getattr(jaxmoe.SwiGLU(**{name: jnp.float32(1.5)}), name) == 1.5
+    known: dict[str, Any] = {name: jnp.float32(1.5)}
+    assert getattr(jaxmoe.SwiGLU(**known), name) == 1.5
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
